@@ -1,0 +1,50 @@
+"""The errors of the dtensor layer.
+
+Each names what was asked, what is allowed and what was got.  They subclass the builtin
+that a caller of plain PyTorch would expect, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CommunicationForbiddenError",
+    "InPlaceError",
+    "MixedTensorError",
+    "NoRuleError",
+    "PlacementError",
+    "RandomStateError",
+    "RedistributeError",
+    "ShoalTensorError",
+]
+
+
+class ShoalTensorError(Exception):
+    """Base of every error that the dtensor layer raises on purpose."""
+
+
+class PlacementError(ShoalTensorError, ValueError):
+    """Placements do not fit the mesh, the tensor or each other."""
+
+
+class RedistributeError(ShoalTensorError, ValueError):
+    """No plan leads from one spec to the other."""
+
+
+class NoRuleError(ShoalTensorError, NotImplementedError):
+    """An operator has no sharding rule, no usable decomposition, and the policy refuses to replicate it."""
+
+
+class MixedTensorError(ShoalTensorError, RuntimeError):
+    """An operator got DTensors together with plain tensors, or DTensors of different meshes."""
+
+
+class InPlaceError(ShoalTensorError, RuntimeError):
+    """A write cannot reach the tensor that it should change."""
+
+
+class CommunicationForbiddenError(ShoalTensorError, RuntimeError):
+    """An operator would have to communicate inside `communication("forbid")`."""
+
+
+class RandomStateError(ShoalTensorError, RuntimeError):
+    """The ranks' random generators are out of step, so replicas would draw different numbers."""

@@ -1,0 +1,220 @@
+"""What a tensor looks like along one mesh axis: `Shard`, `Replicate` or `Partial`.
+
+Placements are data: immutable, interned (equal placements are the same object, so equality
+and hashing cost nothing) and free of any arithmetic; `chunks.py` knows how big a shard is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
+
+from .errors import PlacementError
+
+__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard"]
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+
+
+class Placement:
+    """Base of the placements; never instantiated itself."""
+
+    __slots__ = ("__weakref__",)
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Placement]] = WeakValueDictionary()
+
+    @classmethod
+    def _intern(cls, fields: dict[str, Any]) -> Any:
+        key = (cls, *fields.values())
+        found = Placement._interned.get(key)
+        if found is None:
+            found = object.__new__(cls)
+            for name, value in fields.items():
+                object.__setattr__(found, name, value)
+            Placement._interned[key] = found
+        return found
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this axis cuts a tensor dim (`dim`, when one is given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether every rank along this axis holds the same values."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether the value is the reduction (by `reduce_op`, when given) over this axis of what the ranks hold."""
+        return False
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
+    def __copy__(self) -> Placement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+
+class Shard(Placement):
+    """The axis cuts tensor dim `dim`; coordinate `i` holds the `i`-th piece.
+
+    Args:
+        dim: the tensor dim; negative counts from the end and is resolved when a tensor is known.
+        sizes: how many elements each coordinate holds (a ragged shard).  Left out, the dim is cut
+            as `torch.chunk` cuts it: ceil-sized pieces, trailing ones smaller or empty.  When outer
+            axes cut the same dim, `sizes` lists every piece so far, outermost axis slowest.
+        multiple_of: cut only at multiples of so many elements (attention heads, quantisation blocks).
+
+    Raises:
+        PlacementError: if a size is negative, `multiple_of` is below 1, or both are given.
+
+    Example:
+        >>> Shard(0), Shard(0, sizes=(3, 1)), Shard(-1, multiple_of=64)
+        (Shard(dim=0), Shard(dim=0, sizes=(3, 1)), Shard(dim=-1, multiple_of=64))
+        >>> Shard(0) is Shard(0)
+        True
+    """
+
+    __slots__ = ("dim", "multiple_of", "sizes")
+    __match_args__ = ("dim",)
+    dim: int
+    sizes: tuple[int, ...] | None
+    multiple_of: int
+
+    def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise PlacementError(f"Shard: dim must be an int, got {dim!r}")
+        if sizes is not None:
+            sizes = tuple(int(size) for size in sizes)
+            if multiple_of != 1:
+                raise PlacementError(f"Shard: give sizes or multiple_of, not both (got {sizes} and {multiple_of})")
+            if any(size < 0 for size in sizes):
+                raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
+        if multiple_of < 1:
+            raise PlacementError(f"Shard: multiple_of must be at least 1, got {multiple_of}")
+        found: Shard = cls._intern({"dim": dim, "sizes": sizes, "multiple_of": int(multiple_of)})
+        return found
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def on_dim(self, dim: int) -> Shard:
+        """The same cut on another tensor dim."""
+        return self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _shard, (self.dim, self.sizes, self.multiple_of)
+
+    def __repr__(self) -> str:
+        more = f", sizes={self.sizes}" if self.sizes is not None else ""
+        more += f", multiple_of={self.multiple_of}" if self.multiple_of != 1 else ""
+        return f"Shard(dim={self.dim}{more})"
+
+    def __str__(self) -> str:
+        more = f",{list(self.sizes)}" if self.sizes is not None else ""
+        more += f",x{self.multiple_of}" if self.multiple_of != 1 else ""
+        return f"S({self.dim}{more})"
+
+
+class StridedShard(Placement):
+    """torch's strided spelling of "axes to the right cut this dim first", for interchange only.
+
+    `StridedShard(dim, split_factor=k)` on an axis says that mesh axes to its right whose sizes multiply to
+    `k` cut the dim before it does.  Specs never hold one: it is translated to an explicit shard order.
+    """
+
+    __slots__ = ("dim", "split_factor")
+    __match_args__ = ("dim",)
+    dim: int
+    split_factor: int
+
+    def __new__(cls, dim: int, *, split_factor: int) -> StridedShard:
+        if split_factor < 1:
+            raise PlacementError(f"StridedShard: split_factor must be at least 1, got {split_factor}")
+        found: StridedShard = cls._intern({"dim": int(dim), "split_factor": int(split_factor)})
+        return found
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _strided_shard, (self.dim, self.split_factor)
+
+    def __repr__(self) -> str:
+        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor})"
+
+    def __str__(self) -> str:
+        return f"SS({self.dim},{self.split_factor})"
+
+
+class Replicate(Placement):
+    """Every rank along the axis holds the whole tensor (what other axes leave of it).
+
+    Example:
+        >>> Replicate() is Replicate()
+        True
+    """
+
+    __slots__ = ()
+
+    def __new__(cls) -> Replicate:
+        found: Replicate = cls._intern({})
+        return found
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Replicate, ()
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+
+class Partial(Placement):
+    """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
+
+    Args:
+        reduce_op: one of `REDUCE_OPS`.
+
+    Raises:
+        PlacementError: if the reduction is unknown.
+
+    Example:
+        >>> Partial(), Partial("max")
+        (Partial('sum'), Partial('max'))
+    """
+
+    __slots__ = ("reduce_op",)
+    __match_args__ = ("reduce_op",)
+    reduce_op: str
+
+    def __new__(cls, reduce_op: str = "sum") -> Partial:
+        if reduce_op not in REDUCE_OPS:
+            raise PlacementError(f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+        found: Partial = cls._intern({"reduce_op": reduce_op})
+        return found
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Partial, (self.reduce_op,)
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op!r})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
+    return Shard(dim, sizes=sizes, multiple_of=multiple_of)
+
+
+def _strided_shard(dim: int, split_factor: int) -> StridedShard:
+    return StridedShard(dim, split_factor=split_factor)

@@ -1,0 +1,276 @@
+"""`Spec`: everything that is known about a DTensor besides its values.
+
+Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs
+hashes by identity, and whatever follows from a spec (cuts, local shape, ...) is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from shoal_mesh import DeviceMesh
+
+from .chunks import Cut, ShardOrder, canonical_placements, cut_dim, normalize_placements, order_of
+from .placements import Partial, Placement, Replicate, Shard
+
+__all__ = ["Box", "Spec", "TensorMeta", "contiguous_stride"]
+
+Box = tuple[tuple[int, int], ...]
+
+
+class TensorMeta(NamedTuple):
+    """Shape, stride (in elements) and dtype of a global tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+
+class Spec:
+    """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
+
+    Args:
+        mesh: the device mesh.
+        placements: one per mesh axis; negative dims and strided spellings are resolved.
+        shape: global shape.
+        stride: global stride in elements; contiguous when left out.
+        dtype: element type.
+        shard_order: pairs (tensor dim, mesh axes outermost first); ascending axes where left out.
+
+    Attributes:
+        cuts: for each tensor dim, how the mesh cuts it.
+        partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
+        coordinate: of this rank in the mesh; None if it is outside.
+        local_shape: of this rank's box; `(0,)` outside the mesh.
+        local_offset: global index of the box's first element.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh or the tensor.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> spec = Spec(abstract_mesh((2, 2), rank=3), (Shard(0), Replicate()), (5, 4))
+        >>> spec.local_shape, spec.local_offset, spec
+        (torch.Size([2, 4]), (3, 0), Spec(f32[5@(0)=[3, 2], 4] on (0=2, 1=2)))
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_boxes",
+        "coordinate",
+        "cuts",
+        "dtype",
+        "local_offset",
+        "local_shape",
+        "mesh",
+        "ndim",
+        "partials",
+        "placements",
+        "shape",
+        "shard_order",
+        "stride",
+    )
+    _interned: WeakValueDictionary[tuple[Any, ...], Spec] = WeakValueDictionary()
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    shard_order: ShardOrder
+    cuts: tuple[Cut, ...]
+    partials: tuple[tuple[int, str], ...]
+    coordinate: tuple[int, ...] | None
+    local_shape: torch.Size
+    local_offset: tuple[int, ...]
+    ndim: int
+
+    def __new__(
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        shard_order: ShardOrder | None = None,
+    ) -> Spec:
+        shape = torch.Size(shape)
+        stride = contiguous_stride(shape) if stride is None else tuple(stride)
+        key = (mesh, tuple(placements), shape, stride, dtype, shard_order)
+        found = cls._interned.get(key)
+        if found is not None:
+            return found
+        asked = key
+        normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order)
+        axes_of = dict(order)
+        cuts = tuple(cut_dim(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
+        canonical = canonical_placements(normal, cuts)
+        key = (mesh, canonical, shape, stride, dtype, order)
+        found = cls._interned.get(key)
+        if found is None:
+            found = cls._make(mesh, canonical, shape, stride, dtype, order, cuts=cuts)
+            cls._interned[key] = found
+        cls._interned[asked] = found
+        return found
+
+    @classmethod
+    def _make(
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        order: ShardOrder,
+        *,
+        cuts: tuple[Cut, ...],
+    ) -> Spec:
+        spec = object.__new__(cls)
+        put = object.__setattr__
+        put(spec, "mesh", mesh)
+        put(spec, "placements", placements)
+        put(spec, "shape", shape)
+        put(spec, "stride", stride)
+        put(spec, "dtype", dtype)
+        put(spec, "shard_order", order)
+        put(spec, "cuts", cuts)
+        put(spec, "ndim", len(shape))
+        partials = tuple((axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial))
+        put(spec, "partials", partials)
+        put(spec, "_boxes", {})
+        coordinate = mesh.get_coordinate()
+        put(spec, "coordinate", coordinate)
+        box: Box = ((0, 0),) if coordinate is None else spec.box(coordinate)
+        put(spec, "local_shape", torch.Size(stop - start for start, stop in box))
+        put(spec, "local_offset", tuple(start for start, _ in box))
+        return spec
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """Per tensor dim, the global `(start, stop)` that the rank at a mesh coordinate holds."""
+        boxes: dict[tuple[int, ...], Box] = object.__getattribute__(self, "_boxes")
+        key = tuple(coordinate)
+        found = boxes.get(key)
+        if found is None:
+            found = boxes[key] = tuple(cut.interval(key) for cut in self.cuts)
+        return found
+
+    def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
+        """Local shape on the rank at a mesh coordinate."""
+        return torch.Size(stop - start for start, stop in self.box(coordinate))
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh, under torch's name."""
+        return self.mesh
+
+    @property
+    def tensor_meta(self) -> TensorMeta:
+        """Global shape, stride and dtype."""
+        return TensorMeta(self.shape, self.stride, self.dtype)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds the whole tensor."""
+        return all(type(placement) is Replicate for placement in self.placements)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank's box has the same shape."""
+        return all(cut.even for cut in self.cuts)
+
+    def same_layout(self, other: Spec) -> bool:
+        """Whether every rank holds the same box and the same partial values under both specs."""
+        return self.mesh == other.mesh and self.cuts == other.cuts and self.partials == other.partials
+
+    def with_(
+        self,
+        *,
+        placements: Sequence[Placement] | None = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> Spec:
+        """A spec that differs in what is given.
+
+        The shard order is kept for dims that are still cut by the same axes; a new shape without a stride is contiguous.
+        """
+        if placements is None:
+            placements = self.placements
+            order = shard_order or self.shard_order
+        else:
+            order = shard_order or _surviving_order(self.shard_order, placements, len(shape or self.shape))
+        if shape is not None and stride is None:
+            stride = contiguous_stride(shape)
+        return Spec(
+            self.mesh,
+            placements,
+            self.shape if shape is None else shape,
+            self.stride if stride is None else stride,
+            dtype or self.dtype,
+            order,
+        )
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"Spec is immutable: cannot set {name!r}; use with_()")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"Spec is immutable: cannot delete {name!r}")
+
+    def __copy__(self) -> Spec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
+    def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
+        return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, self.shard_order)
+
+    def __repr__(self) -> str:
+        names = self.mesh.axis_names
+        dims = [
+            f"{n}@({','.join(names[a] for a in cut.axes)})" + ("" if cut.even else f"={list(cut.sizes)}")
+            if cut.axes
+            else str(n)
+            for n, cut in zip(self.shape, self.cuts, strict=True)
+        ]
+        partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
+        return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major stride in elements.
+
+    Example:
+        >>> contiguous_stride((2, 3, 4))
+        (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:
+    """The entries of a shard order that still hold for new placements."""
+    resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements]
+    now = dict(order_of(resolved))
+    return tuple((dim, axes) for dim, axes in order if sorted(axes) == list(now.get(dim, ())))
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
