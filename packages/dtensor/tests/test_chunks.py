@@ -1,0 +1,130 @@
+"""Covers: chunks.py and placements.py, against torch.chunk and brute force."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shoal_dtensor.chunks import Cut, canonical_placements, chunk_sizes, cut_dim, normalize_placements
+from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard
+
+MESH_SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_chunk_sizes_are_those_of_torch(length: int, pieces: int) -> None:
+    expected = [len(part) for part in torch.arange(length).chunk(pieces)] if length else []
+    assert list(chunk_sizes(length, pieces)) == expected + [0] * (pieces - len(expected))
+
+
+@given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
+def test_chunk_sizes_cut_at_units_and_cover(length: int, pieces: int, unit: int) -> None:
+    sizes = chunk_sizes(length, pieces, unit)
+    assert sum(sizes) == length
+    assert all(sum(sizes[:i]) % unit == 0 or sum(sizes[:i]) == length for i in range(pieces))
+
+
+@given(st.integers(0, 30), MESH_SHAPES, st.data())
+def test_nested_cut_is_repeated_chunking(length: int, mesh_shape: list[int], data: st.DataObject) -> None:
+    axes = data.draw(st.permutations(range(len(mesh_shape))))
+    cut = cut_dim(length, axes, [Shard(0)] * len(mesh_shape), mesh_shape)
+    for coordinate in product(*(range(n) for n in mesh_shape)):
+        piece = torch.arange(length)
+        for axis in axes:
+            parts = [*piece.chunk(mesh_shape[axis])] if len(piece) else []
+            piece = parts[coordinate[axis]] if coordinate[axis] < len(parts) else piece[:0]
+        start, stop = cut.interval(coordinate)
+        assert piece.tolist() == list(range(start, stop))
+
+
+@given(st.integers(0, 30), MESH_SHAPES, st.data())
+def test_a_cut_survives_as_placements(length: int, mesh_shape: list[int], data: st.DataObject) -> None:
+    axes = tuple(data.draw(st.permutations(range(len(mesh_shape)))))
+    pieces = len([*product(*(range(n) for n in mesh_shape))])
+    bounds = sorted(data.draw(st.lists(st.integers(0, length), min_size=pieces - 1, max_size=pieces - 1)))
+    sizes = tuple(b - a for a, b in zip([0, *bounds], [*bounds, length], strict=True))
+    cut = Cut(axes, tuple(mesh_shape[a] for a in axes), sizes)
+    placements: list[Placement] = [cut.placements(0)[axis] for axis in range(len(mesh_shape))]
+    assert cut_dim(length, axes, placements, mesh_shape) == cut
+    assert canonical_placements(placements, [cut]) == tuple(placements)
+
+
+def test_sizes_that_chunk_would_give_are_dropped() -> None:
+    cut = cut_dim(5, (0,), [Shard(0, sizes=(3, 2))], (2,))
+    assert canonical_placements([Shard(0, sizes=(3, 2))], [cut]) == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh_shape", "order"),
+    [
+        ([StridedShard(0, split_factor=2), Shard(0)], (4, 2), ((0, (1, 0)),)),
+        ([Shard(0), Shard(0)], (4, 2), ((0, (0, 1)),)),
+        ([StridedShard(0, split_factor=6), Shard(0), Shard(0)], (2, 2, 3), ((0, (1, 2, 0)),)),
+        ([StridedShard(-1, split_factor=2), Replicate(), Shard(1)], (2, 2, 2), ((1, (2, 0)),)),
+    ],
+)
+def test_strided_spelling_is_an_order(
+    placements: list[Placement], mesh_shape: tuple[int, ...], order: tuple[tuple[int, tuple[int, ...]], ...]
+) -> None:
+    normal, found = normalize_placements(placements, mesh_shape, 2)
+    assert found == order
+    assert not any(isinstance(p, StridedShard) for p in normal)
+
+
+@pytest.mark.parametrize(
+    ("placements", "message"),
+    [
+        ([Shard(0)], "one placement for each of the 2 axes"),
+        ([Shard(2), Replicate()], "the tensor has 2 dims"),
+        ([StridedShard(0, split_factor=3), Shard(0)], "no leading part"),
+        (["S(0)", Replicate()], "expected Shard, Replicate or Partial"),
+    ],
+)
+def test_misfits_are_named(placements: list[Placement], message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        normalize_placements(placements, (2, 2), 2)
+
+
+def test_wrong_sizes_are_named() -> None:
+    with pytest.raises(PlacementError, match=r"add up to 5, but the piece has 6"):
+        cut_dim(6, (0,), [Shard(0, sizes=(3, 2))], (2,))
+    with pytest.raises(PlacementError, match="expected 2 sizes"):
+        cut_dim(6, (0,), [Shard(0, sizes=(3, 2, 1))], (2,))
+    with pytest.raises(PlacementError, match="must not be negative"):
+        Shard(0, sizes=(3, -1))
+    with pytest.raises(PlacementError, match="not both"):
+        Shard(0, sizes=(3, 1), multiple_of=2)
+    with pytest.raises(PlacementError, match="one of sum, avg"):
+        Partial("mean")
+    with pytest.raises(PlacementError, match=r"cut it by axes \(0, 1\)"):
+        normalize_placements([Shard(0), Shard(0)], (2, 2), 1, ((0, (1,)),))
+
+
+PLACEMENTS = [
+    Shard(1),
+    Shard(0, sizes=(2, 1)),
+    Shard(0, multiple_of=4),
+    Replicate(),
+    Partial("max"),
+    StridedShard(0, split_factor=2),
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_placements_are_interned_values(placement: Placement) -> None:
+    assert pickle.loads(pickle.dumps(placement)) is placement
+    assert copy.deepcopy(placement) is placement
+    with pytest.raises(AttributeError, match="immutable"):
+        placement.dim = 3  # type: ignore[attr-defined]  # the point of the test
+
+
+def test_predicates() -> None:
+    assert Shard(1).is_shard() and Shard(1).is_shard(1) and not Shard(1).is_shard(0)
+    assert Partial("max").is_partial("max") and not Partial("max").is_partial("sum")
+    assert Replicate().is_replicate() and not Replicate().is_shard() and not Shard(0).is_replicate()
