@@ -195,7 +195,7 @@ def product(
         >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
         >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
         >>> [row.outputs[0] for row in rule.rows(call)][:3]
-        [S(dim=0, unit=1), Partial('sum'), S(dim=1, unit=1)]
+        [S(dim=0, unit=1, cut=None), Partial('sum'), S(dim=1, unit=1, cut=None)]
     """
     pattern, kept = parse(text), tuple(whole.split())
 

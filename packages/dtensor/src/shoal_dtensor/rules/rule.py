@@ -14,10 +14,14 @@ from typing import Any, Final
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..chunks import Cut
 from ..placements import Partial, Replicate
 from ..spec import Spec, TensorMeta
 
-__all__ = ["Entry", "LocalCall", "LocalFunction", "OpCall", "P", "R", "Row", "Rule", "S", "Table", "flatten"]
+__all__ = ["CutMap", "Entry", "LocalCall", "LocalFunction", "OpCall", "P", "R", "Row", "Rule", "S", "Table", "flatten"]
+
+
+CutMap = Callable[[Cut], Cut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,17 @@ class S:
 
     Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
     of the dim belong to one step of the factor, so all S entries of a row are cut at the same factor steps.
+
+    Attributes:
+        dim: the tensor dim.
+        unit: elements of the dim per step of the factor.
+        cut: for outputs whose pieces are no multiple of the input's (slices keep what each piece has of the selected
+            range): from the factor's cut to this dim's cut, over the same axes.  `unit` is not looked at then.
     """
 
     dim: int
     unit: int = 1
+    cut: CutMap | None = None
 
 
 R: Final = Replicate()
@@ -45,7 +56,8 @@ class Row:
         inputs: one entry per tensor input, in schema order, lists expanded, None arguments left out.
         outputs: one entry per tensor output, in order, lists expanded, None outputs left out.
         even: whether every coordinate must hold equally much.
-        traffic: bytes per rank that the local algorithm itself reduces over the axis (0 for most).
+        traffic: bytes per rank that the local algorithm itself moves over the axis (0 for most).  The result of a
+            view operator whose row has traffic does not alias its input.
     """
 
     inputs: tuple[Entry, ...]
