@@ -1,0 +1,202 @@
+"""Sharding of views that rearrange dims: reshapes, permutations, broadcasts, windows and reinterpretations.
+
+Every local call is a view of local storage, so what is written through the result reaches its base.  A cut that
+would not stay contiguous has no row: the propagator gathers, and marks the result as no view of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..placements import REDUCE_OPS
+from .notation import linear_rows
+from .rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
+from .viewmap import reshape_moves
+
+__all__ = ["VIEW", "any_partial", "kept_dims", "rearrangement"]
+
+aten = torch.ops.aten
+
+
+def any_partial(inputs: int, outputs: int, ops: Sequence[str] = REDUCE_OPS) -> list[Row]:
+    """Partial values stay partial: operators that only move elements commute with every reduction."""
+    return [Row((P(op),) * inputs, (P(op),) * outputs) for op in ops]
+
+
+def kept_dims(pairs: Iterable[tuple[int, int]], outputs: int = 1) -> list[Row]:
+    """One row per pair (input dim, output dim) that are cut alike; every output has the same dims."""
+    return [Row((S(i),), (S(o),) * outputs) for i, o in pairs]
+
+
+def rearrangement(
+    rows: Callable[[OpCall], list[Row]], local: Callable[[LocalCall], LocalFunction | None] | None
+) -> Rule:
+    """The rule of an operator that moves elements of one tensor and changes none."""
+    return Rule(lambda call: rows(call) + any_partial(1, len(call.outputs)), local)
+
+
+# --- reshapes -------------------------------------------------------------------------------------------------------
+
+
+def reshape_rows(call: OpCall) -> list[Row]:
+    """Rows of any operator that keeps the row-major order of elements, from its global shapes."""
+    moves = reshape_moves(call.tensors[0].shape, call.outputs[0].shape)
+    return [Row((S(m.source, m.unit),), (S(m.target, m.steps),)) for m in moves]
+
+
+def reshape_local(call: LocalCall) -> LocalFunction:
+    shape, op = call.outputs[0].local_shape, call.call.op
+    if op in (aten.view.default, aten._unsafe_view.default):
+        return lambda x, size: op(x, shape)
+    return lambda x, *args: x.view(shape)
+
+
+def squeeze_local(call: LocalCall) -> LocalFunction:
+    """Squeeze what is 1 globally: locally other dims may be 1, and a dim of size 1 is empty beside its owner."""
+    source, shape = call.inputs[0], call.outputs[0].local_shape
+    asked = call.call.dims() if "dim" in call.call.bound else tuple(range(source.ndim))
+    dims = [d for d in asked if source.shape[d] == 1]
+    if all(source.local_shape[d] == 1 for d in dims):
+        return lambda x, *args: aten.squeeze.dims(x, dims)
+    return lambda x, *args: x.new_empty(shape)
+
+
+def view_dtype_rows(call: OpCall) -> list[Row]:
+    """A wider type takes several elements of the last dim for one, a narrower one makes several of one."""
+    (source,), (target,) = call.tensors, call.outputs
+    rows = kept_dims((d, d) for d in range(source.ndim - 1))
+    if source.ndim:
+        last, n, m = source.ndim - 1, source.shape[-1], target.shape[-1]
+        steps = max(1, min(n, m))
+        rows.append(Row((S(last, max(1, n // steps)),), (S(last, max(1, m // steps)),)))
+    return rows
+
+
+# --- permutations ---------------------------------------------------------------------------------------------------
+
+
+def permute_rows(call: OpCall) -> list[Row]:
+    ndim = call.tensors[0].ndim
+    return kept_dims((int(dim) % ndim, i) for i, dim in enumerate(call["dims"]))
+
+
+def transpose_rows(call: OpCall) -> list[Row]:
+    ndim = call.tensors[0].ndim
+    swap = dict(zip(pair := (call.dim("dim0"), call.dim("dim1")), reversed(pair), strict=True))
+    return kept_dims((d, swap.get(d, d)) for d in range(ndim))
+
+
+def t_rows(call: OpCall) -> list[Row]:
+    ndim = call.tensors[0].ndim
+    return kept_dims((d, ndim - 1 - d) for d in range(ndim))
+
+
+def same_rows(call: OpCall) -> list[Row]:
+    return kept_dims((d, d) for d in range(call.tensors[0].ndim))
+
+
+# --- broadcasts, windows, diagonals -----------------------------------------------------------------------------------
+
+
+def expand_rows(call: OpCall) -> list[Row]:
+    (source,), (target,) = call.tensors, call.outputs
+    new = target.ndim - source.ndim
+    return kept_dims((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new])
+
+
+def expand_local(call: LocalCall) -> LocalFunction:
+    shape = call.outputs[0].local_shape
+    return lambda x, size, **kwargs: aten.expand.default(x, shape, **kwargs)
+
+
+def unfold_rows(call: OpCall) -> list[Row]:
+    """Windows that do not overlap and leave nothing over are a split; others need their neighbours' elements."""
+    (source,) = call.tensors
+    if not source.ndim:
+        return []
+    dim, size, step = call.dim("dimension"), call["size"], call["step"]
+    rows = kept_dims((d, d) for d in range(source.ndim) if d != dim)
+    if size <= step and source.shape[dim] % step == 0:
+        rows.append(Row((S(dim, step),), (S(dim),)))
+    return rows
+
+
+def unfold_local(call: LocalCall) -> LocalFunction | None:
+    """A piece without windows is too short for `unfold`."""
+    dim, shape = call.call.dim("dimension") if call.inputs[0].ndim else None, call.outputs[0].local_shape
+    return None if dim is None or shape[dim] else lambda x, *args: x.new_empty(shape)
+
+
+def diagonal_rows(call: OpCall) -> list[Row]:
+    one, two = call.dim("dim1"), call.dim("dim2")
+    others = [d for d in range(call.tensors[0].ndim) if d not in (one, two)]
+    return kept_dims((d, i) for i, d in enumerate(others))
+
+
+def view_as_real_rows(call: OpCall) -> list[Row]:
+    return same_rows(call) + linear_rows((0,), 1, 1)
+
+
+def view_as_complex_rows(call: OpCall) -> list[Row]:
+    return kept_dims((d, d) for d in range(call.tensors[0].ndim - 1)) + linear_rows((0,), 1, 1)
+
+
+# --- gradients of views -----------------------------------------------------------------------------------------------
+
+
+def _with_input_sizes(call: LocalCall) -> LocalFunction:
+    op, shape = call.call.op, call.outputs[0].local_shape
+    if 0 in call.inputs[0].local_shape:
+        return lambda grad, *args: grad.new_zeros(shape)
+
+    def run(grad: Tensor, input_sizes: Sequence[int], *args: Any) -> Any:
+        return op(grad, shape, *args)
+
+    return run
+
+
+def diagonal_backward_rows(call: OpCall) -> list[Row]:
+    ndim = len(call["input_sizes"])
+    one, two = int(call["dim1"]) % ndim, int(call["dim2"]) % ndim
+    others = [d for d in range(ndim) if d not in (one, two)]
+    return kept_dims((i, d) for i, d in enumerate(others)) + linear_rows((0,), 1, 1)
+
+
+def unfold_backward_rows(call: OpCall) -> list[Row]:
+    sizes = call["input_sizes"]
+    if not sizes:
+        return linear_rows((0,), 1, 1)
+    dim, size, step = int(call["dim"]) % len(sizes), call["size"], call["step"]
+    rows = kept_dims((d, d) for d in range(len(sizes)) if d != dim)
+    if size <= step and sizes[dim] % step == 0:
+        rows.append(Row((S(dim),), (S(dim, step),)))
+    return rows + linear_rows((0,), 1, 1)
+
+
+RESHAPE = rearrangement(reshape_rows, reshape_local)
+SQUEEZE = rearrangement(reshape_rows, squeeze_local)
+
+VIEW: Table = {
+    aten.view.default: RESHAPE,
+    aten._unsafe_view.default: RESHAPE,
+    aten._reshape_alias.default: RESHAPE,
+    aten.unsqueeze.default: rearrangement(reshape_rows, None),
+    aten.squeeze.default: SQUEEZE,
+    aten.squeeze.dim: SQUEEZE,
+    aten.squeeze.dims: SQUEEZE,
+    aten.view.dtype: Rule(view_dtype_rows),
+    aten.permute.default: rearrangement(permute_rows, None),
+    aten.transpose.int: rearrangement(transpose_rows, None),
+    aten.t.default: rearrangement(t_rows, None),
+    aten.expand.default: rearrangement(expand_rows, expand_local),
+    aten.unfold.default: rearrangement(unfold_rows, unfold_local),
+    aten.diagonal.default: rearrangement(diagonal_rows, None),
+    aten.view_as_real.default: Rule(view_as_real_rows),
+    aten.view_as_complex.default: Rule(view_as_complex_rows),
+    aten.diagonal_backward.default: Rule(diagonal_backward_rows, _with_input_sizes),
+    aten.unfold_backward.default: Rule(unfold_backward_rows, _with_input_sizes),
+}
