@@ -1,19 +1,16 @@
 """What each operator may do on one mesh axis: one table per family, merged in `default`."""
 
-from .notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product, silent
+from .notation import Pattern, factor_rows, linear_rows, parse, pointwise, product
 from .rule import CutMap, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, flatten
-from .table import DuplicateRuleError, family, merge, overlay
+from .table import merge, overlay
 
 __all__ = [
     "CutMap",
-    "DuplicateRuleError",
     "Entry",
     "LocalCall",
     "LocalFunction",
-    "NotationError",
     "OpCall",
     "P",
-    "Partials",
     "Pattern",
     "R",
     "Row",
@@ -21,7 +18,6 @@ __all__ = [
     "S",
     "Table",
     "factor_rows",
-    "family",
     "flatten",
     "linear_rows",
     "merge",
@@ -29,5 +25,4 @@ __all__ = [
     "parse",
     "pointwise",
     "product",
-    "silent",
 ]

@@ -1,0 +1,210 @@
+"""The moves of the search: which states follow from a state, and what it takes to get there.
+
+Between shardings: `Slice`, `AllGather`, `AllToAll` or one `Exchange`, over all axes that change at
+once.  Out of a reduction: `ReduceScatter` or `AllReduce` over several axes at once.  Into one:
+`Pad` and `Share`, which are local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from .space import Dims, Move, Space, Tokens, valid_tokens
+
+__all__ = ["finishes", "presliced", "reductions", "transition"]
+
+
+def transition(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...] = ()) -> list[Move]:
+    """The direct way from one sharding to another: what can be cut is cut first, then at most one collective."""
+    moves: list[Move] = []
+    if dims == goal:
+        return moves
+    sliced = _slice_towards(dims, goal, pending)
+    if sliced != dims:
+        moves.append(_slice(space, dims, sliced, pending))
+    if sliced != goal:
+        moves.append(_collective(space, sliced, goal, pending))
+    return moves
+
+
+def _slice_towards(dims: Dims, goal: Dims, pending: tuple[int, ...]) -> Dims:
+    """Cut dims that are already cut as in the goal by the goal's next axes, as long as those are replicated."""
+    used = {token // 3 for tokens in dims for token in tokens} | set(pending)
+    result = list(dims)
+    for dim, (old, new) in enumerate(zip(dims, goal, strict=True)):
+        if old == new or new[: len(old)] != old:
+            continue
+        end = len(old)
+        while end < len(new) and new[end] // 3 not in used:
+            end += 1
+        result[dim] = new[:end]
+    return tuple(result)
+
+
+def _slice(space: Space, dims: Dims, after: Dims, pending: tuple[int, ...]) -> Move:
+    changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
+    axes = tuple(t // 3 for d in changed for t in after[d][len(dims[d]) :])
+    box = space.box(after)
+    return Move("Slice", axes, changed, after, pending, space.links.copy(box), 0, space.box(dims) + box)
+
+
+def _collective(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) -> Move:
+    """The one collective that leads from a sharding to another: all-gather, all-to-all or exchange."""
+    links = space.links
+    changed = tuple(d for d, (a, b) in enumerate(zip(dims, goal, strict=True)) if a != b)
+    before, after = space.box(dims), space.box(goal)
+    if all(dims[d][: len(goal[d])] == goal[d] for d in changed):
+        axes = tuple(t // 3 for d in changed for t in dims[d][len(goal[d]) :])
+        received = space.missing(dims, goal)
+        packed = after if changed != (0,) else 0
+        seconds = links.seconds(axes, received) + links.copy(packed)
+        return Move("AllGather", axes, changed, goal, pending, seconds, received, before + after + packed)
+    received = space.missing(dims, goal)
+    pair = _all_to_all(space, dims, goal, changed)
+    if pair is not None:
+        axes = tuple(t // 3 for t in dims[pair[0]][len(goal[pair[0]]) :])
+        kind, changed = "AllToAll", pair
+    else:
+        axes, kind = _involved(dims, goal, changed), "Exchange"
+    seconds = links.seconds(axes, received) + links.copy(before + after)
+    return Move(kind, axes, changed, goal, pending, seconds, received, 2 * (before + after))
+
+
+def _all_to_all(space: Space, dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, int] | None:
+    """(from, to) if the innermost axes of one tensor dim become the innermost of another, all pieces equal."""
+    if len(changed) != 2:
+        return None
+    for src, dst in (changed, changed[::-1]):
+        moved = dims[src][len(goal[src]) :]
+        if moved and dims[src] == goal[src] + moved and goal[dst] == dims[dst] + moved:
+            even = space.even(dims, changed) and space.even(goal, changed)
+            return (src, dst) if even else None
+    return None
+
+
+def _involved(dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes across which data flow: those behind the common outer cuts of every dim that changes."""
+    axes: set[int] = set()
+    for dim in changed:
+        old, new = dims[dim], goal[dim]
+        same = _common_prefix(old, new)
+        axes.update(t // 3 for t in old[same:])
+        axes.update(t // 3 for t in new[same:])
+    return tuple(sorted(axes))
+
+
+def _common_prefix(old: Tokens, new: Tokens) -> int:
+    length = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+def finishes(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
+    """Ways to `dst` once nothing is left to reduce: reshard, then `Pad` and `Share` axes that become partial."""
+    becoming = set(space.becoming)
+    goals = [space.goal]
+    if becoming:
+        kept = tuple(
+            valid_tokens(new + tuple(t for t in old if t // 3 in becoming), old, new)
+            for old, new in zip(dims, space.goal, strict=True)
+        )
+        if kept != space.goal:
+            goals.insert(0, kept)
+    for goal in goals:
+        moves = transition(space, dims, goal)
+        if goal != space.goal:
+            axes = tuple(t // 3 for old, new in zip(goal, space.goal, strict=True) for t in old[len(new) :])
+            moves.append(_local(space, "Pad", axes, goal, space.goal))
+            becoming -= set(axes)
+        if becoming:
+            moves.append(_local(space, "Share", tuple(sorted(becoming)), space.goal, space.goal))
+        if space.scaled:
+            moves.append(_local(space, "Scale", space.scaled, space.goal, space.goal))
+        yield tuple(moves)
+        becoming = set(space.becoming)
+
+
+def _local(space: Space, kind: str, axes: tuple[int, ...], dims: Dims, after: Dims) -> Move:
+    box = space.box(after)
+    changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
+    return Move(kind, axes, changed, after, (), space.links.copy(box), 0, space.box(dims) + box)
+
+
+def reductions(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[Move]:
+    """Reduce-scatters over some of the pending axes, and the all-reduce over all of them.
+
+    An all-reduce is the last reduction of a plan and takes all axes that are left: two in a row could leave
+    replicas that differ in the last bit, as each group may add in its own order.
+    """
+    links = space.links
+    before = space.box(dims)
+    received = 2 * before * (links.group(pending) - 1) // links.group(pending)
+    yield Move("AllReduce", pending, (), dims, (), links.seconds(pending, received), received, 2 * before)
+    for axes in _subsets(space, pending):
+        left = tuple(a for a in pending if a not in axes)
+        ways = links.group(axes)
+        for after in _scattered(space, dims, axes):
+            changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
+            order = tuple(t // 3 for d in changed for t in after[d][len(dims[d]) :])
+            box = space.box(after)
+            received = before * (ways - 1) // ways if space.even(after, changed) else box * (ways - 1)
+            packed = before if changed != (0,) else 0
+            seconds = links.seconds(axes, received) + links.copy(packed)
+            yield Move("ReduceScatter", order, changed, after, left, seconds, received, before + packed + box)
+
+
+def _subsets(space: Space, pending: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Sets of axes worth scattering over: all, and those that `dst` cuts; any, where axes differ in speed."""
+    if not space.links.uniform:
+        return [axes for n in range(len(pending), 0, -1) for axes in combinations(pending, n)]
+    cut = {t // 3 for tokens in space.goal for t in tokens}
+    wanted = tuple(a for a in pending if a in cut)
+    return [pending, wanted] if wanted and wanted != pending else [pending]
+
+
+def presliced(space: Space, dims: Dims) -> Iterator[tuple[Dims, tuple[Move, ...]]]:
+    """States to start a reduction from: replicated axes may share its work by each taking a part, for free."""
+    start = _slice_towards(dims, space.goal, space.pending)
+    base = () if start == dims else (_slice(space, dims, start, space.pending),)
+    yield start, base
+    used = {t // 3 for tokens in start for t in tokens}
+    partial = {axis for axis, placement in enumerate(space.placements[0]) if placement.is_partial()}
+    idle = [a for a, n in enumerate(space.links.sizes) if n > 1 and a not in used and a not in partial]
+    for count in range(1, len(idle) + 1):
+        for axes in combinations(idle, count):
+            for after in _scattered(space, start, axes):
+                yield after, (_slice(space, dims, after, space.pending),)
+
+
+def _scattered(space: Space, dims: Dims, axes: tuple[int, ...]) -> list[Dims]:
+    """Ways to cut a box further by `axes`: each axis where `dst` wants it if it fits, the rest on one dim."""
+    result = list(dims)
+    rest = set(axes)
+    for dim, new in enumerate(space.goal):
+        old = result[dim]
+        if new[: len(old)] != old:
+            continue
+        end = len(old)
+        while end < len(new) and new[end] // 3 in rest:
+            rest.discard(new[end] // 3)
+            end += 1
+        result[dim] = new[:end]
+    if not rest:
+        return [tuple(result)]
+    tail = tuple(3 * a for a in sorted(rest))
+    dims_to_cut = _scratch_dims(space, result, tail)
+    return [(*result[:dim], result[dim] + tail, *result[dim + 1 :]) for dim in dims_to_cut]
+
+
+def _scratch_dims(space: Space, dims: list[Tokens], tail: Tokens) -> list[int]:
+    """Tensor dims on which axes without a place in `dst` are worth cutting: the first even one and their own."""
+    even = [d for d, tokens in enumerate(dims) if space.width(d, tokens + tail)[1] and space.shape[d]]
+    wanted = [d for d, tokens in enumerate(space.goal) if any(t // 3 * 3 in tail for t in tokens) and d not in even[:1]]
+    if even:
+        return even[:1] + wanted
+    longest = max(range(len(dims)), key=lambda d: space.width(d, dims[d])[0], default=None)
+    return [longest, *(d for d in wanted if d != longest)] if longest is not None else []

@@ -1,0 +1,165 @@
+"""`plan(src, dst)`: the cheapest redistribution, as data.  Decides; executes nothing.
+
+Plans are pure: the same specs and topology give the same plan on every rank, whatever was
+planned before.  They are cached, and the cache is bounded.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+from shoal_mesh import DeviceMesh
+
+from ..errors import RedistributeError
+from ..placements import Partial, Placement, Replicate
+from ..spec import Spec
+from .pricing import Links
+from .search import Route, routes
+from .space import Move, Space
+from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, Plan, ReduceScatter, Scale, Share, Slice, Step
+
+__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "plan"]
+
+CACHE_SIZE = 4096  # plans; one takes about 2 kB
+
+
+def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: int | None = None) -> Plan:
+    """The cheapest plan that turns `src` into `dst`.
+
+    Args:
+        src: how the tensor is placed now.
+        dst: how it shall be placed: same shape and dtype.
+        topology: latency and bandwidth of every mesh axis; the mesh's own when left out.
+        memory_limit: bytes that a rank may hold at the worst moment: source shard, destination shard and buffers.
+
+    Raises:
+        RedistributeError: if the specs describe different tensors, reductions of different kinds would have
+            to be reordered, or no plan stays within the limit.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Partial, Replicate, Shard
+        >>> src = Spec(abstract_mesh((4,)), (Shard(0),), (8, 8))
+        >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
+        ['AllToAll']
+    """
+    return _plan(src, dst, _links(src.mesh, topology), memory_limit)
+
+
+def cost(src: Spec, dst: Spec) -> float:
+    """Expected seconds of the cheapest plan; 0.0 if nothing has to be done."""
+    return 0.0 if src is dst else _plan(src, dst, _links(src.mesh, None), None).seconds
+
+
+def alternatives(
+    src: Spec, dst: Spec, count: int = 4, *, topology: Links | None = None, memory_limit: int | None = None
+) -> list[Plan]:
+    """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
+    _check(src, dst)
+    space = Space(src, dst, _links(src.mesh, topology))
+    return [_build(src, dst, space, route) for route in routes(space, memory_limit, count)]
+
+
+def cache_info() -> object:
+    """Hits, misses and size of the plan cache."""
+    return _plan.cache_info()
+
+
+def cache_clear() -> None:
+    """Forget all plans."""
+    _plan.cache_clear()
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
+    _check(src, dst)
+    space = Space(src, dst, links)
+    return _build(src, dst, space, routes(space, memory_limit)[0])
+
+
+@lru_cache(maxsize=256)
+def _links(mesh: DeviceMesh, topology: Links | None) -> Links:
+    if topology is not None:
+        return topology
+    return Links(tuple(mesh.shape), (10e-6,) * mesh.ndim, (50e9,) * mesh.ndim)
+
+
+def _check(src: Spec, dst: Spec) -> None:
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise RedistributeError(
+            f"cannot redistribute {src!r} to {dst!r}: shape and dtype must be equal, "
+            f"got {tuple(src.shape)} {src.dtype} and {tuple(dst.shape)} {dst.dtype}"
+        )
+
+
+def _build(src: Spec, dst: Spec, space: Space, route: Route) -> Plan:
+    """The steps of a route, each with the specs between which it leads."""
+    steps: list[Step] = []
+    here, ops = src, dict(src.partials)
+    becoming: dict[int, str] = {}
+    for i, move in enumerate(route.moves):
+        if move.kind in ("Pad", "Share"):
+            becoming |= {a: op for a, op in dst.partials if a in move.axes}
+        there = dst if i == len(route.moves) - 1 else _spec(src, dst, space, move, becoming)
+        steps.append(_step(here, there, space, move, ops))
+        here = there
+    received = sum(move.received for move in route.moves)
+    return Plan(src, dst, tuple(steps), route.seconds, received, route.peak)
+
+
+def _spec(src: Spec, dst: Spec, space: Space, move: Move, becoming: dict[int, str]) -> Spec:
+    """The spec of the state that a move leads to."""
+    placements: list[Placement] = [Replicate()] * len(src.placements)
+    for axis, op in src.partials:
+        stays = axis not in space.pending and space.links.sizes[axis] > 1
+        if stays or axis in move.pending:
+            placements[axis] = Partial(op)
+    for axis, op in becoming.items():
+        placements[axis] = Partial(op)
+    for dim, tokens in enumerate(move.dims):
+        for token in tokens:
+            placements[token // 3] = space.placement(token, dim)
+    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(move.dims) if tokens)
+    return src.with_(placements=placements, stride=dst.stride, shard_order=order)
+
+
+def _step(here: Spec, there: Spec, space: Space, move: Move, ops: dict[int, str]) -> Step:
+    """The step for a move."""
+    common: dict[str, Any] = {
+        "src": here,
+        "dst": there,
+        "axes": move.axes,
+        "seconds": move.seconds,
+        "bytes": move.received,
+        "peak_bytes": move.peak,
+    }
+    sizes = space.links.sizes
+    match move.kind:
+        case "AllReduce":
+            op, divisor = _joint_op(move.axes, ops, sizes)
+            return AllReduce(**common, op=op, divisor=divisor)
+        case "ReduceScatter":
+            op, divisor = _joint_op(move.axes, ops, sizes)
+            return ReduceScatter(**common, dims=move.tensor_dims, op=op, divisor=divisor)
+        case "AllGather":
+            return AllGather(**common, dims=move.tensor_dims)
+        case "AllToAll":
+            return AllToAll(**common, src_dim=move.tensor_dims[0], dst_dim=move.tensor_dims[1])
+        case "Scale":
+            averaged = [a for a in move.axes if ops[a] == "avg"]
+            summed = [a for a in move.axes if ops[a] == "sum"]
+            return Scale(**common, factor=prod(sizes[a] for a in summed), divisor=prod(sizes[a] for a in averaged))
+    return _PLAIN[move.kind](**common)
+
+
+_PLAIN: dict[str, type[Step]] = {"Slice": Slice, "Exchange": Exchange, "Pad": Pad, "Share": Share}
+
+
+def _joint_op(axes: tuple[int, ...], ops: dict[int, str], sizes: tuple[int, ...]) -> tuple[str, int]:
+    """The one reduction over all axes: a mixture of sums and averages is a sum, divided afterwards."""
+    kinds = {ops[a] for a in axes}
+    if len(kinds) == 1:
+        return kinds.pop(), 1
+    return "sum", prod(sizes[a] for a in axes if ops[a] == "avg")

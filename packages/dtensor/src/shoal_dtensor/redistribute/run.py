@@ -1,0 +1,168 @@
+"""`run(plan, local)`: executes a plan on this rank.  Decides nothing.
+
+The first run of a plan resolves every step to one function of the local tensor, all sizes and
+communicators known; later runs only call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import (
+    DeviceMesh,
+    Pending,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_to_all,
+    all_to_all_v,
+    reduce_scatter,
+    reduce_scatter_v,
+)
+
+from ..spec import Spec
+from .kernels import Collective, Kernel, kernel
+from .steps import Plan, Slice
+
+__all__ = ["InFlight", "bind", "restride", "run", "start"]
+
+Stage = Callable[[Tensor], Tensor]
+
+
+def run(plan: Plan, local: Tensor) -> Tensor:
+    """This rank's local tensor under `plan.dst`, given the one under `plan.src`.
+
+    The result never shares memory with `local`, except that a plan without steps returns `local` itself.
+    A rank outside the mesh gets back what it passed.
+    """
+    program = plan.program or _compile(plan)
+    for stage in program:
+        local = stage(local)
+    return local
+
+
+def _compile(plan: Plan) -> list[Stage]:
+    """The stages of a plan on this rank, remembered in the plan."""
+    coordinate = plan.src.coordinate
+    if coordinate is None or not plan.steps:
+        return []
+    stages = [_stage(kernel(step, coordinate), plan.src.mesh) for step in plan.steps]
+    if type(plan.steps[-1]) is Slice:
+        stages.append(_copy)
+    order = restride(plan.dst)
+    if order is not None:
+        stages.append(order)
+    plan.program[:] = stages
+    return stages
+
+
+def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
+    """One step as a function of the local tensor."""
+    prepare, finish = work.prepare, work.finish
+    if work.collective is None:
+        return _identity if finish is None else lambda local: finish(local, local)
+    call = bind(work.collective, mesh)
+    if finish is None:
+        return call if prepare is None else lambda local: call(prepare(local))
+    if prepare is None:
+        return lambda local: finish(call(local), local)
+    return lambda local: finish(call(prepare(local)), local)
+
+
+def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
+    """A collective as a function of the buffer alone; `more` is passed on (`async_op`)."""
+    comm = mesh.comm(collective.axes)
+    dim, op, sizes = collective.dim, collective.op, collective.sizes
+    match collective.kind:
+        case "all_gather":
+            return lambda buffer: all_gather(buffer, comm, dim, **more)
+        case "all_gather_v":
+            return lambda buffer: all_gather_v(buffer, comm, sizes, dim, **more)
+        case "reduce_scatter":
+            return lambda buffer: reduce_scatter(buffer, comm, dim, op, **more)
+        case "reduce_scatter_v":
+            return lambda buffer: reduce_scatter_v(buffer, comm, sizes, dim, op, **more)
+        case "all_reduce":
+            return lambda buffer: all_reduce(buffer, comm, op, **more)
+        case "all_to_all":
+            joined = collective.receives[0]
+            return lambda buffer: all_to_all(buffer, comm, dim, joined, **more)
+    assert collective.kind == "all_to_all_v", f"unknown collective {collective.kind}"
+    receives = collective.receives
+    return lambda buffer: all_to_all_v(buffer, comm, sizes, receives, **more)
+
+
+def _identity(local: Tensor) -> Tensor:
+    return local
+
+
+def _copy(local: Tensor) -> Tensor:
+    """A contiguous tensor of its own: a slice must not keep the whole alive."""
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+def restride(spec: Spec) -> Stage | None:
+    """Brings a row-major local tensor into the memory order that the global stride has; None if that is row-major."""
+    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+        return None
+    order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
+    significant = [dim for dim in order if spec.shape[dim] > 1]
+    if significant == sorted(significant):
+        return None
+    back = sorted(range(spec.ndim), key=order.__getitem__)
+    return lambda local: local.permute(order).contiguous().permute(back)
+
+
+class InFlight:
+    """A redistribution that is under way; `wait()` gives the new local tensor."""
+
+    __slots__ = ("_finish", "_local", "_pending")
+
+    def __init__(self, pending: Pending | Tensor, local: Tensor, finish: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._pending, self._local, self._finish = pending, local, finish
+
+    def wait(self) -> Tensor:
+        """Block until the data are there; again: the same tensor."""
+        pending = self._pending
+        if isinstance(pending, Tensor):
+            return pending
+        self._pending = result = self._finish(pending.wait(), self._local)
+        del self._local, self._finish
+        return result
+
+
+def start(plan: Plan, local: Tensor) -> InFlight:
+    """Like `run`, but the last collective is only started: its result is needed first by `wait()`."""
+    coordinate = plan.src.coordinate
+    last = max((i for i, step in enumerate(plan.steps) if step.communicates), default=None)
+    if coordinate is None or last is None:
+        return InFlight(run(plan, local), local, _second)
+    program = plan.program or _compile(plan)
+    for stage in program[:last]:
+        local = stage(local)
+    work = kernel(plan.steps[last], coordinate)
+    assert work.collective is not None or work.finish is not None, "a communicating step has a kernel"
+    if work.collective is None:
+        return InFlight(_through(program[last:], local), local, _second)
+    prepared = local if work.prepare is None else work.prepare(local)
+    pending = bind(work.collective, plan.src.mesh, async_op=True)(prepared)
+    finish = work.finish or _first
+    return InFlight(pending, local, lambda got, held: _through(program[last + 1 :], finish(got, held)))
+
+
+def _through(stages: list[Stage], local: Tensor) -> Tensor:
+    for stage in stages:
+        local = stage(local)
+    return local
+
+
+def _first(got: Tensor, local: Tensor) -> Tensor:
+    return got
+
+
+def _second(got: Tensor, local: Tensor) -> Tensor:
+    return local

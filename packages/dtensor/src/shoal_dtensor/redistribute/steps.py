@@ -1,0 +1,248 @@
+"""The steps of a redistribution, as data.
+
+A step leads from one spec to the next.  It says what happens, over which mesh axes, what it is
+expected to take and how many bytes the busiest rank receives; it does nothing itself.  `kernels`
+turns a step into what one rank does, `run` executes it, `explain` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..spec import Spec
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Exchange",
+    "Pad",
+    "Plan",
+    "ReduceScatter",
+    "Scale",
+    "Share",
+    "Slice",
+    "Step",
+    "Transfer",
+    "format_bytes",
+    "format_seconds",
+    "layout",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step: every rank goes from its box under `src` to its box under `dst`.
+
+    Attributes:
+        axes: mesh axes it works over; of a collective, in the order of its blocks.
+        seconds: expected time.
+        bytes: received by the busiest rank.
+        peak_bytes: expected memory at its worst moment, input and output included.
+    """
+
+    src: Spec
+    dst: Spec
+    axes: tuple[int, ...] = ()
+    seconds: float = 0.0
+    bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange anything."""
+        return type(self) in _COMMUNICATING
+
+    @property
+    def name(self) -> str:
+        """What the step is called in reports."""
+        return type(self).__name__
+
+    def detail(self) -> str:
+        """Arguments of the step in words, for reports."""
+        return ""
+
+    def line(self) -> str:
+        """The step in one line: what, over which axes, bytes and expected time.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> from shoal_dtensor import Replicate, Shard
+            >>> from shoal_dtensor.redistribute import plan
+            >>> from shoal_dtensor.spec import Spec
+            >>> src = Spec(abstract_mesh((4,), ("tp",)), (Shard(0),), (1024, 1024))
+            >>> plan(src, src.with_(placements=(Replicate(),))).steps[0].line().split("  ")[0]
+            'AllGather over (tp) dims [0]'
+        """
+        names = self.src.mesh.axis_names
+        over = f" over ({', '.join(names[a] for a in self.axes)})" if self.axes else ""
+        head = f"{self.name}{over}{self.detail()}"
+        if not self.communicates:
+            return f"{head}  local"
+        return f"{head}  {format_bytes(self.bytes)}  {format_seconds(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice(Step):
+    """R -> S: each rank keeps its own part; no communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share(Step):
+    """R -> P: the value stays where it must, the others hold what the reduction ignores; no communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pad(Step):
+    """S -> P: each rank surrounds its part by what the reduction ignores; no communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Step):
+    """P(sum) <-> P(avg): multiply or divide by the number of ranks; no communication."""
+
+    factor: int
+    divisor: int
+
+    def detail(self) -> str:
+        return f" by {self.factor}/{self.divisor}" if self.divisor != 1 else f" by {self.factor}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather(Step):
+    """S -> R: every rank gets the boxes of the others over `axes`, which cut `dims`."""
+
+    dims: tuple[int, ...]
+
+    def detail(self) -> str:
+        return f" dims {list(self.dims)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter(Step):
+    """P -> S: reduce over `axes`, each rank keeping its part; `divisor` turns a sum into an average."""
+
+    dims: tuple[int, ...]
+    op: str
+    divisor: int = 1
+
+    def detail(self) -> str:
+        return f" {self.op} dims {list(self.dims)}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Step):
+    """P -> R: reduce over `axes`, every rank keeping all; `divisor` turns a sum into an average."""
+
+    op: str
+    divisor: int = 1
+
+    def detail(self) -> str:
+        return f" {self.op}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAll(Step):
+    """S(i) -> S(j), all pieces equally large."""
+
+    src_dim: int
+    dst_dim: int
+
+    def detail(self) -> str:
+        return f" dim {self.src_dim} -> {self.dst_dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange(Step):
+    """Any sharding -> any sharding: one all-to-all in which each rank receives exactly what it lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer(Step):
+    """Any sharding on one mesh -> any sharding on another: an exchange among the ranks of both.
+
+    Attributes:
+        ranks: global ranks that take part, ascending.
+    """
+
+    ranks: tuple[int, ...]
+
+    def detail(self) -> str:
+        return f" among {len(self.ranks)} ranks"
+
+
+_COMMUNICATING = frozenset({AllGather, ReduceScatter, AllReduce, AllToAll, Exchange, Transfer})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """How to get from `src` to `dst`.
+
+    Attributes:
+        steps: in order of execution; empty when the data already are where they should be.
+        seconds: expected time.
+        bytes_sent: received by the busiest rank, over all steps.
+        peak_bytes: expected memory at the worst moment, the source shard included.
+        collectives: number of steps that communicate.
+    """
+
+    src: Spec
+    dst: Spec
+    steps: tuple[Step, ...]
+    seconds: float
+    bytes_sent: int
+    peak_bytes: int
+    program: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def collectives(self) -> int:
+        """Number of steps that communicate."""
+        return sum(step.communicates for step in self.steps)
+
+    def __str__(self) -> str:
+        head = f"{layout(self.src)} -> {layout(self.dst)}: "
+        if not self.steps:
+            return head + "nothing to do"
+        total = f"{format_bytes(self.bytes_sent)}, {format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}"
+        return "\n".join([head + total, *(f"  {step.line()}" for step in self.steps)])
+
+
+def layout(spec: Spec) -> str:
+    """Placements, with the shard order where it is not ascending.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Shard
+        >>> layout(Spec(abstract_mesh((2, 2)), (Shard(0), Shard(0)), (4,), shard_order=((0, (1, 0)),)))
+        '[S(0), S(0)] order 0:(1,0)'
+    """
+    text = f"[{', '.join(map(str, spec.placements))}]"
+    odd = [f"{dim}:({','.join(map(str, axes))})" for dim, axes in spec.shard_order if list(axes) != sorted(axes)]
+    return f"{text} order {' '.join(odd)}" if odd else text
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> format_bytes(512), format_bytes(3 * 2**20)
+        ('512 B', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time for people.
+
+    Example:
+        >>> format_seconds(2.5e-6), format_seconds(0.25)
+        ('2.5 us', '250.0 ms')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,205 @@
+"""Plans executed on plain tensors: all ranks of the mesh in one process, no process group.
+
+The kernels are those that `run` executes; only the collective between `prepare` and `finish`
+is computed here from the list of all ranks' buffers.  So a plan that is right here is right on
+real ranks, provided that the collectives are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..redistribute import Plan
+from ..redistribute.kernels import Collective, identity_of, kernel, members
+from ..redistribute.steps import Slice, Step
+from ..spec import Spec
+
+__all__ = ["coordinates", "global_value", "local_shards", "simulate"]
+
+Coordinate = tuple[int, ...]
+
+
+def coordinates(spec: Spec) -> list[Coordinate]:
+    """All mesh coordinates, row-major."""
+    return list(product(*map(range, spec.mesh.shape)))
+
+
+def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
+    """What every rank holds after a plan.
+
+    Args:
+        plan: from `redistribute.plan`, on one mesh.
+        shards: the local tensors of all ranks, row-major over the mesh.
+
+    Returns:
+        The new local tensors in the same order.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Replicate, Shard
+        >>> from shoal_dtensor.redistribute import plan
+        >>> src = Spec(abstract_mesh((2,)), (Shard(0),), (3,))
+        >>> full = torch.arange(3.0)
+        >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
+        [tensor([0., 1., 2.]), tensor([0., 1., 2.])]
+    """
+    held = dict(zip(coordinates(plan.src), shards, strict=True))
+    for step in plan.steps:
+        held = _run(step, held)
+        if isinstance(step, Slice) and step is plan.steps[-1]:
+            held = {c: t.clone() for c, t in held.items()}
+    return list(held.values())
+
+
+def _run(step: Step, held: dict[Coordinate, Tensor]) -> dict[Coordinate, Tensor]:
+    """One step on all ranks."""
+    kernels = {c: kernel(step, c) for c in held}
+    buffers = {c: k.prepare(held[c]) if k.prepare else held[c] for c, k in kernels.items()}
+    after: dict[Coordinate, Tensor] = {}
+    for c, k in kernels.items():
+        got = buffers[c]
+        if k.collective is not None:
+            group = members(step.src, k.collective.axes, c)
+            calls = [kernels[m].collective for m in group]
+            got = _COLLECTIVES[k.collective.kind](
+                [buffers[m] for m in group], group.index(c), [call for call in calls if call is not None]
+            )
+        after[c] = k.finish(got, held[c]) if k.finish else got
+    return after
+
+
+def _all_gather(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+    sizes = calls[me].sizes
+    assert not sizes or [b.shape[calls[me].dim] for b in buffers] == list(sizes), "announced sizes must hold"
+    return torch.cat(buffers, calls[me].dim)
+
+
+def _all_reduce(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+    return reduce_all(buffers, calls[me].op)
+
+
+def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+    call = calls[me]
+    length = buffers[me].shape[call.dim]
+    sizes = list(call.sizes) or [length // len(buffers)] * len(buffers)
+    return reduce_all(buffers, call.op).split_with_sizes(sizes, call.dim)[me].clone()
+
+
+def _all_to_all(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+    pieces = [b.chunk(len(buffers), calls[me].dim)[me] for b in buffers]
+    return torch.cat(pieces, calls[me].receives[0])
+
+
+def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+    sent = [b.split_with_sizes(list(call.sizes))[me] for b, call in zip(buffers, calls, strict=True)]
+    assert [t.numel() for t in sent] == list(calls[me].receives), "what is sent must be what is expected"
+    return torch.cat(sent)
+
+
+_COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]] = {
+    "all_gather": _all_gather,
+    "all_gather_v": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_v": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_v": _all_to_all_v,
+}
+
+
+def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """The reduction of equally shaped tensors."""
+    stacked = torch.stack(list(tensors))
+    match op:
+        case "sum" | "avg":
+            total = stacked.sum(0, dtype=stacked.dtype)
+            return total if op == "sum" else (total / len(tensors)).to(stacked.dtype)
+        case "product":
+            return stacked.prod(0, dtype=stacked.dtype)
+        case "min" | "max":
+            return stacked.amin(0) if op == "min" else stacked.amax(0)
+    combine = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
+    result = tensors[0]
+    for tensor in tensors[1:]:
+        result = combine(result, tensor)
+    return result.clone()
+
+
+def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:
+    """Local tensors of all ranks, row-major, whose global value is `full`.
+
+    Along partial axes the value is taken apart: with a generator randomly (small whole numbers, so that sums
+    are exact in any order), without one it stays on the first rank.
+    """
+    ops = dict(spec.partials)
+    layers = _take_apart(full, spec, ops, generator)
+    shards = []
+    for c in coordinates(spec):
+        layer = layers[tuple(c[axis] for axis in ops)]
+        box = spec.box(c)
+        shards.append(layer[tuple(slice(i, j) for i, j in box)].clone(memory_format=torch.contiguous_format))
+    return shards
+
+
+def _take_apart(
+    full: Tensor, spec: Spec, ops: dict[int, str], generator: torch.Generator | None
+) -> dict[Coordinate, Tensor]:
+    """For every position along the partial axes a tensor, such that reducing all of them gives `full`."""
+    kinds = set(ops.values())
+    places = list(product(*(range(spec.mesh.shape[axis]) for axis in ops)))
+    if not ops:
+        return {(): full}
+    op = next(iter(kinds)) if len(kinds) == 1 else "sum"
+    assert len(kinds) == 1 or kinds <= {"sum", "avg"}, "only sum and avg mix"
+    scale = prod(spec.mesh.shape[axis] for axis, kind in ops.items() if kind == "avg")
+    layers = {place: torch.full_like(full, identity_of(op, full.dtype)) for place in places}
+    if op in ("sum", "avg"):
+        rest = full * scale
+        for place in places[1:]:
+            if generator is not None:
+                noise = torch.randint(-4, 5, full.shape, generator=generator).to(full.dtype)
+                layers[place] = noise
+                rest = rest - noise
+        layers[places[0]] = rest
+        return layers
+    holder = places[0] if generator is None else places[int(torch.randint(len(places), (), generator=generator))]
+    layers[holder] = full
+    return layers
+
+
+def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
+    """The global tensor that local tensors of all ranks (row-major) stand for.
+
+    Raises:
+        AssertionError: if replicas differ, or a local tensor has another shape than the spec says.
+    """
+    ops = dict(spec.partials)
+    layers: dict[Coordinate, Tensor] = {}
+    filled: dict[Coordinate, Tensor] = {}
+    for c, shard in zip(coordinates(spec), shards, strict=True):
+        where = tuple(slice(i, j) for i, j in spec.box(c))
+        assert shard.shape == spec.local_shape_at(c), f"rank at {c}: {tuple(shard.shape)}, spec says {spec.box(c)}"
+        place = tuple(c[axis] for axis in ops)
+        layer = layers.setdefault(place, torch.zeros(spec.shape, dtype=shard.dtype))
+        seen = filled.setdefault(place, torch.zeros(spec.shape, dtype=torch.bool))
+        known = seen[where]
+        assert torch.equal(layer[where][known], shard[known]), f"the replica at {c} differs"
+        layer[where] = shard
+        seen[where] = True
+    assert all(bool(seen.all()) for seen in filled.values()), "some elements are on no rank"
+    return _put_together(layers, spec, ops)
+
+
+def _put_together(layers: dict[Coordinate, Tensor], spec: Spec, ops: dict[int, str]) -> Tensor:
+    kinds = set(ops.values())
+    if not ops:
+        return layers[()]
+    op = next(iter(kinds)) if len(kinds) == 1 else "sum"
+    total = reduce_all(list(layers.values()), "sum" if op == "avg" else op)
+    divisor = prod(spec.mesh.shape[axis] for axis, kind in ops.items() if kind == "avg")
+    return total if divisor == 1 else total / divisor
