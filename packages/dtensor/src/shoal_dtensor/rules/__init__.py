@@ -1,16 +1,19 @@
 """What each operator may do on one mesh axis: one table per family, merged in `default`."""
 
-from .notation import Pattern, factor_rows, linear_rows, parse, pointwise, product
+from .notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product, silent
 from .rule import CutMap, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, flatten
-from .table import merge, overlay
+from .table import DuplicateRuleError, family, merge, overlay
 
 __all__ = [
     "CutMap",
+    "DuplicateRuleError",
     "Entry",
     "LocalCall",
     "LocalFunction",
+    "NotationError",
     "OpCall",
     "P",
+    "Partials",
     "Pattern",
     "R",
     "Row",
@@ -18,6 +21,7 @@ __all__ = [
     "S",
     "Table",
     "factor_rows",
+    "family",
     "flatten",
     "linear_rows",
     "merge",
@@ -25,4 +29,5 @@ __all__ = [
     "parse",
     "pointwise",
     "product",
+    "silent",
 ]

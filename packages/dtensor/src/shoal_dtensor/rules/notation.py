@@ -18,7 +18,17 @@ from ..errors import ShoalTensorError
 from ..spec import TensorMeta
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 
-__all__ = ["NotationError", "Pattern", "factor_rows", "linear_rows", "parse", "pointwise", "product"]
+__all__ = [
+    "NotationError",
+    "Partials",
+    "Pattern",
+    "factor_rows",
+    "linear_rows",
+    "parse",
+    "pointwise",
+    "product",
+    "silent",
+]
 
 ELLIPSIS = "..."
 Dim = tuple[str, ...]
@@ -164,7 +174,7 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
 
 
 def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
-    """For each operand in which the operator is linear: the row where that operand alone, and the outputs, are partial."""
+    """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial."""
     return [
         Row(tuple(P(op) if j == i else R for j in range(inputs)), (P(op),) * outputs)
         for i in linear
@@ -206,22 +216,48 @@ def product(
     return Rule(rows, local)
 
 
-def pointwise(*, linear: Sequence[int] = (), jointly: bool = False, monotone: bool = False) -> Rule:
+Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
+"""Given a call, pairs of input entries and the entry of every output, with partial values among them."""
+
+
+def pointwise(
+    *,
+    linear: Sequence[int] = (),
+    jointly: bool = False,
+    monotone: bool = False,
+    partial: Partials | None = None,
+) -> Rule:
     """The rule of an elementwise operator with broadcasting: every dim may be cut, in all operands alike.
 
     Args:
         linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the only one).
-        jointly: whether it is linear in all operands together (`add`, `sub`): partial sums in, partial sums out.
-        monotone: whether it is increasing, so that it commutes with partial `max` and `min`.
+        jointly: whether it is linear in all tensor operands together, with no constant term (`real`, `add` without
+            numbers): partial sums in, partial sums out.
+        monotone: for one operand: whether it never decreases, so that it commutes with partial `max` and `min`.
+        partial: further rows with partial values.
     """
 
     def rows(call: OpCall) -> list[Row]:
-        tensors, outputs = call.tensors, call.outputs
-        pattern = parse(", ".join([ELLIPSIS] * len(tensors)) + " -> " + ", ".join([ELLIPSIS] * len(outputs)))
-        found = factor_rows(pattern, tensors, outputs)
-        found += linear_rows(linear, len(tensors), len(outputs))
-        ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone else ())
-        found += [Row((P(op),) * len(tensors), (P(op),) * len(outputs)) for op in ops]
-        return found
+        count = len(call.tensors)
+        written = call.written
+        outputs = call.outputs or tuple(call.tensors[i] for i in written)
+        pattern = parse(", ".join([ELLIPSIS] * count) + " -> " + ", ".join([ELLIPSIS] * len(outputs)))
+        found = factor_rows(pattern, call.tensors, outputs) + linear_rows(linear, count, len(outputs))
+        ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone and count == 1 else ())
+        found += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
+        found += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
+        return found if call.outputs or not written else silent(found, written)
 
     return Rule(rows, by_value=False)
+
+
+def silent(rows: Sequence[Row], written: Sequence[int]) -> list[Row]:
+    """Rows of an operator that writes to inputs and returns nothing, from rows whose outputs are the written inputs.
+
+    A row stays if every written input already lies as the result would.
+    """
+    return [
+        Row(row.inputs, (), row.even, row.traffic)
+        for row in rows
+        if all(row.inputs[i] == made for i, made in zip(written, row.outputs, strict=True))
+    ]

@@ -1,19 +1,59 @@
-"""Putting rule tables together: a duplicate is an error, an overlay is scoped."""
+"""Putting rule tables together: names stand for all their overloads, a duplicate is an error, an overlay is scoped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from ..errors import ShoalTensorError
 from ..policy import current, within
-from .rule import Table
+from .rule import Rule, Table
 
-__all__ = ["DuplicateRuleError", "merge", "overlay"]
+__all__ = ["DuplicateRuleError", "family", "merge", "overlay"]
 
 
 class DuplicateRuleError(ShoalTensorError, ValueError):
     """Two tables give a rule for one operator."""
+
+
+def family(rules: Mapping[str, Rule]) -> Table:
+    """A table from `aten` names to rules.
+
+    Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
+    `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one and comes before a plain name.
+    Names that this version of torch lacks are skipped.
+
+    Example:
+        >>> from .notation import product
+        >>> table = family({"mm": product("m k, k n -> m n")})
+        >>> torch.ops.aten.mm.out in table
+        True
+    """
+    table: Table = {}
+    exact: Table = {}
+    for names, rule in rules.items():
+        for name in names.split():
+            base, _, overload = name.partition(".")
+            if overload:
+                packet = getattr(torch.ops.aten, base, None)
+                if packet is not None and overload in packet.overloads():
+                    exact[getattr(packet, overload)] = rule
+            else:
+                for op in (*_tensor_overloads(base), *_tensor_overloads(base + "_")):
+                    if table.setdefault(op, rule) is not rule:
+                        raise DuplicateRuleError(f"{op} is listed twice in one table")
+    return table | exact
+
+
+def _tensor_overloads(name: str) -> Iterator[Any]:
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        if any("Tensor" in str(argument.type) for argument in op._schema.arguments):
+            yield op
 
 
 def merge(**tables: Table) -> Table:
