@@ -1,0 +1,148 @@
+"""Covers: what importing a layer does to a process, and which imports its files may contain."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IMPORT_BUDGET_MS = 60.0
+OPTIONAL = {"matplotlib", "tqdm", "safetensors", "hypothesis", "pytest"}
+TORCHS_OWN = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.distributed._shard",
+    "torch.distributed._local_tensor",
+)
+
+# Runs in a fresh process: the state of everything global that an import could change, before and after.
+PROBE = """
+import json, logging, os, signal, sys, threading, time, warnings
+import torch, torch.distributed
+def state():
+    return {
+        "warning filters": list(map(str, warnings.filters)),
+        "environment": dict(os.environ),
+        "threads": [t.name for t in threading.enumerate()],
+        "signal handlers": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "hooks": [str(sys.excepthook), str(threading.excepthook), str(sys.displayhook)],
+        "log handlers": [str(logging.root.handlers), logging.root.level],
+        "torch defaults": [str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(),
+                           torch.are_deterministic_algorithms_enabled(), str(torch.get_default_device())],
+        "generator": torch.get_rng_state().sum().item(),
+        "safe globals": sorted(map(str, torch.serialization.get_safe_globals())),
+        "operators": len(torch._C._dispatch_get_all_op_names()),
+        "torch attributes": [len(vars(m)) for m in (torch.Tensor, torch.nn.Module, torch.distributed)],
+    }
+modules, before = set(sys.modules), state()
+times = []
+for name in sys.argv[1:]:
+    start = time.perf_counter()
+    __import__(name)
+    times.append((time.perf_counter() - start) * 1e3)
+after = state()
+print(json.dumps({
+    "added": sorted(set(sys.modules) - modules), "milliseconds": times,
+    "changed": {key: [before[key], after[key]] for key in before if before[key] != after[key]},
+}))
+"""
+
+
+def probe(*names: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *names], capture_output=True, text=True, check=True, timeout=120
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_importing_a_layer_changes_nothing_outside_it(layer: Any, layers: Any) -> None:
+    found = probe(layer.name)
+    assert found["changed"] == {}
+    added = {name.split(".")[0] for name in found["added"]}
+    foreign = {other.name for other in layers} - {layer.name, *layer.below}
+    assert not added & foreign, f"importing {layer.name} pulled in a layer that is not below it"
+    assert not added & OPTIONAL, f"importing {layer.name} pulled in an optional package"
+    own = [name for name in found["added"] if name.startswith(TORCHS_OWN)]
+    assert not own, f"importing {layer.name} pulled in torch's own implementation"
+
+
+def test_each_layer_imports_within_its_time() -> None:
+    runs = [
+        probe("shoal_mesh", "shoal_dtensor", "shoal_tp_styles", "shoal_shard_api")["milliseconds"] for _ in range(3)
+    ]
+    best = [min(times) for times in zip(*runs, strict=True)]
+    assert max(best) <= IMPORT_BUDGET_MS, f"milliseconds over `import torch`, bottom to top: {best}"
+
+
+def imports(path: Path) -> Iterator[tuple[ast.stmt, str, int]]:
+    """Every import statement anywhere in a file, with the absolute module it names and its level of dots."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node, node.module or "", node.level
+
+
+def test_only_interop_names_torchs_own_implementation_and_lazily(layer: Any) -> None:
+    for path in layer.files:
+        top_level = set(map(id, ast.parse(path.read_text()).body))
+        for node, module, _ in imports(path):
+            if module.startswith(TORCHS_OWN):
+                where = f"{path.name}:{node.lineno} imports {module}"
+                assert path.name == "interop.py", where
+                assert node.col_offset > 0 and id(node) not in top_level, f"{where} at import time"
+
+
+def test_imports_are_relative_inside_and_of_public_names_across(layer: Any, layers: Any) -> None:
+    public = {other.name: public_names(other.source / "__init__.py") for other in layers}
+    for path in layer.files:
+        for node, module, level in imports(path):
+            where = f"{path.relative_to(layer.home)}:{node.lineno}"
+            top, _, rest = module.partition(".")
+            if level or top not in public:
+                continue
+            assert top != layer.name, f"{where}: imports inside a package are relative"
+            assert isinstance(node, ast.ImportFrom), f"{where}: only `from {top} import Name` survives vendoring"
+            assert rest in ("", "testing"), f"{where}: reaches into {module}"
+            if not rest:
+                names = {alias.name for alias in node.names}
+                assert names <= public[top], f"{where}: not public in {top}: {sorted(names - public[top])}"
+
+
+def public_names(init: Path) -> set[str]:
+    for node in ast.parse(init.read_text()).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return set(ast.literal_eval(node.value))  # type: ignore[attr-defined]  # narrowed by the line above
+    raise AssertionError(f"{init} has no literal __all__")
+
+
+def test_public_names_exist_and_are_listed_once(layer: Any) -> None:
+    module = __import__(layer.name)
+    names = module.__all__
+    assert len(names) == len(set(names))
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_files_and_functions_stay_readable(layer: Any) -> None:
+    for path in layer.files:
+        text = path.read_text()
+        assert text.count("\n") <= 400, f"{path.name} has {text.count(chr(10))} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"])
+def test_a_package_is_complete(layer: Any, name: str) -> None:
+    assert (layer.home / name).is_file()
+    assert (layer.source / "py.typed").is_file()
