@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from .attention import ATTENTION
+from .cat import CAT
 from .create import CREATE
+from .dynamic import DYNAMIC
 from .embedding import EMBEDDING
+from .extreme import EXTREME
+from .gather import GATHER
+from .index import INDEX
 from .linalg import LINALG
 from .loss import LOSS
 from .norm import NORM
@@ -12,24 +17,41 @@ from .optim import OPTIM
 from .pointwise import POINTWISE
 from .reduce import REDUCE
 from .rule import Table
+from .scan import SCAN
+from .scatter import SCATTER
+from .search import SEARCH
+from .shift import SHIFT
 from .slice import SLICE
 from .softmax import SOFTMAX
+from .sort import SORT
 from .table import merge
+from .triangle import TRIANGLE
 from .view import VIEW
 
 __all__ = ["TABLE"]
 
 TABLE: Table = merge(
     attention=ATTENTION,
+    cat=CAT,
     create=CREATE,
+    dynamic=DYNAMIC,
     embedding=EMBEDDING,
+    extreme=EXTREME,
+    gather=GATHER,
+    index=INDEX,
     linalg=LINALG,
     loss=LOSS,
     norm=NORM,
     optim=OPTIM,
     pointwise=POINTWISE,
     reduce=REDUCE,
+    scan=SCAN,
+    scatter=SCATTER,
+    search=SEARCH,
+    shift=SHIFT,
     slice=SLICE,
     softmax=SOFTMAX,
+    sort=SORT,
+    triangle=TRIANGLE,
     view=VIEW,
 )

@@ -48,6 +48,8 @@ def replacing(call: OpCall, **changes: Any) -> LocalFunction:
 def filling_out(call: OpCall, function: LocalFunction) -> LocalFunction:
     """`function`, which knows the functional form, made fit for the operator's own form (`out=` or in-place)."""
     outs = tuple(argument.name for argument in call.op._schema.arguments if argument.is_out)
+    if not outs and call.written:
+        return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
     if not outs:
         return function
 

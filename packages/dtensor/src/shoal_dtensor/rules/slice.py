@@ -110,8 +110,8 @@ def select_local(call: LocalCall) -> LocalFunction | None:
     mine = 0 <= at < spec.local_shape[dim]
     if shape or call.outputs[0].ndim:
         return (lambda x, *args: aten.select.int(x, dim, at)) if mine else (lambda x, *args: x.new_empty(shape))
-    comm, src = spec.mesh.comm(cut.axes), owner_of(cut, index)
-    return lambda x, *args: broadcast(x[at].clone() if mine else x.new_empty(()), comm, src)
+    src = owner_of(cut, index)
+    return lambda x, *args: broadcast(x[at].clone() if mine else x.new_empty(()), spec.mesh.comm(cut.axes), src)
 
 
 def unbind_rows(call: OpCall) -> list[Row]:

@@ -93,15 +93,19 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """The first piece grows by `before`, the last one by `after` elements."""
+    """The dim grows by `before` elements at its start and `after` at its end, which the end pieces take in.
+
+    Where a width is negative, the dim loses as many elements, each piece those that it has of them.
+    """
 
     before: int
     after: int
 
     def __call__(self, cut: Cut) -> Cut:
-        sizes = list(cut.sizes)
-        sizes[0] += self.before
-        sizes[-1] += self.after
+        kept = Window(max(0, -self.before), cut.length - max(0, -self.after))
+        sizes = list(kept(cut).sizes)
+        sizes[0] += max(0, self.before)
+        sizes[-1] += max(0, self.after)
         return Cut(cut.axes, cut.axis_sizes, tuple(sizes))
 
 
