@@ -1,0 +1,170 @@
+"""The seam: every private or unstable torch name that shoal_mesh uses, so that a torch upgrade reviews one file."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ReduceOp,
+    ReduceScatterOptions,
+    Store,
+    TCPStore,
+    Work,
+)
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as _c10d
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BroadcastOptions",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "ReduceScatterOptions",
+    "Store",
+    "TCPStore",
+    "Work",
+    "backend_config",
+    "backend_options",
+    "default_group",
+    "full_backend_config",
+    "functional",
+    "group_by_name",
+    "group_name",
+    "group_ranks",
+    "is_compiling",
+    "is_live",
+    "known_groups",
+    "new_group",
+]
+
+functional = torch.ops._c10d_functional
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export is tracing."""
+    return torch.compiler.is_compiling()
+
+
+def default_group() -> ProcessGroup | None:
+    """The group of all ranks, or None before `init_process_group` and after `destroy_process_group`."""
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def known_groups() -> list[ProcessGroup]:
+    """Every live group that this rank is a member of, oldest first."""
+    return list(_c10d._world.pg_group_ranks)
+
+
+def is_live(group: ProcessGroup) -> bool:
+    """Whether the group has not been destroyed."""
+    return group in _c10d._world.pg_map
+
+
+def group_ranks(group: ProcessGroup) -> dict[int, int]:
+    """Global rank -> rank in the group."""
+    return _c10d._world.pg_group_ranks[group]
+
+
+def group_name(group: ProcessGroup) -> str:
+    """The name that functional collectives know the group by."""
+    return str(group.group_name)
+
+
+def group_by_name(name: str) -> ProcessGroup:
+    """The live group of that name; raises RuntimeError when there is none."""
+    return cast(ProcessGroup, getattr(_c10d, "_resolve_process_group")(name))  # noqa: B009 - not in the stubs
+
+
+def backend_config(group: ProcessGroup) -> str:
+    """Device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`."""
+    return str(_c10d._world.pg_backend_config[group])
+
+
+def full_backend_config(backend: str) -> str:
+    """The same text for what a user may pass as backend (`gloo`, `nccl`, `cpu:gloo,cuda:nccl`)."""
+    return str(_c10d.BackendConfig(dist.Backend(backend)))
+
+
+def backend_options(group: ProcessGroup) -> list[Any]:
+    """The option object of each backend of a group, as far as the backend shows it."""
+    found = []
+    for device in sorted(map(str, group._device_types)):
+        try:
+            found.append(group._get_backend(torch.device(device)).options)
+        except (AttributeError, RuntimeError):  # backends without options, devices without a backend
+            continue
+    return found
+
+
+@contextmanager
+def _unbound(world: ProcessGroup) -> Iterator[None]:
+    """Hide the device that the default group is bound to, so that c10d does not split it.
+
+    A split is collective over the whole parent; groups here are made by their members alone.
+    """
+    bound = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def new_group(
+    ranks: Sequence[int],
+    *,
+    name: str,
+    description: str,
+    backend: str | None,
+    options: Any | None,
+    timeout: dt.timedelta | None,
+) -> ProcessGroup:
+    """A process group over `ranks` (global, in group order), called by its members only.
+
+    The public `new_group(use_local_synchronization=True)` derives the name from the number of groups this rank has,
+    which differs between members as soon as one of them belongs to another group; here the caller gives the name.
+    """
+    world = _c10d._get_default_group()
+    default_backend, store = _c10d._world.pg_map[world]
+    backend = dist.Backend(backend or default_backend)
+    device_id = world.bound_device_id if "nccl" in str(backend) else None
+    with _unbound(world):
+        group, _ = _c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(world.rank()),
+            list(ranks),
+            backend,
+            store,
+            _c10d.GroupName(name),
+            backend_options=options,
+            timeout=timeout or _c10d._get_default_timeout(backend),
+            device_id=device_id,
+            group_desc=description,
+        )
+    _c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return cast(ProcessGroup, group)
+
+
+def fake_store() -> Store:
+    """A store for the fake backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

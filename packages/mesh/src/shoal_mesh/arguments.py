@@ -1,0 +1,127 @@
+"""What users pass for a mesh, read once: device types, ranks, names and backends become this package's own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from .errors import AxisError, BackendError, MeshError
+from .groups import BackendChoice
+from .layout import Layout
+
+__all__ = [
+    "BackendOverride",
+    "check_fits",
+    "read_backends",
+    "read_device_type",
+    "read_names",
+    "read_ranks",
+    "read_shape",
+]
+
+BackendOverride = Mapping[int | str, Any]  # axis -> "gloo" | Options | ("nccl", Options)
+
+
+def read_device_type(device_type: str) -> str:
+    """The device type without an index; MeshError for `cuda:0` and for what is no device type."""
+    try:
+        device = torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        raise MeshError(f"{device_type!r} is no device type: use 'cpu', 'cuda', ...") from error
+    if ":" in str(device_type):
+        raise MeshError(
+            f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so pass {device.type!r} "
+            "and choose this rank's device with torch.accelerator.set_device_index"
+        )
+    return device.type
+
+
+def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A mesh shape as plain positive integers."""
+    sizes = tuple(int(size) for size in ((shape,) if isinstance(shape, int) else shape))
+    if not sizes or any(size < 1 for size in sizes):
+        raise MeshError(f"a mesh shape is one positive size per axis, got {shape}")
+    return sizes
+
+
+def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> tuple[Layout, tuple[int, ...] | None]:
+    """A layout, and the list of ranks it points into when they follow no strides.
+
+    Args:
+        mesh: ranks as tensor or nested list; None for all of the world in a row.
+        world: number of ranks there are, None when unknown.
+    """
+    if mesh is None:
+        return Layout.dense((world or 1,)), None
+    ranks = torch.as_tensor(mesh).cpu()
+    if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool:
+        raise MeshError(f"the ranks of a mesh are integers, got {ranks.dtype}")
+    if ranks.numel() == 0:
+        raise MeshError(f"a mesh holds at least one rank, got shape {tuple(ranks.shape)}")
+    shape = tuple(ranks.shape) or (1,)
+    flat = ranks.reshape(-1).tolist()
+    if len(set(flat)) != len(flat):
+        twice = sorted({rank for rank in flat if flat.count(rank) > 1})
+        raise MeshError(f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}")
+    if min(flat) < 0 or (world is not None and max(flat) >= world):
+        wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
+        raise MeshError(f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})")
+    layout = Layout.fit(shape, flat)
+    return (layout, None) if layout is not None else (Layout.dense(shape), tuple(flat))
+
+
+def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None:
+    """One distinct name per axis, or None."""
+    if names is None:
+        return None
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if len(found) != ndim:
+        raise AxisError(f"a mesh of {ndim} axes needs {ndim} names, got {found}")
+    if len(set(found)) != len(found) or not all(isinstance(name, str) and name for name in found):
+        raise AxisError(f"names of mesh axes are distinct, non-empty strings, got {found}")
+    return found
+
+
+def read_backends(
+    override: BackendOverride | None, names: Sequence[str] | None, ndim: int
+) -> tuple[BackendChoice, ...]:
+    """The backend choice of every axis.
+
+    Raises:
+        AxisError: an axis that does not exist, or given twice (by name and by index).
+        BackendError: a value that is neither a backend, nor options, nor a pair of both.
+    """
+    found: dict[int, BackendChoice] = {}
+    for axis, value in (override or {}).items():
+        index = list(names or ()).index(axis) if isinstance(axis, str) and axis in (names or ()) else axis
+        if not isinstance(index, int) or not 0 <= index < ndim:
+            raise AxisError(f"backend_override names axis {axis!r}; the axes are {tuple(names or range(ndim))}")
+        if index in found:
+            raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
+        found[index] = _read_choice(axis, value)
+    return tuple(found.get(i, BackendChoice()) for i in range(ndim))
+
+
+def _read_choice(axis: int | str, value: object) -> BackendChoice:
+    match value:
+        case BackendChoice():
+            return value
+        case str():
+            return BackendChoice(backend=value)
+        case (str() as backend, options):
+            return BackendChoice(backend=backend, options=options)
+        case tuple() | list() | dict() | None:
+            raise BackendError(
+                f"backend_override of axis {axis!r} is {value!r}: give a backend, its options, or the pair of both"
+            )
+        case _:
+            return BackendChoice(options=value)
+
+
+def check_fits(shape: Sequence[int], world: int) -> None:
+    """MeshError unless a mesh of this shape fits the world."""
+    if prod(shape) > world:
+        raise MeshError(f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}")

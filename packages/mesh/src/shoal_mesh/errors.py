@@ -1,0 +1,63 @@
+"""The ways a mesh, its groups or its collectives can refuse.
+
+Every error is also the builtin a caller of torch would expect, so `except KeyError` written for a wrong axis name keeps
+working after the import line has changed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AxisError",
+    "BackendError",
+    "CollectiveError",
+    "LockstepError",
+    "MeshError",
+    "MeshMismatchError",
+    "NoGroupError",
+    "RankError",
+]
+
+
+class MeshError(ValueError):
+    """A mesh that cannot exist: shape, ranks, names or world size do not fit together."""
+
+
+class AxisError(MeshError, KeyError, IndexError):
+    """An axis name or index that the mesh does not have, or has in a way the call does not allow."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # KeyError would print the repr of the text
+
+
+class BackendError(MeshError):
+    """A backend or backend option that does not exist or does not fit the device type."""
+
+
+class NoGroupError(MeshError, RuntimeError):
+    """Communication was asked of a mesh that has none: an abstract mesh, or a rank outside of the mesh."""
+
+
+class MeshMismatchError(MeshError, RuntimeError):
+    """Ranks passed different arguments to one mesh; raised alike on every rank."""
+
+
+class CollectiveError(ValueError, RuntimeError):
+    """A collective whose arguments cannot give a right answer; raised before anything is sent."""
+
+
+class LockstepError(RuntimeError):
+    """Ranks were about to run different collectives, or one never came."""
+
+
+class RankError(RuntimeError):
+    """One or more ranks of a local launch failed or did not return; the text holds every rank's traceback.
+
+    Attributes:
+        failures: text of the failure by rank.
+        hung: ranks that had not returned when time was up.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str] | None = None, hung: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+        self.hung = hung

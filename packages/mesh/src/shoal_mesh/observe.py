@@ -1,0 +1,83 @@
+"""Who is told about collectives: a list that is empty unless someone looks.
+
+CommDebugMode, `lockstep` and profiler annotations are observers. A collective tells them once, however many kernels it
+takes; kernels that run inside of it are not told again (`depth`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+__all__ = ["Event", "Observer", "depth", "observe", "observed", "observers", "unobserve"]
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Event:
+    """One collective, as a whole.
+
+    Attributes:
+        op: name of the functional collective (`all_reduce`, `all_gather_into_tensor`, ...).
+        comm: the communicator (a `Comm`).
+        tensors: what this rank put in.
+        reduce_op: `sum`, ... or '' for collectives that only move data.
+        started: seconds of `time.perf_counter`.
+        seconds: duration on the host; 0.0 until the collective has returned.
+    """
+
+    op: str
+    comm: Any
+    tensors: tuple[torch.Tensor, ...]
+    reduce_op: str = ""
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank put in."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+class Observer(Protocol):
+    """Something that is told before a collective starts and after it has returned on the host."""
+
+    def before(self, event: Event) -> None: ...
+
+    def after(self, event: Event) -> None: ...
+
+
+# Declared mutable state: who looks, and how deep inside of a told collective we are.
+observers: list[Observer] = []
+depth: list[int] = [0]
+
+
+def observe(observer: Observer) -> None:
+    """Tell `observer` of every collective from now on."""
+    observers.append(observer)
+
+
+def unobserve(observer: Observer) -> None:
+    """Tell `observer` no more."""
+    observers.remove(observer)
+
+
+def observed(event: Event, run: Callable[[], R]) -> R:
+    """What `run` returns, with every observer told before and after, and nothing told in between."""
+    if depth[0]:
+        return run()
+    for observer in observers:
+        observer.before(event)
+    depth[0] += 1
+    try:
+        return run()
+    finally:
+        depth[0] -= 1
+        event.seconds = time.perf_counter() - event.started
+        for observer in observers:
+            observer.after(event)

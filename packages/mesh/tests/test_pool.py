@@ -1,0 +1,121 @@
+"""Covers: pool.py, rank_main.py, portable.py, testing.py (the warm pool)."""
+
+from __future__ import annotations
+
+import time
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal_mesh import RankError
+from shoal_mesh.testing import RankPool, on_ranks, rank_pool
+
+
+@on_ranks(4)
+def test_a_body_runs_on_every_rank_with_a_group() -> None:
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total.item() == 4
+
+
+@pytest.mark.parametrize("x", [1, 2])
+@on_ranks(2)
+def test_arguments_and_fixtures_are_sent_by_value(x: int, tmp_path: Path) -> None:
+    assert x in {1, 2}
+    assert tmp_path.exists()
+
+
+class TestInAClass:
+    scale = 3
+
+    @on_ranks(2)
+    def test_self_is_an_instance(self) -> None:
+        assert self.scale == 3
+
+
+def _rank_and_seed(add: int) -> tuple[int, float]:
+    return dist.get_rank() + add, float(torch.rand(()))
+
+
+def test_results_come_by_rank_and_random_numbers_start_alike() -> None:
+    first, second = rank_pool(2).run(_rank_and_seed, 10), rank_pool(2).run(_rank_and_seed, add=10)
+    assert [rank for rank, _ in first] == [10, 11]
+    assert first == second
+
+
+def test_inner_functions_and_lambdas_travel_as_code() -> None:
+    factor = 7
+
+    def times(x: int) -> int:
+        return x * factor
+
+    assert rank_pool(2).run(lambda: times(2)) == [14, 14]
+
+
+def _one_fails_the_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one is unhappy")
+    print("waiting")
+    dist.barrier()
+
+
+def _one_sleeps() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(100)
+
+
+def _one_dies() -> None:
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+
+
+def test_a_failure_shows_every_rank_and_the_pool_heals() -> None:
+    with pytest.raises(RankError, match="rank one is unhappy") as caught:
+        rank_pool(2).run(_one_fails_the_others_wait)
+    assert caught.value.failures[1] == "rank one is unhappy"
+    assert isinstance(caught.value.__cause__, ValueError | RuntimeError)
+    assert "waiting" in str(caught.value)
+    assert rank_pool(2).run(dist.get_rank) == [0, 1]
+
+
+def test_a_hang_says_who_and_where() -> None:
+    with pytest.raises(RankError, match="rank 1 had not returned in") as caught:
+        rank_pool(2).run(_one_sleeps, timeout=0.5)
+    assert caught.value.hung == (1,)
+    assert "_one_sleeps" in str(caught.value)
+    assert rank_pool(2).run(dist.get_rank) == [0, 1]
+
+
+def test_a_dead_rank_is_a_failure() -> None:
+    with pytest.raises(RankError, match="the process of rank 1"):
+        rank_pool(2).run(_one_dies)
+
+
+def _skips() -> None:
+    raise unittest.SkipTest("not here")
+
+
+def test_skips_are_skips() -> None:
+    with pytest.raises(unittest.SkipTest, match="not here"):
+        rank_pool(2).run(_skips)
+
+
+def _leaves() -> None:
+    dist.destroy_process_group()
+
+
+def test_a_destroyed_group_comes_back() -> None:
+    rank_pool(2).run(_leaves)
+    assert rank_pool(2).run(dist.get_world_size) == [2, 2]
+
+
+def test_what_cannot_be_sent_is_refused_here() -> None:
+    with pytest.raises(TypeError, match="cannot be sent"):
+        rank_pool(2).run(_rank_and_seed, (i for i in range(2)))
+    with pytest.raises(ValueError, match="at least one rank"):
+        RankPool(0)
