@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shoal_dtensor.chunks import Cut, canonical_placements, chunk_sizes, cut_dim, normalize_placements
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.placements import Partial, Placement, Replicate, Shard, StridedShard

@@ -1,6 +1,40 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from .__about__ import __version__
+from .dispatch import cache_info, clear_cache
+from .distribute import distribute_module, distribute_tensor
+from .factory import empty, full, ones, rand, randn, zeros
+from .local_map import local_map
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .policy import communication, implicit_replication, unknown_ops
+from .register import register_rule, register_sharding
+from .spec import Spec, TensorMeta
+from .tensor import DTensor
 
-__all__ = ["Partial", "Placement", "Replicate", "Shard", "StridedShard", "__version__"]
+__all__ = [
+    "DTensor",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Spec",
+    "StridedShard",
+    "TensorMeta",
+    "__version__",
+    "cache_info",
+    "clear_cache",
+    "communication",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "implicit_replication",
+    "local_map",
+    "ones",
+    "rand",
+    "randn",
+    "register_rule",
+    "register_sharding",
+    "unknown_ops",
+    "zeros",
+]

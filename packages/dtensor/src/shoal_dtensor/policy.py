@@ -28,6 +28,7 @@ class Scope:
         plain_is_replicated: whether plain tensors among DTensors count as replicated.
         overlays: rule tables that come before the standing one, innermost first.
         decisions: the cache of this scope, owned by the dispatcher.
+        composite_decisions: the cache of operators inside decompositions, where plain tensors count as replicated.
     """
 
     unknown: Unknown = "replicate"
@@ -35,6 +36,7 @@ class Scope:
     plain_is_replicated: bool = False
     overlays: tuple[Mapping[Any, Any], ...] = ()
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
+    composite_decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 DEFAULT = Scope()
@@ -45,7 +47,7 @@ current = _current.get
 @contextmanager
 def within(**changes: Any) -> Iterator[Scope]:
     """Inside the block, the current scope with some fields changed and a cache of its own."""
-    scope = replace(_current.get(), decisions={}, **changes)
+    scope = replace(_current.get(), **{"decisions": {}, "composite_decisions": {}, **changes})
     token = _current.set(scope)
     try:
         yield scope

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
+
 from shoal_mesh import DeviceMesh
 
 from .chunks import Cut, ShardOrder, canonical_placements, cut_dim, normalize_placements, order_of

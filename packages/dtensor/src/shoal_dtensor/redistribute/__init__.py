@@ -1,7 +1,7 @@
 """From any placement to any placement: `plan` decides, `run` executes, neither knows the other."""
 
-from .plan import alternatives, cost, plan
+from .plan import alternatives, cost, plan, seconds
 from .run import InFlight, run, start
 from .steps import Plan, Step
 
-__all__ = ["InFlight", "Plan", "Step", "alternatives", "cost", "plan", "run", "start"]
+__all__ = ["InFlight", "Plan", "Step", "alternatives", "cost", "plan", "run", "seconds", "start"]

@@ -20,7 +20,7 @@ from .search import Route, routes
 from .space import Move, Space
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, Plan, ReduceScatter, Scale, Share, Slice, Step
 
-__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "plan"]
+__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "plan", "seconds"]
 
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
@@ -51,6 +51,11 @@ def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: i
 def cost(src: Spec, dst: Spec) -> float:
     """Expected seconds of the cheapest plan; 0.0 if nothing has to be done."""
     return 0.0 if src is dst else _plan(src, dst, _links(src.mesh, None), None).seconds
+
+
+def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
+    """Expected seconds of one collective over mesh axes in which each rank receives so many bytes."""
+    return _links(mesh, None).seconds(axes, received)
 
 
 def alternatives(

@@ -6,6 +6,7 @@ from .attention import ATTENTION
 from .cat import CAT
 from .create import CREATE
 from .dynamic import DYNAMIC
+from .elementwise import ELEMENTWISE
 from .embedding import EMBEDDING
 from .extreme import EXTREME
 from .gather import GATHER
@@ -14,7 +15,6 @@ from .linalg import LINALG
 from .loss import LOSS
 from .norm import NORM
 from .optim import OPTIM
-from .pointwise import POINTWISE
 from .reduce import REDUCE
 from .rule import Table
 from .scan import SCAN
@@ -26,6 +26,7 @@ from .softmax import SOFTMAX
 from .sort import SORT
 from .table import merge
 from .triangle import TRIANGLE
+from .value import VALUE
 from .view import VIEW
 
 __all__ = ["TABLE"]
@@ -43,7 +44,7 @@ TABLE: Table = merge(
     loss=LOSS,
     norm=NORM,
     optim=OPTIM,
-    pointwise=POINTWISE,
+    elementwise=ELEMENTWISE,
     reduce=REDUCE,
     scan=SCAN,
     scatter=SCATTER,
@@ -53,5 +54,6 @@ TABLE: Table = merge(
     softmax=SOFTMAX,
     sort=SORT,
     triangle=TRIANGLE,
+    value=VALUE,
     view=VIEW,
 )

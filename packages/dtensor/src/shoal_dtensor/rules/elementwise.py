@@ -19,7 +19,7 @@ from .notation import pointwise
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Table
 from .table import family
 
-__all__ = ["POINTWISE"]
+__all__ = ["ELEMENTWISE"]
 
 Found = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
@@ -262,4 +262,6 @@ _FOREACH = (
 )
 _RULE_OF = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
-POINTWISE: Table = family(_RULES) | family({f"_foreach_{n}": replace(_RULE_OF[n], each=True) for n in _FOREACH.split()})
+ELEMENTWISE: Table = family(_RULES) | family(
+    {f"_foreach_{n}": replace(_RULE_OF[n], each=True) for n in _FOREACH.split()}
+)

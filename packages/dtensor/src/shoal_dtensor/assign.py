@@ -1,0 +1,213 @@
+"""Giving each mesh axis one row of a rule: the search behind every sharding decision.
+
+A row is a candidate on an axis only if some input already lies so there: no fresh sharding is invented.  A combination
+of rows fixes every operand's cuts, because all sharded entries of a row share one factor; where several inputs cut that
+factor differently, each of their cuts is tried.  The price of a combination is what its inputs' redistribution takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import NamedTuple
+
+from shoal_mesh import DeviceMesh
+
+from .chunks import Cut, cut_dim
+from .placements import Partial, Placement, Replicate, Shard
+from .redistribute import cost, seconds
+from .rules import Entry, Row, S
+from .spec import Spec, TensorMeta
+
+__all__ = ["Assignment", "Operands", "assign"]
+
+# More combinations than this are cut down to each axis's cheapest rows: 4 axes with 5 rows each make 625.
+MAX_COMBINATIONS = 1024
+
+
+class Assignment(NamedTuple):
+    """A decided sharding: the spec that each input must have and each output has, and whether rows move data themselves."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    traffic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What an assignment is for.
+
+    Attributes:
+        specs: of every tensor input that is read.
+        outputs: global shape, stride and dtype of every tensor output.
+        fixed: pairs (input, output or None): this input is written in place, so its layout must stay, and the
+            output that aliases it has the same.
+        outs: specs of `out=` arguments; output `i` must lie as `outs[i]` does.
+    """
+
+    specs: tuple[Spec, ...]
+    outputs: tuple[TensorMeta, ...]
+    fixed: tuple[tuple[int, int | None], ...] = ()
+    outs: tuple[Spec, ...] = ()
+
+
+def assign(rows: Sequence[Row], operands: Operands, mesh: DeviceMesh) -> Assignment | None:
+    """The cheapest assignment of rows to mesh axes, or None if none keeps the written tensors' layouts.
+
+    Args:
+        rows: the rule's rows for this call; the all-replicate row is implied.
+        operands: input specs, global outputs and the constraints of in-place and `out=` forms.
+        mesh: the mesh of all operands.
+    """
+    whole = Row((Replicate(),) * len(operands.specs), (Replicate(),) * len(operands.outputs))
+    choices = [[*_candidates(rows, operands, axis), whole] for axis in range(mesh.ndim)]
+    best: tuple[float, int] | None = None
+    found: Assignment | None = None
+    for combination in islice(product(*choices), MAX_COMBINATIONS):
+        for inputs, outputs in _resolve(combination, operands, mesh):
+            if not _keeps(operands, inputs, outputs):
+                continue
+            changed = [i for i, (a, b) in enumerate(zip(operands.specs, inputs, strict=True)) if not a.same_layout(b)]
+            total = sum(cost(operands.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
+            price = (round(total, 9), len(changed))
+            if best is None or price < best:
+                best, found = price, Assignment(inputs, outputs, any(row.traffic for row in combination))
+    return found
+
+
+def _candidates(rows: Sequence[Row], operands: Operands, axis: int) -> list[Row]:
+    """The rows that some operand already follows on a mesh axis."""
+    found = []
+    lying = [*operands.specs, *operands.outs]
+    for row in rows:
+        entries = [*row.inputs, *row.outputs[: len(operands.outs)]] if operands.outs else row.inputs
+        follows = any(_lies_so(entry, spec, axis) for entry, spec in zip(entries, lying, strict=False))
+        if follows and all(_reaches(entry, spec, axis) for entry, spec in zip(row.inputs, operands.specs, strict=True)):
+            found.append(row)
+    return found
+
+
+def _lies_so(entry: Entry, spec: Spec, axis: int) -> bool:
+    if isinstance(entry, S):
+        return axis in spec.cuts[entry.dim].axes
+    return isinstance(entry, Partial) and spec.placements[axis] is entry
+
+
+def _reaches(entry: Entry, spec: Spec, axis: int) -> bool:
+    """A partial entry is reached from the same partial or from a replicated value, not by spreading out shards."""
+    if isinstance(entry, Partial):
+        return spec.placements[axis] is entry or isinstance(spec.placements[axis], Replicate)
+    return True
+
+
+def _resolve(
+    combination: Sequence[Row], operands: Operands, mesh: DeviceMesh
+) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
+    """The specs that a combination asks for: one result per way to cut its factors."""
+    axes_of: dict[int, list[int]] = {}
+    row_of: dict[int, Row] = {}
+    for axis, row in enumerate(combination):
+        if any(isinstance(entry, S) for entry in row.inputs):
+            axes_of.setdefault(id(row), []).append(axis)
+            row_of[id(row)] = row
+    ways = [_factor_cuts(row_of[key], tuple(axes), operands, mesh) for key, axes in axes_of.items()]
+    for chosen in product(*ways):
+        cuts = {
+            axis: (row_of[key], cut) for (key, axes), cut in zip(axes_of.items(), chosen, strict=True) for axis in axes
+        }
+        inputs = [_operand(i, spec, combination, cuts) for i, spec in enumerate(operands.specs)]
+        outputs = [_output(i, meta, combination, cuts, mesh) for i, meta in enumerate(operands.outputs)]
+        if None not in inputs and None not in outputs:
+            yield tuple(s for s in inputs if s is not None), tuple(s for s in outputs if s is not None)
+
+
+def _factor_cuts(row: Row, axes: tuple[int, ...], operands: Operands, mesh: DeviceMesh) -> list[Cut]:
+    """The cuts of a row's factor by `axes` that some operand already has, else the one of `torch.chunk`."""
+    found: dict[Cut, None] = {}
+    length: int | None = None
+    shapes = [(entry, spec) for entry, spec in zip(row.inputs, operands.specs, strict=True) if isinstance(entry, S)]
+    for entry, spec in shapes:
+        length = spec.shape[entry.dim] // entry.unit
+        cut = _leading(spec.cuts[entry.dim], axes)
+        steps = cut.divided(entry.unit) if cut is not None else None
+        if steps is not None:
+            found[steps] = None
+    if not found and length is not None:
+        default: list[Placement] = [Shard(0)] * mesh.ndim
+        found[cut_dim(length, axes, default, mesh.shape)] = None
+    return [cut for cut in found if cut.even or not row.even]
+
+
+def _leading(cut: Cut, axes: tuple[int, ...]) -> Cut | None:
+    """The part of a cut that is made by `axes`, if those are its outermost ones in any order; None otherwise."""
+    count = len(axes)
+    if set(cut.axes[:count]) != set(axes) or len(cut.axes) < count:
+        return None
+    inner = 1
+    for size in cut.axis_sizes[count:]:
+        inner *= size
+    sizes = tuple(sum(cut.sizes[i : i + inner]) for i in range(0, len(cut.sizes), inner))
+    return Cut(cut.axes[:count], cut.axis_sizes[:count], sizes)
+
+
+Cuts = dict[int, tuple[Row, Cut]]
+
+
+def _operand(index: int, spec: Spec, combination: Sequence[Row], cuts: Cuts) -> Spec | None:
+    placed = _placed([row.inputs[index] for row in combination], cuts)
+    if placed is None:
+        return None
+    placements, by_dim = placed
+    if all(by_dim.get(dim, _WHOLE) == (cut if cut.axes else _WHOLE) for dim, cut in enumerate(spec.cuts)) and all(
+        (a is b) or not (isinstance(a, Partial) or isinstance(b, Partial))
+        for a, b in zip(placements, spec.placements, strict=True)
+    ):
+        return spec
+    order = tuple((dim, cut.axes) for dim, cut in sorted(by_dim.items()))
+    return spec.with_(placements=placements, shard_order=order)
+
+
+def _output(index: int, meta: TensorMeta, combination: Sequence[Row], cuts: Cuts, mesh: DeviceMesh) -> Spec | None:
+    placed = _placed([row.outputs[index] for row in combination], cuts)
+    if placed is None:
+        return None
+    placements, by_dim = placed
+    order = tuple((dim, cut.axes) for dim, cut in sorted(by_dim.items()))
+    return Spec(mesh, placements, meta.shape, meta.stride, meta.dtype, order)
+
+
+_WHOLE = Cut((), (), ())
+
+
+def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict[int, Cut]] | None:
+    """The placements and cuts that one operand's entries mean; None if two rows cut one dim."""
+    placements: list[Placement] = []
+    by_dim: dict[int, Cut] = {}
+    owner: dict[int, Row] = {}
+    for axis, entry in enumerate(entries):
+        if not isinstance(entry, S):
+            placements.append(entry)
+            continue
+        row, factor = cuts[axis]
+        if owner.setdefault(entry.dim, row) is not row:
+            return None
+        if entry.dim not in by_dim:
+            by_dim[entry.dim] = factor.scaled(entry.unit) if entry.cut is None else entry.cut(factor)
+        placements.append(by_dim[entry.dim].placements(entry.dim)[axis])
+    return placements, by_dim
+
+
+def _keeps(operands: Operands, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+    """Whether written tensors stay as they lie."""
+    for index, output in operands.fixed:
+        if not inputs[index].same_layout(operands.specs[index]):
+            return False
+        if output is not None and not outputs[output].same_layout(operands.specs[index]):
+            return False
+    return all(out.same_layout(got) for out, got in zip(operands.outs, outputs, strict=False))
+
+
+def _traffic(combination: Sequence[Row], mesh: DeviceMesh) -> float:
+    """Seconds that the local algorithms' own reductions take."""
+    return sum(seconds(mesh, (axis,), row.traffic) for axis, row in enumerate(combination) if row.traffic)

@@ -1,0 +1,159 @@
+"""Differentiable crossings: plain tensor <-> DTensor, and one spec to another.
+
+A DTensor's gradient is the gradient with respect to its logical value, so a redistribution, which changes no value,
+passes gradients through unchanged in value; only where local tensors enter or leave does a partial placement matter.
+The DTensor class is an argument here: this module lies below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from ._torch import make_wrapper
+from .dispatch import wrap
+from .errors import PlacementError
+from .placements import Partial, Placement, Replicate
+from .redistribute import InFlight, plan, run, start
+from .spec import Spec
+
+__all__ = ["FromLocal", "Redistribute", "ToLocal", "check_differentiable", "gradient_spec", "pending", "redistributed"]
+
+
+def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
+    """The same values as `tensor`, lying as `target` says; not differentiable.
+
+    Args:
+        cls: the DTensor class; its attribute `pending` is the subclass whose local tensor is still under way.
+        tensor: the DTensor; target: a spec of the same shape and dtype.
+        async_op: only start the last collective; the first use of the result waits.
+    """
+    source = tensor._spec
+    if source is target:
+        return tensor
+    local = tensor._local_tensor
+    if source.same_layout(target):
+        return wrap(cls, local, target)
+    if async_op:
+        return pending(cls, start(plan(source, target), local), target, local.device)
+    return wrap(cls, run(plan(source, target), local), target)
+
+
+def pending(cls: Any, in_flight: InFlight, spec: Spec, device: torch.device) -> Any:
+    """A DTensor whose local tensor arrives at its first use."""
+    result = make_wrapper(cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device)
+    cls.local_slot.__set__(result, in_flight)
+    result._spec = spec
+    return result
+
+
+def gradient_spec(spec: Spec) -> Spec:
+    """How the gradient of a tensor lies by default: where the tensor is partial, its gradient is replicated."""
+    if not spec.partials:
+        return spec
+    return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+
+
+class FromLocal(Function):
+    """Local tensor -> DTensor; backward: the gradient, laid as the DTensor (or `grad_placements`), is handed out local."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, cls: Any, spec: Spec, grad_placements: Sequence[Placement] | None
+    ) -> Any:
+        ctx.spec = spec
+        ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        return wrap(cls, local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        target = ctx.gradient.with_(stride=grad._spec.stride, dtype=grad.dtype)
+        if torch.is_grad_enabled():
+            local = ToLocal.apply(Redistribute.apply(grad, type(grad), target, None, None, False), None)
+        else:
+            local = redistributed(type(grad), grad, target)._local_tensor
+        ways = 1
+        for axis, op in ctx.spec.partials:
+            ways *= ctx.spec.mesh.shape[axis] if op == "avg" else 1
+        return local if ways == 1 else local / ways, None, None, None
+
+
+class ToLocal(Function):
+    """DTensor -> local tensor; backward: the local gradients, read by `grad_placements`, are a DTensor again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+        spec: Spec = tensor._spec
+        ctx.cls = type(tensor)
+        ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        for axis in ctx.scaled:
+            grad = grad * ctx.spec.mesh.shape[axis]
+        spec = ctx.spec.with_(dtype=grad.dtype)
+        return FromLocal.apply(grad, ctx.cls, spec, None), None
+
+
+class Redistribute(Function):
+    """DTensor -> the same values under another spec, moved and differentiated in the given dtypes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        cls: Any,
+        target: Spec,
+        forward_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+        async_op: bool,
+    ) -> Any:
+        source: Spec = tensor._spec
+        ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
+        local: torch.Tensor = tensor._local_tensor
+        if forward_dtype is not None and forward_dtype != local.dtype:
+            local = local.to(forward_dtype)
+            source = source.with_(dtype=forward_dtype)
+        spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
+        if source.same_layout(spec):
+            return wrap(cls, local.view_as(local), spec)
+        if async_op:
+            return pending(cls, start(plan(source, spec), local), spec, local.device)
+        return wrap(cls, run(plan(source, spec), local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        source: Spec = gradient_spec(ctx.source)
+        found: Spec = grad._spec
+        if found.stride != source.stride or found.dtype != source.dtype:
+            source = source.with_(stride=found.stride, dtype=found.dtype)
+        backward_dtype, forward_dtype = ctx.dtypes
+        if torch.is_grad_enabled() or backward_dtype is not None:
+            moved = Redistribute.apply(grad, ctx.cls, source, backward_dtype, forward_dtype, False)
+        else:
+            moved = redistributed(ctx.cls, grad, source)
+        dtype = ctx.source.dtype
+        return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None, None
+
+
+def check_differentiable(spec: Spec) -> None:
+    """Refuse gradients through partial values that no local gradient can be computed for.
+
+    Raises:
+        PlacementError: if the spec is partial with another reduction than sum or avg.
+    """
+    for axis, op in spec.partials:
+        if op not in ("sum", "avg"):
+            raise PlacementError(
+                f"no gradient flows through Partial({op!r}) on mesh axis {spec.mesh.axis_names[axis]!r}: which rank's "
+                f"value was taken is not known; redistribute to Replicate or Shard first, or detach"
+            )

@@ -1,0 +1,175 @@
+"""Reading the arguments of `from_local` and `redistribute`: what a user wrote, checked and turned into specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal_mesh import DeviceMesh, all_gather, broadcast, current_mesh
+
+from .chunks import Cut, ShardOrder, normalize_placements
+from .errors import PlacementError
+from .placements import Partial, Placement, Replicate, Shard
+from .spec import Spec, contiguous_stride
+
+__all__ = ["global_spec", "mesh_or_current", "target_spec"]
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of the enclosing `with mesh:`.
+
+    Raises:
+        PlacementError: if there is neither.
+    """
+    found = mesh if mesh is not None else current_mesh()
+    if found is None:
+        raise PlacementError("no device mesh: pass device_mesh, or call this inside `with mesh:`")
+    return found
+
+
+def target_spec(
+    source: Spec, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_order: ShardOrder | None
+) -> Spec:
+    """The spec that `redistribute` is asked for.
+
+    Raises:
+        PlacementError: if placements are missing or do not fit, or a partial state is asked for that `source` is not in.
+    """
+    if placements is None:
+        raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
+    same_mesh = mesh is None or mesh is source.mesh or mesh == source.mesh
+    target_mesh = source.mesh if same_mesh or mesh is None else mesh
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial) and not (same_mesh and source.placements[axis] is placement):
+            raise PlacementError(
+                f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} {placement!r}: the tensor is "
+                f"{source!r}; a value becomes partial only as the result of an operator or of from_local"
+            )
+    return Spec(target_mesh, tuple(placements), source.shape, source.stride, source.dtype, shard_order)
+
+
+def global_spec(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+    *,
+    run_check: bool,
+) -> tuple[Spec, torch.Tensor]:
+    """The spec of the DTensor that `local` is this rank's part of, and the local tensor to use.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
+    """
+    placements = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    if shape is None and not run_check:
+        return _even_spec(local, mesh, placements, stride, shard_order), local
+    if run_check and mesh.get_coordinate() is not None:
+        local, placements, shape = _checked(local, mesh, placements, shape, shard_order)
+    assert shape is not None, "a rank outside the mesh must be told the shape"
+    spec = Spec(mesh, placements, shape, stride or _like(local, shape), local.dtype, shard_order)
+    if spec.coordinate is not None and spec.local_shape != local.shape:
+        raise PlacementError(
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local.shape)}; give Shard(dim, sizes=...) or run_check=True for ragged shards"
+        )
+    return spec, local
+
+
+def _even_spec(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    stride: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+) -> Spec:
+    """The spec if every rank holds as much as this one (or explicit sizes say how much)."""
+    key = (mesh, placements, local.shape, local.stride(), local.dtype, stride, shard_order)
+    found = _EVEN.get(key)
+    if found is not None:
+        return found
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
+    shape = list(local.shape)
+    for dim, axes in order:
+        sizes = [p.sizes for axis in axes if isinstance(p := normal[axis], Shard) and p.sizes is not None]
+        ways = 1
+        for axis in axes:
+            ways *= mesh.shape[axis]
+        shape[dim] = sum(sizes[-1]) if sizes else shape[dim] * ways
+    spec = Spec(mesh, normal, shape, stride or _like(local, shape), local.dtype, order)
+    if spec.coordinate is not None and spec.local_shape != local.shape:
+        raise PlacementError(
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local.shape)}"
+        )
+    if len(_EVEN) >= 4096:
+        _EVEN.clear()
+    _EVEN[key] = spec
+    return spec
+
+
+_EVEN: dict[object, Spec] = {}
+
+
+def _like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """A dense stride for `shape` whose dims lie in memory in the order of `local`'s."""
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d), reverse=True)
+    dense = contiguous_stride([shape[d] for d in order])
+    result = [0] * local.ndim
+    for position, dim in enumerate(order):
+        result[dim] = dense[position]
+    return tuple(result)
+
+
+def _checked(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...]]:
+    """Compare local shapes over the mesh; ragged sizes where they differ, replicas set to their first rank's values."""
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
+    everywhere = mesh.comm(tuple(range(mesh.ndim)))
+    mine = torch.tensor([local.ndim, *local.shape, *([0] * (16 - local.ndim))], device=local.device)
+    shapes = [tuple(row) for row in all_gather(mine.view(1, -1), everywhere).tolist()]
+    if len({row[0] for row in shapes}) != 1:
+        raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
+    result, found = list(normal), [*local.shape]
+    axes_of = dict(order)
+    for dim in range(local.ndim):
+        axes = axes_of.get(dim, ())
+        by_coordinate: dict[tuple[int, ...], int] = {}
+        for index, row in enumerate(shapes):
+            coordinate = _coordinate(index, mesh.shape)
+            where = tuple(coordinate[axis] for axis in axes)
+            if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
+                raise PlacementError(
+                    f"from_local: dim {dim} of the local tensors has different sizes along mesh axes that do not cut it: "
+                    f"{[r[1 + dim] for r in shapes]} over the mesh of shape {mesh.shape}"
+                )
+        sizes = tuple(size for _, size in sorted(by_coordinate.items()))
+        found[dim] = sum(sizes)
+        if axes:
+            cut = Cut(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
+            for axis, placement in cut.placements(dim).items():
+                result[axis] = placement
+    if shape is not None and tuple(shape) != tuple(found):
+        raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the parts make {tuple(found)}")
+    for axis, placement in enumerate(normal):
+        if isinstance(placement, Replicate):
+            local = broadcast(local, (mesh, axis), src=0)
+    return local, tuple(result), tuple(found)
+
+
+def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(shape):
+        coordinate.append(index % size)
+        index //= size
+    return tuple(reversed(coordinate))

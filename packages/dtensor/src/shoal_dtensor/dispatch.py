@@ -1,0 +1,245 @@
+"""The hot path: every operator on DTensors passes through `dispatch`.
+
+Unwrap the arguments into a key of specs and static values, look the decision up, redistribute what it says, run the
+local function, wrap what comes out.  All thinking happens once per key, in `propagate`; no operator is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload, make_wrapper
+from .errors import MixedTensorError
+from .placements import Replicate
+from .policy import Scope, current, within
+from .propagate import Decision, Form, decide, rule_of
+from .redistribute import run
+from .spec import Spec, TensorMeta
+
+__all__ = ["cache_info", "clear_cache", "dispatch"]
+
+# Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
+MAX_DECISIONS = 4096
+
+_ONE, _SAME, _LIST, _OTHER = Form.ONE, Form.SAME, Form.LIST, Form.OTHER
+_NUMBERS = frozenset({int, float, bool, complex})
+
+
+class _Decisions(dict[Any, Decision]):
+    """The decisions of one operator; `by_value` says whether numbers are part of the key, or only their types."""
+
+    __slots__ = ("by_value",)
+
+    def __init__(self, *, by_value: bool) -> None:
+        self.by_value = by_value
+
+
+def dispatch(cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on DTensors.
+
+    Args:
+        cls: the DTensor class; its attribute `copied_view` is the subclass of views that do not alias their base.
+        op: the overload; args, kwargs: its arguments, DTensors among them.
+    """
+    scope = current()
+    decisions = scope.decisions.get(op)
+    if decisions is None:
+        rule = rule_of(op, scope)
+        decisions = scope.decisions[op] = _Decisions(by_value=rule is None or rule.by_value)
+    key: list[Any] = []
+    local: list[Any] = []
+    by_value = decisions.by_value
+    for arg in args:
+        kind = type(arg)
+        if kind is cls:
+            key.append(arg._spec)
+            local.append(arg._local_tensor)
+        elif kind is float and not by_value:
+            key.append(float)
+            local.append(arg)
+        else:
+            local.append(_unwrap(cls, arg, key, by_value))
+    named: dict[str, Any] = {}
+    if kwargs:
+        for name, arg in kwargs.items():
+            key.append(name)
+            named[name] = _unwrap(cls, arg, key, by_value)
+    try:
+        decision = decisions[tuple(key)]
+    except KeyError:
+        decision = _decided(cls, op, args, kwargs, scope, decisions, tuple(key))
+    form = decision.form
+    if form is _ONE:
+        return wrap(cls, decision.call(*local, **named), decision.outputs[0])
+    if form is _OTHER:
+        return _general(cls, decision, args, kwargs, local, named)
+    result = decision.call(*local, **named)
+    if form is _SAME:
+        return args[0]
+    if form is _LIST:
+        made = [wrap(cls, item, spec) for item, spec in zip(result, decision.outputs, strict=True)]
+        return made if type(result) is list else tuple(made)
+    return result
+
+
+def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
+    """A DTensor around a local tensor that lies as `spec` says."""
+    result = make_wrapper(cls, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device)
+    result._local_tensor = local
+    result._spec = spec
+    return result
+
+
+def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:
+    """The local form of an argument; what decides about its sharding is added to `key`."""
+    kind = type(arg)
+    if kind is list or kind is tuple:
+        key.append(len(arg))
+        local = []
+        for item in arg:
+            if type(item) is cls:
+                key.append(item._spec)
+                local.append(item._local_tensor)
+            else:
+                local.append(_unwrap(cls, item, key, by_value))
+        return local
+    if kind in _NUMBERS:
+        key.append(kind)
+        if by_value:
+            key.append(arg)
+        return arg
+    if isinstance(arg, cls):
+        local = arg._local_tensor  # before the class is looked at: the first use of a pending tensor changes it
+        key.append(arg._spec)
+        if type(arg) is not cls:
+            key.append(type(arg))
+        return local
+    if isinstance(arg, torch.Tensor):
+        key.append((torch.Tensor, arg.shape, arg.stride(), arg.dtype))
+    elif isinstance(arg, torch.Generator):
+        key.append(torch.Generator)
+    else:
+        key.append(arg)
+    return arg
+
+
+def _decided(
+    cls: Any,
+    op: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    scope: Scope,
+    decisions: _Decisions,
+    key: tuple[Any, ...],
+) -> Decision:
+    """Decide a call that was not seen before, and remember it."""
+    found = [item for item in _tensors([*args, *kwargs.values()]) if isinstance(item, cls)]
+    meshes = dict.fromkeys(item._spec.mesh for item in found)
+    device = found[0]._local_tensor.device
+
+    def specs(value: Any) -> Any:
+        if isinstance(value, cls):
+            return value._spec
+        if isinstance(value, torch.Tensor):
+            return _replicated(op, value, list(meshes), scope)
+        return [specs(item) for item in value] if isinstance(value, list | tuple) else value
+
+    arguments = [specs(arg) for arg in args]
+    named = {name: specs(arg) for name, arg in kwargs.items()}
+    flat = _tensors([*args, *kwargs.values()])
+    copies = frozenset(i for i, item in enumerate(flat) if isinstance(item, cls.copied_view))
+    decision = decide(op, arguments, named, scope, device, copies)
+    if len(decisions) >= MAX_DECISIONS:
+        del decisions[next(iter(decisions))]
+    decisions[key] = decision
+    return decision
+
+
+def _replicated(op: OpOverload, tensor: torch.Tensor, meshes: Sequence[Any], scope: Scope) -> Spec:
+    """The spec of a plain tensor among DTensors: replicated if it has no dims or the scope says so."""
+    if tensor.ndim and not scope.plain_is_replicated:
+        raise MixedTensorError(
+            f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}; make it a DTensor with "
+            f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated inside implicit_replication()"
+        )
+    mesh = meshes[0]
+    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _general(
+    cls: Any,
+    decision: Decision,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    local: list[Any],
+    named: dict[str, Any],
+) -> Any:
+    """Run a decision with redistributed inputs, several kinds of outputs, or a decomposition."""
+    if decision.composite:
+        inner = current().composite_decisions
+        with within(plain_is_replicated=True, decisions=inner, composite_decisions=inner):
+            return decision.call(*args, **kwargs)
+    originals = [*_tensors([*args, *kwargs.values()])]
+    if decision.plans:
+        moved = [item._local_tensor if isinstance(item, cls) else item for item in originals]
+        for index, plan in decision.plans:
+            moved[index] = run(plan, moved[index])
+        following = iter(moved)
+        local = [_replace(value, following) for value in local]
+        named = {name: _replace(value, following) for name, value in named.items()}
+    result = decision.call(*local, **named)
+    if decision.dynamic:
+        return _wrap_dynamic(cls, result, originals)
+    outputs = iter(zip(decision.outputs, decision.aliased, strict=True))
+    made = cls.copied_view if decision.copied else cls
+    return _wrap_all(made, result, outputs, originals)
+
+
+def _wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], originals: Sequence[Any]) -> Any:
+    """Wrap every tensor of a result in order; an output that aliases a written input is that input itself."""
+    if isinstance(result, torch.Tensor):
+        spec, index = next(outputs)
+        return wrap(cls, result, spec) if index is None else originals[index]
+    if isinstance(result, list | tuple):
+        made = [_wrap_all(cls, item, outputs, originals) for item in result]
+        return made if isinstance(result, list) else tuple(made)
+    return result
+
+
+def _wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
+    """Wrap results whose shapes depend on data: every rank has computed the same ones."""
+    mesh = next(item._spec.mesh for item in originals if isinstance(item, cls))
+    if isinstance(result, torch.Tensor):
+        spec = Spec(mesh, (Replicate(),) * mesh.ndim, result.shape, result.stride(), result.dtype)
+        return wrap(cls, result, spec)
+    if isinstance(result, list | tuple):
+        return type(result)(_wrap_dynamic(cls, item, originals) for item in result)
+    return result
+
+
+def _replace(value: Any, tensors: Iterator[Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return next(tensors)
+    return [_replace(item, tensors) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size):
+            yield from _tensors(value)
+
+
+def cache_info(scope: Scope | None = None) -> dict[str, int]:
+    """Number of remembered decisions per operator."""
+    scope = scope or current()
+    return {str(op): len(decisions) for op, decisions in scope.decisions.items()}
+
+
+def clear_cache(scope: Scope | None = None) -> None:
+    """Forget all decisions of a scope."""
+    (scope or current()).decisions.clear()

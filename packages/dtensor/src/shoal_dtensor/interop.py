@@ -1,0 +1,126 @@
+"""shoal's DTensor <-> torch's own, without copies; the only module that imports torch's, and only when called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from .chunks import chunk_sizes
+from .errors import PlacementError
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .spec import Spec
+from .tensor import DTensor
+
+__all__ = ["from_torch", "mesh_from_torch", "mesh_to_torch", "to_torch"]
+
+
+def mesh_to_torch(mesh: DeviceMesh) -> Any:
+    """Torch's `DeviceMesh` over the same ranks and the same process groups."""
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    names = mesh.mesh_dim_names
+    groups = mesh.get_all_groups()
+    if mesh.ndim == 1:
+        return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
+
+
+def mesh_from_torch(mesh: Any) -> DeviceMesh:
+    """Shoal's `DeviceMesh` over the ranks and process groups of torch's."""
+    groups = mesh.get_all_groups()
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
+    """Torch's DTensor around the same local tensor.
+
+    Args:
+        tensor: the DTensor; its gradient history is not carried over.
+        mesh: torch's mesh over the same ranks; made from the tensor's process groups when left out.
+
+    Raises:
+        PlacementError: if torch has no word for how the tensor lies (ragged sizes, cuts at multiples).
+    """
+    from torch.distributed.tensor import DTensor as TorchTensor
+
+    spec = tensor._spec
+    placements = [_to_torch_placement(spec, axis) for axis in range(spec.mesh.ndim)]
+    made = TorchTensor.from_local(
+        tensor._local_tensor.detach(),
+        mesh if mesh is not None else mesh_to_torch(spec.mesh),
+        placements,
+        run_check=False,
+        shape=torch.Size(spec.shape),
+        stride=spec.stride,
+    )
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
+    """Shoal's DTensor around the local tensor of torch's.
+
+    Args:
+        tensor: torch's DTensor; its gradient history is not carried over.
+        mesh: shoal's mesh over the same ranks; made from the tensor's process groups when left out.
+
+    Raises:
+        PlacementError: if a strided placement is no order of mesh axes, or cuts unevenly (torch then interleaves).
+    """
+    own_mesh = mesh if mesh is not None else mesh_from_torch(tensor.device_mesh)
+    placements = [_from_torch_placement(placement) for placement in tensor.placements]
+    spec = Spec(own_mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    if any(isinstance(p, StridedShard) for p in placements):
+        _refuse_uneven(spec)
+    return DTensor(tensor._local_tensor.detach(), spec, requires_grad=tensor.requires_grad)
+
+
+def _to_torch_placement(spec: Spec, axis: int) -> Any:
+    from torch.distributed import tensor as peer
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement = spec.placements[axis]
+    if isinstance(placement, Replicate):
+        return peer.Replicate()
+    if isinstance(placement, Partial):
+        return peer.Partial(placement.reduce_op)
+    assert isinstance(placement, Shard), "a spec holds Shard, Replicate and Partial only"
+    cut = spec.cuts[placement.dim]
+    default = (cut.length,)
+    for size in cut.axis_sizes:
+        default = tuple(part for whole in default for part in chunk_sizes(whole, size))
+    if cut.sizes != default:
+        raise PlacementError(
+            f"torch's DTensor cannot cut dim {placement.dim} into {cut.sizes}; redistribute to {Shard(placement.dim)!r}"
+        )
+    before = cut.axes[: cut.axes.index(axis)]
+    factor = 1
+    for other in before:
+        factor *= spec.mesh.shape[other] if other > axis else 1
+    if factor == 1:
+        return peer.Shard(placement.dim)
+    _refuse_uneven(spec)
+    return _StridedShard(placement.dim, split_factor=factor)
+
+
+def _from_torch_placement(placement: Any) -> Placement:
+    if placement.is_replicate():
+        return Replicate()
+    if placement.is_partial():
+        return Partial(placement.reduce_op)
+    if type(placement).__name__ == "_StridedShard":
+        return StridedShard(placement.dim, split_factor=placement.split_factor)
+    return Shard(placement.dim)
+
+
+def _refuse_uneven(spec: Spec) -> None:
+    for dim, cut in enumerate(spec.cuts):
+        if len(cut.axes) > 1 and not cut.even:
+            raise PlacementError(
+                f"dim {dim} of {spec!r} is cut unevenly by several axes out of order: torch interleaves such pieces, "
+                f"shoal keeps them contiguous, so they do not hold the same elements"
+            )

@@ -1,0 +1,324 @@
+"""From an operator and the specs of its inputs to a `Decision`: what each input must become, what comes out.
+
+Nothing here touches values, and nothing here knows an operator by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from ._torch import DataDependentError, OpOverload, decomposition_of, fake_mode, fake_tensor, is_view, raw
+from .assign import Assignment, Operands, assign
+from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
+from .policy import Scope
+from .redistribute import Plan, plan
+from .rules import LocalCall, OpCall, Rule, flatten
+from .rules.default import TABLE
+from .spec import Spec, TensorMeta
+
+__all__ = ["Decision", "Form", "decide", "rule_of"]
+
+
+class Form(IntEnum):
+    """The shape of a call whose inputs lie right: how its result becomes DTensors."""
+
+    ONE = 0  # one fresh tensor
+    SAME = 1  # the first argument, written in place
+    LIST = 2  # a list or tuple of fresh tensors
+    PLAIN = 3  # no tensor at all
+    OTHER = 4  # anything else, or inputs must be redistributed first
+
+
+@dataclass(slots=True, frozen=True)
+class Decision:
+    """How one call runs.
+
+    Attributes:
+        form: what the fast path does with the result.
+        call: the function to run on local tensors; with `composite`, on the DTensors themselves.
+        outputs: spec of every tensor output, flattened.
+        plans: pairs (flat input index, plan) of the inputs that must be redistributed first.
+        aliased: for each output the flat index of the input that it is (in-place and `out=` forms), or None.
+        copied: whether a view operator's output does not alias its input, because that had to be redistributed.
+        dynamic: whether the outputs' shapes are known only afterwards.
+        composite: whether `call` computes the operator by other operators.
+    """
+
+    form: Form
+    call: Callable[..., Any]
+    outputs: tuple[Spec, ...] = ()
+    plans: tuple[tuple[int, Plan], ...] = ()
+    aliased: tuple[int | None, ...] = ()
+    copied: bool = False
+    dynamic: bool = False
+    composite: bool = False
+
+
+def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
+    """The rule of an operator: innermost overlay first, then the standing tables."""
+    for table in scope.overlays:
+        if op in table:
+            found: Rule = table[op]
+            return found
+    return TABLE.get(op)
+
+
+def decide(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    scope: Scope,
+    device: torch.device,
+    copies: frozenset[int] = frozenset(),
+) -> Decision:
+    """How to run `op`.
+
+    Args:
+        op: the overload.
+        args: its arguments, each tensor replaced by its `Spec`.
+        kwargs: its keyword arguments in schema order, likewise.
+        scope: the policies that hold.
+        device: of the local tensors.
+        copies: flat indices of the inputs that are views whose storage is not their base's.
+
+    Raises:
+        MixedTensorError: if the specs are of different meshes.
+        NoRuleError: if the operator has no rule and the policy is "error".
+        InPlaceError: if a written tensor would have to change its placements, or is such a copy.
+        CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
+    """
+    rule = rule_of(op, scope)
+    if rule is None:
+        composite = decomposition_of(op)
+        if composite is not None:
+            return Decision(Form.OTHER, composite, composite=True)
+        rule = _without_rule(op, scope)
+    specs = (*_specs(args), *_specs(tuple(kwargs.values())))
+    outs = tuple(_specs(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
+    inputs = specs[: len(specs) - len(outs)]
+    dynamic, metas = _global_outputs(op, args, kwargs, device)
+    tensors = tuple(spec.tensor_meta for spec in inputs)
+    call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
+    if rule is _LOCAL:
+        decided = _as_the_first(call, inputs)
+    elif rule.each:
+        decided = _each(rule, call, inputs)
+    else:
+        decided = _assigned(rule, call, Operands(inputs, metas, _fixed(call), outs))
+    return _decision(rule, call, specs, decided, scope, copies, dynamic=dynamic or rule.dynamic)
+
+
+def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
+    mesh = _common_mesh(call.op, operands.specs + operands.outs)
+    found = assign(rule.rows(call), operands, mesh)
+    if found is None:
+        written = [operands.specs[i] for i, _ in operands.fixed] + list(operands.outs)
+        raise InPlaceError(
+            f"{call.op} writes to {', '.join(map(repr, written))}, but with the inputs "
+            f"{', '.join(map(repr, operands.specs))} no sharding of it leaves that layout as it is; redistribute the "
+            f"written tensor first, or use the out-of-place form"
+        )
+    return found
+
+
+def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
+    """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
+    numbered = iter(range(len(inputs)))
+    places = [_numbered(value, numbered) for value in (*call.args, *call.kwargs.values())]
+    values = (*call.args, *call.kwargs.values())
+    count = max(len(value) for value in values if _is_list(value))
+    decided: list[Spec | None] = [None] * len(inputs)
+    outputs: list[Spec | None] = [None] * len(call.outputs)
+    for i in range(count):
+        element = [value[i] if _is_list(value) and value else value for value in values]
+        indices = [j for place in places for j in _indices(place, i)]
+        results = range(i, len(call.outputs), count)
+        sub = OpCall(
+            call.op,
+            tuple(element[: len(call.args)]),
+            dict(zip(call.kwargs, element[len(call.args) :], strict=True)),
+            tuple(call.tensors[j] for j in indices),
+            tuple(call.outputs[j] for j in results),
+        )
+        fixed = tuple((j, None) for j in sub.written)
+        found = _assigned(rule, sub, Operands(tuple(inputs[j] for j in indices), sub.outputs, fixed))
+        for j, spec in zip(indices, found.inputs, strict=True):
+            if decided[j] not in (None, spec):
+                raise MixedTensorError(f"{call.op}: the shared input {inputs[j]!r} would have to lie in two ways")
+            decided[j] = spec
+        for j, spec in zip(results, found.outputs, strict=True):
+            outputs[j] = spec
+    final = tuple(spec or inputs[j] for j, spec in enumerate(decided))
+    return Assignment(final, tuple(spec for spec in outputs if spec is not None))
+
+
+def _decision(
+    rule: Rule,
+    call: OpCall,
+    specs: tuple[Spec, ...],
+    decided: Assignment,
+    scope: Scope,
+    copies: frozenset[int],
+    *,
+    dynamic: bool,
+) -> Decision:
+    wanted = (*decided.inputs, *specs[len(decided.inputs) :])
+    pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
+    plans = tuple((i, plan(a, b)) for i, a, b in pairs)
+    _obey(call.op, specs, plans, scope)
+    writes = (*call.written, *range(len(decided.inputs), len(specs)))
+    if copies.intersection(writes):
+        raise InPlaceError(
+            f"{call.op} writes to a view whose base had to be redistributed to take it, so the write would not reach the "
+            f"base; write to the base itself, or redistribute the base before taking the view"
+        )
+    local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
+    aliased = _aliased(call, writes, len(decided.outputs))
+    copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(copies))
+    form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
+    function = raw(call.op) if local is None else local
+    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic)
+
+
+def _form(call: OpCall, aliased: tuple[int | None, ...]) -> Form:
+    """How the fast path treats the result of an operator whose inputs lie right."""
+    returns = call.op._schema.returns
+    if not returns or not call.outputs:
+        return Form.PLAIN
+    if len(returns) == 1 and returns[0].type.kind() == "TensorType":
+        if aliased == (None,):
+            return Form.ONE
+        return Form.SAME if aliased == (0,) and isinstance(call.args[0], TensorMeta) else Form.OTHER
+    fresh = all(index is None for index in aliased)
+    flat = len(returns) == len(call.outputs) or len(returns) == 1
+    return Form.LIST if fresh and flat else Form.OTHER
+
+
+def _obey(op: OpOverload, specs: Sequence[Spec], plans: Sequence[tuple[int, Plan]], scope: Scope) -> None:
+    """Apply the communication policy to the plans that the operator needs."""
+    moving = [(i, p) for i, p in plans if p.bytes_sent]
+    if not moving or scope.communication == "allow":
+        return
+    steps = "\n".join(f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in moving)
+    message = f"{op} with inputs {', '.join(map(repr, specs))} needs implicit communication:\n{steps}"
+    if scope.communication == "forbid":
+        raise CommunicationForbiddenError(message + "\nredistribute these inputs explicitly, or allow it here")
+    warnings.warn(message, stacklevel=2)
+
+
+_REPLICATE = Rule(lambda call: ())
+_LOCAL = Rule(lambda call: ())
+
+
+def _without_rule(op: OpOverload, scope: Scope) -> Rule:
+    if scope.unknown == "error":
+        raise NoRuleError(
+            f"{op} has no sharding rule and no decomposition; give it one with shoal_dtensor.register_rule, "
+            f"or allow replicated inputs with unknown_ops('replicate')"
+        )
+    if scope.unknown == "local":
+        return _LOCAL
+    warnings.warn(
+        f"{op} has no sharding rule and no decomposition: its inputs are replicated "
+        f"(unknown_ops('error') forbids this; shoal_dtensor.register_rule gives it a rule)",
+        stacklevel=2,
+    )
+    return _REPLICATE
+
+
+def _as_the_first(call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
+    """The `unknown_ops("local")` sharding: nothing moves, outputs lie as the first input does."""
+    first = inputs[0]
+    for meta in call.outputs:
+        if meta.shape != first.shape:
+            raise NoRuleError(
+                f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell how an output of shape "
+                f"{tuple(meta.shape)} lies when its first input is {first!r}"
+            )
+    outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
+    return Assignment(inputs, outputs)
+
+
+def _global_outputs(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> tuple[bool, tuple[TensorMeta, ...]]:
+    """Whether the outputs' shapes depend on data, and if not, what the outputs are."""
+    with fake_mode():
+        fakes = [_fakes(value, device) for value in args]
+        named = {name: _fakes(value, device) for name, value in kwargs.items()}
+        try:
+            result = op(*fakes, **named)
+        except DataDependentError:
+            return True, ()
+    return False, tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
+
+
+def _fakes(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Spec):
+        return fake_tensor(value.shape, value.stride, value.dtype, device)
+    return [_fakes(item, device) for item in value] if _is_list(value) else value
+
+
+def _metas(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.tensor_meta
+    return tuple(_metas(item) for item in value) if _is_list(value) else value
+
+
+def _specs(value: Any) -> Iterator[Spec]:
+    if isinstance(value, Spec):
+        yield value
+    elif _is_list(value):
+        for item in value:
+            yield from _specs(item)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+
+
+def _numbered(value: Any, numbers: Iterator[int]) -> Any:
+    """The structure of an argument with each tensor replaced by its flat index."""
+    if isinstance(value, TensorMeta):
+        return next(numbers)
+    return [_numbered(item, numbers) for item in value] if _is_list(value) else None
+
+
+def _indices(place: Any, element: int) -> Iterator[int]:
+    """The flat indices that element `element` of a `foreach` call reads from an argument."""
+    found = place[element] if isinstance(place, list) and place else place
+    if isinstance(found, int):
+        yield found
+
+
+def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:
+    for spec in specs[1:]:
+        if spec.mesh is not specs[0].mesh and spec.mesh != specs[0].mesh:
+            raise MixedTensorError(
+                f"{op}: its inputs live on different meshes: {specs[0].mesh} and {spec.mesh}; "
+                f"redistribute one of them to the other's mesh first"
+            )
+    return specs[0].mesh
+
+
+def _fixed(call: OpCall) -> tuple[tuple[int, int | None], ...]:
+    """The inputs written in place, each with the output that it is."""
+    written = call.written
+    outputs = [i for i, r in enumerate(call.op._schema.returns) if r.alias_info is not None and r.alias_info.is_write]
+    return tuple((index, outputs[k] if k < len(outputs) else None) for k, index in enumerate(written))
+
+
+def _aliased(call: OpCall, writes: Sequence[int], outputs: int) -> tuple[int | None, ...]:
+    """For each output the flat index of the written input that it is, or None."""
+    following = iter(writes)
+    returns = call.op._schema.returns
+    marks = [next(following, None) if r.alias_info is not None and r.alias_info.is_write else None for r in returns]
+    return tuple(marks) if len(marks) == outputs else (None,) * outputs

@@ -1,0 +1,110 @@
+"""Rules for a user's own operators, in shoal's notation or as torch's `register_sharding` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ._torch import OpOverload
+from .errors import PlacementError
+from .placements import Placement, Shard
+from .policy import current
+from .rules import Entry, OpCall, R, Row, Rule, S, overlay
+from .rules.default import TABLE
+from .rules.table import DuplicateRuleError
+from .spec import TensorMeta
+
+__all__ = ["register_rule", "register_sharding", "rules"]
+
+
+def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False) -> None:
+    """Give operators a rule for the rest of the process.
+
+    Args:
+        op: one overload or several; in-place operators, operators without output and tensor keyword arguments included.
+        rule: for instance `product("m k, k n -> m n")`.
+        replace: allow an operator that has a rule already.
+
+    Raises:
+        DuplicateRuleError: if an operator has a rule and `replace` is not set.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor.rules import pointwise
+        >>> register_rule(torch.ops.aten.special_airy_ai.default, pointwise(), replace=True)
+    """
+    for overload in _overloads(op):
+        if overload in TABLE and not replace:
+            raise DuplicateRuleError(f"{overload} has a rule already; pass replace=True to give it another")
+        TABLE[overload] = rule
+        current().decisions.pop(overload, None)
+        current().composite_decisions.pop(overload, None)
+
+
+@contextmanager
+def rules(table: dict[OpOverload, Rule]) -> Iterator[None]:
+    """Inside the block, the rules of `table` come before all others; blocks nest.
+
+    Example:
+        >>> with rules({}):
+        ...     pass
+    """
+    with overlay(table):
+        yield
+
+
+def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that makes a rule of a function in the form that torch's `register_sharding` has.
+
+    The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global shape, stride, dtype),
+    and returns a list of pairs (output placements, input placements), each saying one way to shard along ONE mesh
+    axis; inputs that are no tensors have None. The way where everything is replicated need not be listed.
+
+    Args:
+        op: one overload or several.
+
+    Raises:
+        PlacementError: (when the operator is called) if a pair does not fit the operator's tensors.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def rows(call: OpCall) -> list[Row]:
+            pairs = function(*call.args, **call.kwargs)
+            return [_row(call, outputs, inputs) for outputs, inputs in pairs]
+
+        register_rule(op, Rule(rows), replace=True)
+        return function
+
+    return decorate
+
+
+def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
+    """One pair of placements as a row; entries of non-tensor arguments are left out."""
+    places = [_entry(p, meta) for p, meta in zip(_flat(inputs), call.tensors, strict=False)]
+    made = [_entry(p, meta) for p, meta in zip(_flat(outputs), call.outputs, strict=False)]
+    counts = (len([*_flat(inputs)]), len([*_flat(outputs)]))
+    if counts != (len(call.tensors), len(call.outputs)):
+        raise PlacementError(
+            f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor outputs, but the "
+            f"registered sharding has placements for {counts[0]} and {counts[1]}"
+        )
+    return Row(tuple(places), tuple(made))
+
+
+def _entry(placement: Placement, meta: TensorMeta) -> Entry:
+    if isinstance(placement, Shard):
+        return S(placement.dim % meta.ndim)
+    return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
+
+
+def _flat(value: Any) -> Iterator[Placement]:
+    if isinstance(value, Placement):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _flat(item)
+
+
+def _overloads(op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:
+    return list(op) if isinstance(op, list | tuple) else [op]  # type: ignore[list-item]  # one overload is no sequence

@@ -1,0 +1,321 @@
+"""`DTensor`: one global tensor, of which each rank of a device mesh holds a part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from . import checkpoint
+from ._torch import OpOverload, disabled_torch_function, make_wrapper
+from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
+from .chunks import ShardOrder
+from .crossing import global_spec, mesh_or_current, target_spec
+from .dispatch import dispatch, wrap
+from .errors import PlacementError
+from .placements import Placement, Replicate
+from .spec import Spec
+
+__all__ = ["DTensor"]
+
+
+class DTensor(torch.Tensor):
+    """A global tensor spread over a device mesh.
+
+    Operators, autograd, optimizers and checkpoints see the global tensor; each rank stores only its part. Create one
+    with `distribute_tensor`, with `DTensor.from_local`, or with a factory such as `zeros`.
+
+    Attributes:
+        device_mesh: the mesh.
+        placements: how the tensor lies along each mesh axis.
+
+    Example:
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_mesh import init_device_mesh
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        ...     x.shape, x.to_local().shape, (x + x).placements
+        (torch.Size([8, 3]), torch.Size([2, 3]), (Shard(dim=0),))
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: Spec
+    copied_view: ClassVar[type[DTensor]]
+    pending: ClassVar[type[DTensor]]
+    local_slot: ClassVar[Any]
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        """A DTensor around `local_tensor`, unchecked; users call `from_local`."""
+        device = local_tensor.device
+        made = make_wrapper(cls, spec.shape, spec.stride, None, None, local_tensor.dtype, torch.strided, device)
+        result: DTensor = made
+        result._local_tensor = local_tensor
+        result._spec = spec
+        return result.requires_grad_() if requires_grad else result
+
+    # The base's __init__ takes no arguments, and __new__ has done everything.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return dispatch(DTensor, func, args, kwargs or {})
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor is spread over."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """How the tensor lies along each mesh axis."""
+        return self._spec.placements
+
+    @property
+    def shard_order(self) -> ShardOrder:
+        """For every cut tensor dim, the mesh axes that cut it, outermost first."""
+        return self._spec.shard_order
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> DTensor:
+        """`V -> placements`: the DTensor whose local part on this rank is `local_tensor`; differentiable.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+            placements: one per mesh axis; all replicated when left out.
+            run_check: compare shapes and dtypes over the mesh first: uneven parts become ragged shards, replicas take
+                the values of their group's first rank, anything else that differs raises on every rank.
+            shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every rank is taken to
+                hold a part of the same shape.
+            stride: global stride in elements.
+            grad_placements: how the gradient lies when it is handed back to `local_tensor`.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not cut in ascending order.
+
+        Raises:
+            PlacementError: if the placements do not fit, or `shape` asks for another local shape.
+        """
+        mesh = mesh_or_current(device_mesh)
+        spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
+        if torch.is_grad_enabled() and local.requires_grad:
+            check_differentiable(spec)
+            made: DTensor = FromLocal.apply(local, DTensor, spec, grad_placements)
+            return made
+        return wrap(DTensor, local.detach() if local.requires_grad else local, spec)  # type: ignore[no-any-return]  # wrap makes the class it is given
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """`placements -> V`: this rank's part; differentiable.
+
+        Args:
+            grad_placements: how the gradient of the returned tensor lies; as this tensor does when left out, replicated
+                where this tensor is partial. Where ranks use a replicated tensor in different ways, its gradient is
+                `Partial()`.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            local: torch.Tensor = ToLocal.apply(self, grad_placements)
+            return local
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> DTensor:
+        """`any -> placements`: the same values, lying otherwise; differentiable.
+
+        Args:
+            device_mesh: the target mesh; this tensor's own when left out.
+            placements: one per mesh axis of the target.
+            async_op: return before the data have arrived; the first use of the result waits.
+            forward_dtype: convert to this dtype before moving.
+            backward_dtype: convert the gradient to this dtype before moving it back.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not cut in ascending order.
+
+        Raises:
+            PlacementError: if the placements do not fit or name a partial state that the tensor is not in.
+        """
+        target = target_spec(self._spec, device_mesh, placements, shard_order)
+        if torch.is_grad_enabled() and self.requires_grad:
+            moved: DTensor = Redistribute.apply(self, DTensor, target, forward_dtype, backward_dtype, async_op)
+            return moved
+        source = self if forward_dtype in (None, self.dtype) else self.to(forward_dtype)
+        target = target if target.dtype == source.dtype else target.with_(dtype=source.dtype)
+        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """`any -> R -> V`: the whole tensor on every rank; differentiable.
+
+        Args:
+            grad_placements: how the gradient of the returned tensor lies; replicated when left out.
+        """
+        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Record operations on this tensor; a leaf's gradient will lie as the leaf does before any hook sees it."""
+        was = self.requires_grad
+        super().requires_grad_(requires_grad)
+        if requires_grad and not was and self.is_leaf:
+            self.register_hook(_LikeLeaf(self._spec))
+        return self
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its autograd history; assigning replaces the local part and the layout."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: DTensor) -> None:
+        if not isinstance(value, DTensor) or value.shape != self.shape:
+            got = f"{type(value).__name__} of shape {tuple(value.shape)}"
+            raise PlacementError(f"data: expected a DTensor of shape {tuple(self.shape)}, got {got}")
+        self._local_tensor, self._spec = value._local_tensor, value._spec
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists of numbers, the same on every rank."""
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The tensor as a NumPy array.
+
+        Args:
+            force: gather and detach first where needed.
+
+        Raises:
+            PlacementError: if the tensor is not replicated and `force` is not set.
+        """
+        if not self._spec.is_replicated and not force:
+            raise PlacementError(
+                f"numpy() of {self._spec!r}: only a replicated tensor is an array; use numpy(force=True)"
+            )
+        whole = self.detach().full_tensor() if force else self.to_local()
+        return whole.numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        found = self.numpy()
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return (
+            f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._spec.mesh}, placements={self.placements})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; detach first")
+        found = memo.get(id(self))
+        if found is not None:
+            return found  # type: ignore[no-any-return]  # memo holds what this method put there
+        result = DTensor(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=self.requires_grad)
+        memo[id(self)] = result
+        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if self.grad is not None:
+            result.grad = copy.deepcopy(self.grad, memo)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        is_parameter = bool(getattr(self, "_is_param", False))
+        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
+        spec, requires_grad = context
+        if tuple(size) != tuple(spec.shape) or tuple(stride) != spec.stride:
+            spec = spec.with_(shape=tuple(size), stride=tuple(stride))
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        return checkpoint.write_items(fqn, object, self._spec)
+
+    def __create_chunk_list__(self) -> Any:
+        return checkpoint.chunk_list(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return checkpoint.shard(index, self._spec, self._local_tensor)
+
+    def _raise_if_contains_partial_placements(self) -> None:
+        checkpoint.refuse_partial(self._spec)
+
+
+class _CopiedView(DTensor):
+    """A view that had to be redistributed, so it shares no storage with its base: writing to it in place is an error."""
+
+    __slots__ = ()
+
+
+class _Pending(DTensor):
+    """A DTensor whose local tensor is still under way; the first use waits for it and makes this a plain DTensor."""
+
+    __slots__ = ()
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, read once through a wait
+        local: torch.Tensor = DTensor.local_slot.__get__(self).wait()
+        DTensor.local_slot.__set__(self, local)
+        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
+        return local
+
+
+DTensor.copied_view = _CopiedView
+DTensor.pending = _Pending
+DTensor.local_slot = DTensor.__dict__["_local_tensor"]
+
+
+class _LikeLeaf:
+    """A gradient hook: lay the gradient as the leaf lies, reducing what is partial."""
+
+    __slots__ = ("spec",)
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def __call__(self, grad: Any) -> Any:
+        found = grad._spec
+        if found.cuts == self.spec.cuts and not found.partials and found.mesh is self.spec.mesh:
+            return None
+        target = Spec(
+            self.spec.mesh, self.spec.placements, found.shape, found.stride, found.dtype, self.spec.shard_order
+        )
+        return Redistribute.apply(grad, DTensor, gradient_spec(target), None, None, False)
+
+
+def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:
+    result = DTensor(local, spec, requires_grad=requires_grad)
+    if is_parameter:
+        result._is_param = True  # type: ignore[attr-defined]  # the mark that makes isinstance(x, nn.Parameter) true
+    return result

@@ -1,0 +1,304 @@
+"""Covers: tensor.py, autograd.py, distribute.py, factory.py, crossing.py, dispatch.py on real gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from shoal_mesh.testing import on_ranks
+
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    communication,
+    distribute_module,
+    distribute_tensor,
+    full,
+    implicit_replication,
+    local_map,
+    ones,
+    unknown_ops,
+    zeros,
+)
+from shoal_dtensor.errors import (
+    CommunicationForbiddenError,
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    PlacementError,
+)
+from shoal_mesh import DeviceMesh, init_device_mesh
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+PLACEMENTS_1D: list[list[Placement]] = [[R], [S0], [S1], [Shard(0, multiple_of=3)]]
+PLACEMENTS_2D: list[list[Placement]] = [list(pair) for pair in product([R, S0, S1], repeat=2)]
+
+
+def mesh_1d() -> DeviceMesh:
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+
+def mesh_2d() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def sample(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 7), (0, 3), (1, 1)], ids=str)
+@on_ranks(4)
+def test_distribute_and_gather_is_the_identity(shape: tuple[int, int]) -> None:
+    whole = sample(*shape)
+    for mesh, choices in ((mesh_1d(), PLACEMENTS_1D), (mesh_2d(), PLACEMENTS_2D)):
+        for placements in choices:
+            for source in (0, 1, None):
+                given = whole if source is None or mesh.get_coordinate() == (source,) * mesh.ndim else whole + 1
+                x = distribute_tensor(given, mesh, placements, src_data_rank=source)
+                assert x.to_local().shape == x._spec.local_shape
+                assert torch.equal(x.full_tensor(), whole), (placements, source)
+
+
+@on_ranks(4)
+def test_every_redistribution_keeps_the_values_and_the_gradient() -> None:
+    whole = sample(5, 3)
+    mesh = mesh_2d()
+    for source, target in product(PLACEMENTS_2D, PLACEMENTS_2D):
+        x = distribute_tensor(whole, mesh, source).requires_grad_()
+        y = x.redistribute(placements=target)
+        assert y.placements == tuple(target)
+        weights = distribute_tensor(sample(5, 3, seed=2), mesh, target)
+        (y * weights).sum().backward()
+        assert x.grad is not None and x.grad.placements == tuple(source)
+        assert torch.equal(x.grad.full_tensor(), sample(5, 3, seed=2))
+        assert torch.equal(y.full_tensor(), whole)
+
+
+@on_ranks(4)
+def test_shard_order_is_public() -> None:
+    whole, mesh = sample(7, 2), mesh_2d()
+    x = distribute_tensor(whole, mesh, [S0, S0], shard_order=((0, (1, 0)),))
+    assert x.shard_order == ((0, (1, 0)),)
+    assert torch.equal(x.full_tensor(), whole)
+    y = x.redistribute(placements=[S0, S0])
+    assert y.shard_order == ((0, (0, 1)),) and torch.equal(y.full_tensor(), whole)
+    assert (x + x).shard_order == ((0, (1, 0)),)
+
+
+@on_ranks(4)
+def test_partial_values_are_reduced_when_read() -> None:
+    mesh = mesh_1d()
+    rank = mesh.get_rank()
+    for op, expected in (("sum", 10.0), ("avg", 2.5), ("max", 4.0), ("min", 1.0), ("product", 24.0)):
+        x = DTensor.from_local(torch.full((), rank + 1.0), mesh, [Partial(op)])
+        assert x.item() == expected
+        assert float(x) == expected
+        assert x.full_tensor().item() == expected
+    assert ones(3, device_mesh=mesh, placements=[Partial()]).full_tensor().tolist() == [1.0] * 3
+    assert full((2,), 3.0, device_mesh=mesh, placements=[Partial("avg")]).full_tensor().tolist() == [3.0] * 2
+
+
+@on_ranks(4)
+def test_gradients_of_partial_local_values() -> None:
+    mesh = mesh_1d()
+    for op, expected in (("sum", 1.0), ("avg", 0.25)):
+        local = torch.ones(3, requires_grad=True)
+        DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[R]).to_local().sum().backward()
+        assert local.grad is not None and local.grad.tolist() == [expected] * 3
+    with pytest.raises(PlacementError, match="no gradient flows"):
+        DTensor.from_local(torch.ones(3, requires_grad=True), mesh, [Partial("max")])
+
+
+@on_ranks(4)
+def test_a_leafs_gradient_lies_as_the_leaf_before_hooks_see_it() -> None:
+    mesh = mesh_1d()
+    weight = torch.nn.Parameter(distribute_tensor(sample(3, 4), mesh, [R]))
+    seen: list[tuple[Placement, ...]] = []
+    weight.register_hook(lambda grad: seen.append(grad.placements))
+    x = distribute_tensor(sample(8, 3), mesh, [S0])
+    (x @ weight).sum().backward()
+    assert seen == [(R,)]
+    assert weight.grad is not None and weight.grad.placements == (R,)
+    assert torch.allclose(weight.grad.to_local(), sample(8, 3).sum(0)[:, None].expand(3, 4))
+
+
+@on_ranks(4)
+def test_writes_through_views_reach_the_base() -> None:
+    mesh = mesh_1d()
+    for shape in ((8, 4), (5, 4)):
+        for placement in (R, S0, S1):
+            whole = sample(*shape)
+            w = distribute_tensor(whole, mesh, [placement])
+            w[:2].zero_()
+            whole[:2].zero_()
+            w[0].fill_(5)
+            whole[0].fill_(5)
+            w[1:3, ::2] = 7.0
+            whole[1:3, ::2] = 7.0
+            w.t()[0].mul_(2)
+            whole.t()[0].mul_(2)
+            assert torch.equal(w.full_tensor(), whole), (shape, placement)
+
+
+@on_ranks(4)
+def test_a_write_that_cannot_reach_the_base_raises() -> None:
+    w = distribute_tensor(sample(6, 4), mesh_1d(), [S1])
+    try:
+        view = w.view(24)
+        view.mul_(2)
+    except InPlaceError:
+        return
+    whole = sample(6, 4)
+    assert torch.equal(w.full_tensor(), whole * 2)
+
+
+@on_ranks(4)
+def test_in_place_on_a_layout_that_would_change_raises() -> None:
+    mesh = mesh_1d()
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(InPlaceError, match="no sharding of it leaves that layout"):
+        partial.relu_()
+
+
+@on_ranks(4)
+def test_uneven_local_parts_become_ragged_shards_or_raise() -> None:
+    mesh = mesh_1d()
+    rank = mesh.get_rank()
+    local = torch.full((rank, 2), float(rank))
+    x = DTensor.from_local(local, mesh, [S0], run_check=True)
+    assert x.shape == (6, 2) and x.placements == (Shard(0, sizes=(0, 1, 2, 3)),)
+    assert x.full_tensor()[:, 0].tolist() == [1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    with pytest.raises(PlacementError, match="different sizes along mesh axes that do not cut it"):
+        DTensor.from_local(local, mesh, [R], run_check=True)
+    same = DTensor.from_local(torch.full((2,), float(rank)), mesh, [R], run_check=True)
+    assert same.to_local().tolist() == [0.0, 0.0]
+
+
+@on_ranks(4)
+def test_copies_keep_the_layout() -> None:
+    mesh = mesh_1d()
+    p = torch.nn.Parameter(distribute_tensor(sample(5, 3), mesh, [S0]))
+    for made in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert isinstance(made, torch.nn.Parameter) and made.requires_grad
+        assert made._spec is p._spec and torch.equal(made.to_local(), p.to_local())
+    buffer = io.BytesIO()
+    torch.save({"p": p}, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=False)["p"]._spec is p._spec
+
+
+@on_ranks(4)
+def test_plain_tensors_do_not_mix_silently() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(sample(8), mesh, [S0])
+    with pytest.raises(MixedTensorError, match=r"plain tensor of shape \(8,\)"):
+        x + torch.ones(8, dtype=torch.float64)
+    assert torch.equal((x + torch.tensor(1.0)).full_tensor(), sample(8) + 1)
+    with implicit_replication():
+        with implicit_replication():
+            pass
+        assert torch.equal((x * sample(8)).full_tensor(), sample(8) * sample(8))
+    with pytest.raises(MixedTensorError):
+        x + torch.ones(8, dtype=torch.float64)
+
+
+@on_ranks(4)
+def test_implicit_communication_can_be_forbidden() -> None:
+    mesh = mesh_1d()
+    x, y = distribute_tensor(sample(8, 4), mesh, [S0]), distribute_tensor(sample(8, 4), mesh, [S1])
+    with communication("forbid"):
+        assert (x + x).placements == (S0,)
+        with pytest.raises(CommunicationForbiddenError, match="needs implicit communication"):
+            x + y
+        with communication("allow"):
+            assert torch.equal((x + y).full_tensor(), sample(8, 4) * 2)
+        x.redistribute(placements=[R])
+    with communication("warn"), pytest.warns(UserWarning, match="needs implicit communication"):
+        x + y
+
+
+@on_ranks(4)
+def test_unknown_operators_follow_the_policy() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(sample(6).abs() + 1, mesh, [S0])
+    op = torch.ops.aten._test_functorch_fallback.default
+    with unknown_ops("error"), pytest.raises(NoRuleError, match="no sharding rule"):
+        op(x, x)
+    with unknown_ops("local"):
+        assert op(x, x).placements == (S0,)
+    with pytest.warns(UserWarning, match="replicated"):
+        assert op(x, x).placements == (R,)
+
+
+@on_ranks(4)
+def test_async_waits_at_first_use() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(sample(8, 4), mesh, [S0])
+    y = x.redistribute(placements=[R], async_op=True)
+    assert isinstance(y, DTensor) and type(y) is not DTensor
+    assert torch.equal((y + y).to_local(), sample(8, 4) * 2)
+    assert type(y) is DTensor
+
+
+@on_ranks(4)
+def test_data_dependent_shapes() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0]), mesh, [S0])
+    assert x.nonzero().full_tensor().tolist() == [[1], [3], [4]]
+    assert x[x > 0].full_tensor().tolist() == [1.0, 2.0, 3.0]
+
+
+@on_ranks(4)
+def test_local_map_is_right_for_uneven_shards() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(sample(5, 2), mesh, [S0])
+    doubled = local_map(lambda t: torch.cat([t, t], 1), out_placements=[S0], in_placements=([S0],))(x)
+    assert doubled.shape == (5, 4)
+    assert torch.equal(doubled.full_tensor(), torch.cat([sample(5, 2)] * 2, 1))
+    with pytest.raises(PlacementError, match="asked of it"):
+        local_map(lambda t: t, out_placements=[S1], in_placements=([S1],))(x)
+
+
+@on_ranks(4)
+def test_distribute_module_keeps_shared_parameters_shared() -> None:
+    mesh = mesh_1d()
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    distribute_module(module, mesh)
+    assert module[0].weight is module[1].weight and isinstance(module[0].weight, DTensor)
+    with pytest.raises(PlacementError, match="distributed before"):
+        distribute_module(module, mesh)
+
+
+@on_ranks(4)
+def test_reading_values() -> None:
+    mesh = mesh_1d()
+    x = distribute_tensor(torch.arange(6.0), mesh, [S0])
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert [float(v) for v in x] == x.tolist()
+    with pytest.raises(PlacementError, match="only a replicated tensor"):
+        x.numpy()
+    assert x.numpy(force=True).sum() == 15 and zeros(2, device_mesh=mesh).numpy().sum() == 0
+    assert "placements=(Shard(dim=0),)" in repr(x)
+
+
+@on_ranks(4)
+def test_collectives_are_those_that_the_layout_needs() -> None:
+    mesh = mesh_1d()
+    from shoal_mesh import CommDebugMode
+
+    x, w = distribute_tensor(sample(8, 4), mesh, [S1]), distribute_tensor(sample(4, 8), mesh, [S0])
+    with CommDebugMode() as comm:
+        y = x @ w
+    assert comm.get_total_counts() == 0 and y.placements == (Partial(),)
+    with CommDebugMode() as comm:
+        y.redistribute(placements=[S0])
+    assert comm.get_comm_counts()[torch.ops._c10d_functional.reduce_scatter_tensor] == 1
+    assert comm.get_total_counts() == 1

@@ -1,0 +1,141 @@
+"""Covers: rules/notation.py and rules/table.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal_dtensor.policy import current
+from shoal_dtensor.rules import (
+    OpCall,
+    P,
+    R,
+    Row,
+    S,
+    factor_rows,
+    linear_rows,
+    merge,
+    overlay,
+    parse,
+    pointwise,
+    product,
+)
+from shoal_dtensor.rules.notation import NotationError
+from shoal_dtensor.rules.table import DuplicateRuleError
+from shoal_dtensor.spec import TensorMeta, contiguous_stride
+
+aten = torch.ops.aten
+
+
+def meta(*shape: int) -> TensorMeta:
+    return TensorMeta(shape, contiguous_stride(shape), torch.float32)
+
+
+def call(inputs: list[TensorMeta], outputs: list[TensorMeta]) -> OpCall:
+    return OpCall(aten.mm.default, tuple(inputs), {}, tuple(inputs), tuple(outputs))
+
+
+def test_a_shared_factor_shards_all_and_a_summed_one_leaves_partial_sums() -> None:
+    rows = product("m k, k n -> m n").rows(call([meta(4, 6), meta(6, 2)], [meta(4, 2)]))
+    assert list(rows) == [
+        Row((S(0), R), (S(0),)),
+        Row((S(1), S(0)), (P("sum"),)),
+        Row((R, S(1)), (S(1),)),
+    ]
+
+
+def test_whole_factors_have_no_row() -> None:
+    rows = product("... m n -> ... m n", whole="m n").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
+    assert list(rows) == [Row((S(0),), (S(0),))]
+    rows = product("... m -> ... m", whole="...").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
+    assert list(rows) == [Row((S(2),), (S(2),))]
+
+
+def test_broadcast_operands_stay_replicated() -> None:
+    rows = factor_rows(
+        parse("..., ... -> ..."),
+        [
+            meta(3, 1),
+            meta(
+                4,
+            ),
+        ],
+        [meta(3, 4)],
+    )
+    assert rows == [Row((S(0), R), (S(0),)), Row((R, S(0)), (S(1),))]
+
+
+def test_grouped_dims_cut_at_the_inner_size() -> None:
+    rows = factor_rows(parse("b (h d), d -> b h d"), [meta(2, 12), meta(3)], [meta(2, 4, 3)])
+    assert rows == [Row((S(0), R), (S(0),)), Row((S(1, 3), R), (S(1),))]
+
+
+def test_linear_operands_pass_partial_sums() -> None:
+    assert linear_rows((1,), 2, 1) == [Row((R, P("sum")), (P("sum"),)), Row((R, P("avg")), (P("avg"),))]
+
+
+def test_pointwise_flags() -> None:
+    two = call([meta(4), meta(4)], [meta(4)])
+    joint = pointwise(jointly=True).rows(two)
+    assert Row((P("sum"), P("sum")), (P("sum"),)) in joint and Row((P("sum"), R), (P("sum"),)) not in joint
+    assert Row((P("sum"), R), (P("sum"),)) in pointwise(linear=(0, 1)).rows(two)
+    assert Row((P("max"),), (P("max"),)) in pointwise(monotone=True).rows(call([meta(4)], [meta(4)]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("m k", "one arrow"),
+        ("m -> m -> m", "one arrow"),
+        ("(m k -> m", "brackets do not match"),
+        ("m) -> m", "brackets do not match"),
+        ("m m -> m", "repeated"),
+        ("m+ -> m", "no factor name"),
+    ],
+)
+def test_unreadable_patterns_are_named(text: str, message: str) -> None:
+    with pytest.raises(NotationError, match=message):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    [
+        ("m k -> m", [(2,)], "an operand of 2 dims got a tensor of 1"),
+        ("m, m -> m", [(2,), (3,)], "factor 'm' has sizes 2 and 3"),
+        ("(a b) -> a", [(6,)], None),
+        ("(a b) -> ", [(6,)], "do not follow"),
+    ],
+)
+def test_misfits_are_named(text: str, shapes: list[tuple[int, ...]], message: str | None) -> None:
+    inputs = [meta(*shape) for shape in shapes]
+    outputs = [meta(2)] if text.split("->")[1].strip() else [meta()]
+    if message is None:
+        assert factor_rows(parse(text), inputs, outputs) == [Row((S(0, 3),), (S(0),))]
+        return
+    with pytest.raises(NotationError, match=message):
+        factor_rows(parse(text), inputs, outputs)
+
+
+def test_two_rules_for_one_operator_are_an_error() -> None:
+    rule = pointwise()
+    assert merge(a={aten.neg.default: rule}, b={aten.abs.default: rule}).keys() == {aten.neg.default, aten.abs.default}
+    with pytest.raises(DuplicateRuleError, match="'a' and 'b'"):
+        merge(a={aten.neg.default: rule}, b={aten.neg.default: rule})
+
+
+def test_overlays_nest_and_end() -> None:
+    outer, inner = {aten.neg.default: pointwise()}, {aten.abs.default: pointwise()}
+    with overlay(outer):
+        with overlay(inner):
+            assert current().overlays == (inner, outer)
+        assert current().overlays == (outer,)
+    assert current().overlays == ()
+
+
+def test_arguments_are_found_by_name_with_their_defaults() -> None:
+    x = meta(2, 3, 4)
+    found = OpCall(aten.sum.dim_IntList, (x, [-1, 0]), {}, (x,), (meta(3),))
+    assert found.dims() == (0, 2) and found["keepdim"] is False and found.get("missing", 7) == 7
+    assert OpCall(aten.add_.Tensor, (x, x), {}, (x, x), (x,)).written == (0,)
+    assert OpCall(aten.add.out, (x, x), {"out": x}, (x, x), (x,)).written == ()
