@@ -17,6 +17,7 @@ from .collectives import (
     reduce_scatter_v,
     scatter,
 )
+from .comm_debug import CommDebugMode
 from .create import abstract_mesh, init_device_mesh
 from .device_mesh import DeviceMesh, current_mesh
 from .errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "BackendError",
     "CollectiveError",
     "Comm",
+    "CommDebugMode",
     "DeviceMesh",
     "Event",
     "Layout",

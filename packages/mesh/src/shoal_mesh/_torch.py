@@ -24,6 +24,8 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "AllToAllOptions",
@@ -37,22 +39,29 @@ __all__ = [
     "ReduceScatterOptions",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
     "Work",
     "backend_config",
     "backend_options",
+    "c10d_ops",
     "default_group",
+    "fake_store",
     "full_backend_config",
     "functional",
     "group_by_name",
     "group_name",
+    "group_of_op",
     "group_ranks",
+    "in_backward",
     "is_compiling",
     "is_live",
     "known_groups",
     "new_group",
+    "tree_leaves",
 ]
 
 functional = torch.ops._c10d_functional
+c10d_ops = torch.ops.c10d
 
 
 def is_compiling() -> bool:
@@ -161,6 +170,19 @@ def new_group(
         )
     _c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return cast(ProcessGroup, group)
+
+
+def in_backward() -> bool:
+    """Whether this thread is running the backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def group_of_op(args: tuple[Any, ...]) -> ProcessGroup | None:
+    """The process group among the arguments of a c10d op, None when there is none."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return ProcessGroup.unbox(arg)
+    return None
 
 
 def fake_store() -> Store:

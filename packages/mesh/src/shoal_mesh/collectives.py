@@ -20,7 +20,7 @@ from .carriers import Reduction, reduction, unwire, wire
 from .device_mesh import DeviceMesh
 from .errors import CollectiveError
 from .groups import Comm
-from .observe import Event, depth, observed, observers
+from .observe import Event, inside_told, observed, observers
 
 __all__ = [
     "Along",
@@ -130,7 +130,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
         CollectiveError: unknown op, or one without a meaning for the dtype.
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op)
         return observed(event, lambda: all_reduce(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     _check(tensor)
@@ -161,7 +161,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
     A contiguous tensor is reduced where it lies; another one through a copy.
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         return observed(Event("all_reduce", comm, (tensor,), op), lambda: all_reduce_(tensor, comm, op))
     _check(tensor)
     how = reduction(tensor.dtype, op)
@@ -183,7 +183,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
     A tensor without dims counts as one of shape (1,).
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         event = Event("all_gather_into_tensor", comm, (tensor,))
         return observed(event, lambda: all_gather(tensor, comm, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     _check(tensor)
@@ -216,7 +216,7 @@ def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0
         )
     if len(set(sizes)) == 1:
         return all_gather(tensor, comm, dim)
-    if observers and not depth[0]:
+    if observers and not inside_told():
         event = Event("all_gather_into_tensor", comm, (tensor,))
         return observed(event, lambda: all_gather_v(tensor, comm, sizes, dim))
     _check(tensor)
@@ -274,7 +274,7 @@ def reduce_scatter(
         async_op: return a `Pending` at once.
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         event = Event("reduce_scatter_tensor", comm, (tensor,), op)
         return observed(event, lambda: reduce_scatter(tensor, comm, dim, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     _check(tensor)
@@ -309,7 +309,7 @@ def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int
         raise CollectiveError(f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}")
     if len(set(sizes)) == 1:
         return reduce_scatter(tensor, comm, dim, op)
-    if observers and not depth[0]:
+    if observers and not inside_told():
         event = Event("reduce_scatter_tensor", comm, (tensor,), op)
         return observed(event, lambda: reduce_scatter_v(tensor, comm, sizes, dim, op))
     _check(tensor)
@@ -336,7 +336,7 @@ def all_to_all(
 ) -> Tensor | Pending:
     """Block j along `split_dim` goes to rank j; what comes is joined along `concat_dim`. Equal shapes on every rank."""
     comm = comm if type(comm) is Comm else resolve(comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (tensor,))
         return observed(event, lambda: all_to_all(tensor, comm, split_dim, concat_dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     _check(tensor)
@@ -364,7 +364,7 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
     _check_sizes(recv_sizes, comm)
     if flat.ndim != 1 or flat.shape[0] != sum(send_sizes):
         raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (flat,))
         return observed(event, lambda: all_to_all_v(flat, comm, send_sizes, recv_sizes))
     _check(flat)
@@ -384,7 +384,7 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     """A copy of the tensor of the rank with index `src`; equal shape and dtype on every rank."""
     comm = comm if type(comm) is Comm else resolve(comm)
     _check_index(src, comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         return observed(Event("broadcast", comm, (tensor,)), lambda: broadcast(tensor, comm, src))
     _check(tensor)
     own = tensor.clone(memory_format=torch.contiguous_format)
@@ -408,7 +408,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         got = "None" if tensors is None else str(len(tensors))
         raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {got}")
     mine = tuple(tensors or ()) if comm.rank == src else ()
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         return observed(Event("scatter", comm, mine), lambda: scatter(tensors, comm, src, out=out))
     _check(out)
     if comm.size == 1:
@@ -423,7 +423,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     """Every rank's tensor in index order on the rank with index `dst`, None elsewhere; equal shapes on every rank."""
     comm = comm if type(comm) is Comm else resolve(comm)
     _check_index(dst, comm)
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         return observed(Event("gather", comm, (tensor,)), lambda: gather(tensor, comm, dst))
     _check(tensor)
     if comm.size == 1:
@@ -445,7 +445,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
     comm = comm if type(comm) is Comm else resolve(comm)
     if sorted(targets) != list(range(comm.size)):
         raise CollectiveError(f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}")
-    if observers and not depth[0] and comm.size > 1:
+    if observers and not inside_told() and comm.size > 1:
         return observed(Event("all_to_all_single", comm, (tensor,)), lambda: permute(tensor, comm, targets))
     _check(tensor)
     send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]

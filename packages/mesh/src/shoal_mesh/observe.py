@@ -1,11 +1,12 @@
 """Who is told about collectives: a list that is empty unless someone looks.
 
 CommDebugMode, `lockstep` and profiler annotations are observers. A collective tells them once, however many kernels it
-takes; kernels that run inside of it are not told again (`depth`).
+takes; kernels that run inside of it are not told again (`inside_told`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Event", "Observer", "depth", "observe", "observed", "observers", "unobserve"]
+__all__ = ["Event", "Observer", "inside_told", "observe", "observed", "observers", "unobserve"]
 
 R = TypeVar("R")
 
@@ -52,9 +53,20 @@ class Observer(Protocol):
     def after(self, event: Event) -> None: ...
 
 
-# Declared mutable state: who looks, and how deep inside of a told collective we are.
+class _Inside(threading.local):
+    """Whether this thread is inside of a collective that observers have been told of."""
+
+    told = False
+
+
+# Declared mutable state: who looks, and whether a told collective is under way.
 observers: list[Observer] = []
-depth: list[int] = [0]
+_inside = _Inside()
+
+
+def inside_told() -> bool:
+    """Whether kernels that run now belong to a collective that observers know of already."""
+    return _inside.told
 
 
 def observe(observer: Observer) -> None:
@@ -69,15 +81,13 @@ def unobserve(observer: Observer) -> None:
 
 def observed(event: Event, run: Callable[[], R]) -> R:
     """What `run` returns, with every observer told before and after, and nothing told in between."""
-    if depth[0]:
-        return run()
     for observer in observers:
         observer.before(event)
-    depth[0] += 1
+    _inside.told = True
     try:
         return run()
     finally:
-        depth[0] -= 1
+        _inside.told = False
         event.seconds = time.perf_counter() - event.started
         for observer in observers:
             observer.after(event)

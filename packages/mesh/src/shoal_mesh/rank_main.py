@@ -33,7 +33,7 @@ def die_with_parent() -> None:
 
 
 def nursery(preload: list[str]) -> None:
-    """Import what ranks need, then fork a rank for every line of JSON on stdin; end, and end the ranks, when stdin closes."""
+    """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch.distributed  # noqa: F401  # what the ranks are to share

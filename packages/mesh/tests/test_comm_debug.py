@@ -1,0 +1,172 @@
+"""Covers: comm_debug.py, comm_report.py, observe.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+
+from shoal_mesh import (
+    CommDebugMode,
+    DeviceMesh,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    init_device_mesh,
+    reduce_scatter,
+    reduce_scatter_v,
+    scatter,
+)
+from shoal_mesh.testing import fake_world
+
+OPS = torch.ops._c10d_functional
+
+
+@pytest.fixture
+def mesh() -> Any:
+    with fake_world(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def test_each_collective_counts_once_whatever_runs_it(mesh: DeviceMesh) -> None:
+    x = torch.ones(4, 4)
+    with CommDebugMode() as comm:
+        all_reduce(x, (mesh, "tp"), "avg")
+        all_gather(x, (mesh, "tp"), 1)
+        all_gather_v(torch.ones(3), (mesh, "tp"), [3, 2])
+        reduce_scatter(x.to(torch.int16), (mesh, "tp"))
+        reduce_scatter_v(torch.ones(5), (mesh, "tp"), [5, 0])
+        all_to_all(x, (mesh, "tp"), 0, 1)
+        broadcast(x, (mesh, ("dp", "tp")))
+        scatter([x] * 2, (mesh, "dp"), out=torch.empty(4, 4))
+        all_reduce(x, (init_device_mesh("cpu", (1,)), 0))  # one rank: nothing is sent
+    assert comm.get_comm_counts() == {
+        OPS.all_reduce: 1,
+        OPS.all_gather_into_tensor: 2,
+        OPS.reduce_scatter_tensor: 2,
+        OPS.all_to_all_single: 1,
+        OPS.broadcast: 1,
+        torch.ops.c10d.scatter_: 1,
+    }
+    assert comm.get_total_counts() == 8
+    assert comm.get_bytes()["dp",] == 128
+    assert comm.get_bytes()["dp", "tp"] == 64
+    assert [r.op for r in comm.trace][:2] == ["all_reduce", "all_gather_into_tensor"]
+    assert comm.trace[0].seconds > 0
+
+
+def test_collectives_of_others_count_too(mesh: DeviceMesh) -> None:
+    x = torch.ones(4)
+    with CommDebugMode() as comm:
+        dist.all_reduce(x)
+        dist.all_gather([torch.empty(4) for _ in range(4)], x)
+        dist.reduce_scatter(torch.empty(1), list(x.split(1)))
+        dist.broadcast(x, 0)
+        dist.barrier()
+        funcol.all_reduce(x, "sum", mesh.get_group("tp")).add(1)
+    assert comm.get_comm_counts() == {
+        OPS.all_reduce: 2,
+        OPS.all_gather_into_tensor: 1,
+        OPS.reduce_scatter_tensor: 1,
+        OPS.broadcast: 1,
+    }
+    assert comm.trace[0].size == 4
+    assert comm.trace[0].nbytes == 16
+    assert comm.trace[-1].axes == (mesh.comm("tp").name,)
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, along: Any) -> Tensor:
+        ctx.along = along
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch types it as *args
+        return all_reduce(g, ctx.along), None
+
+
+class _Block(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.along = (mesh, "tp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lin(_Reduced.apply(x, self.along))
+        return y + all_reduce(y.detach(), self.along)
+
+
+def test_modules_phases_and_reports(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = nn.Sequential(_Block(mesh), _Block(mesh))
+    with CommDebugMode() as comm:
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert comm.get_comm_counts() == {OPS.all_reduce: 4}
+    assert [r.backward for r in comm.trace] == [False, False, True, True]
+    assert {r.module for r in comm.trace if not r.backward} == {"Sequential.0", "Sequential.1"}
+    assert set(comm.get_parameter_info()["Sequential.0.lin"]) == {"weight", "bias"}
+    assert comm.get_sharding_info() == {}
+    texts = [comm.generate_comm_debug_tracing_table(noise_level=level) for level in range(4)]
+    assert sorted(texts, key=len) == texts
+    assert "total: 4 all_reduce" in texts[0]
+    assert "aten.addmm" in texts[3]
+    comm.log_comm_debug_tracing_table_to_file(str(tmp_path / "t.txt"), 2)
+    assert (tmp_path / "t.txt").read_text() == texts[2]
+    comm.generate_json_dump(str(tmp_path / "t.json"))
+    data = json.loads((tmp_path / "t.json").read_text())
+    assert data["modules"]["Sequential.1"]["forward"]["collectives"] == {"all_reduce": 1}
+    comm.generate_chrome_trace(str(tmp_path / "c.json"))
+    assert len(json.loads((tmp_path / "c.json").read_text())["traceEvents"]) == 4
+
+
+class _Wrapped(Tensor):
+    """A tensor subclass whose ops communicate, like the DTensor above this layer."""
+
+    placements = ("all of it",)
+    seen = 0
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Wrapped:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # private
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen += 1
+        plain = [a.inner if isinstance(a, cls) else a for a in args]
+        dist.all_reduce(plain[0])
+        out = func(*plain)
+        return cls(out) if isinstance(out, Tensor) else out
+
+
+def test_subclasses_pass_and_what_they_call_is_seen(mesh: DeviceMesh) -> None:
+    with CommDebugMode() as comm:
+        out = _Wrapped(torch.ones(2)) + 1
+    assert isinstance(out, _Wrapped)
+    assert comm.get_comm_counts() == {OPS.all_reduce: 1}
+
+
+def test_leaving_leaves_nothing_behind(mesh: DeviceMesh) -> None:
+    from shoal_mesh.observe import observers
+
+    with CommDebugMode() as outer:
+        with CommDebugMode() as inner:
+            all_reduce(torch.ones(2), (mesh, "tp"))
+        dist.all_reduce(torch.ones(2))
+    assert (outer.get_total_counts(), inner.get_total_counts()) == (2, 1)
+    with pytest.raises(RuntimeError, match="inside"), CommDebugMode():
+        raise RuntimeError("inside")
+    assert observers == []
+    with outer:
+        pass
+    assert outer.comm_counts == {}
