@@ -7,12 +7,14 @@ from .cat import CAT
 from .create import CREATE
 from .dynamic import DYNAMIC
 from .elementwise import ELEMENTWISE
+from .embed import EMBED
 from .embedding import EMBEDDING
 from .extreme import EXTREME
 from .gather import GATHER
 from .index import INDEX
 from .linalg import LINALG
 from .loss import LOSS
+from .mask import MASK
 from .norm import NORM
 from .optim import OPTIM
 from .reduce import REDUCE
@@ -36,12 +38,14 @@ TABLE: Table = merge(
     cat=CAT,
     create=CREATE,
     dynamic=DYNAMIC,
+    embed=EMBED,
     embedding=EMBEDDING,
     extreme=EXTREME,
     gather=GATHER,
     index=INDEX,
     linalg=LINALG,
     loss=LOSS,
+    mask=MASK,
     norm=NORM,
     optim=OPTIM,
     elementwise=ELEMENTWISE,

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..spec import Spec, TensorMeta
 from .bounds import checked, inside
+from .found import few, ordered, with_offset
+from .local import cutting
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 from .view import any_partial
@@ -78,9 +80,9 @@ def _gather_op(source: TensorMeta) -> str:
 def index_rows(call: OpCall) -> list[Row]:
     source, *indices = call.tensors
     count = len(indices)
-    if any(map(_is_mask, indices)):
-        return []
     where = layout(source, call["indices"])
+    if any(map(_is_mask, indices)):
+        return _masked_rows(call, where) if count == 1 else []
     rows = [Row((S(d), *[R] * count), (S(o),)) for d, o in where.kept]
     rows += [
         Row((R, *(_aligned(index, j, where.ndim) for index in indices)), (S(where.first + j),))
@@ -92,12 +94,35 @@ def index_rows(call: OpCall) -> list[Row]:
     return rows + [Row((row.inputs[0], *[R] * count), row.outputs) for row in any_partial(1, 1)]
 
 
+def _masked_rows(call: OpCall, where: Layout) -> list[Row]:
+    """`x[mask]` is as long as the data say: each rank finds its elements, everyone gathers all."""
+    if where.first:
+        return []
+    return [Row((S(d), S(d)), (R,), traffic=few(call)) for d in where.indexed[0]]
+
+
+def _read_masked(decided: LocalCall) -> LocalFunction | None:
+    mask = decided.inputs[1]
+    axes = cutting(mask)
+    if not axes:
+        return None
+
+    def run(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        index = indices[0]
+        assert index is not None, "the mask is the first index"
+        return ordered(mask, axes, with_offset(mask, index.nonzero()), x[index])[1]
+
+    return run
+
+
 def index_local(decided: LocalCall) -> LocalFunction | None:
     """Indices outside the piece read its first element instead, which is then zeroed."""
     call, spec = decided.call, decided.inputs[0]
     where = layout(call.tensors[0], call["indices"])
-    cut = {n: dims[0] for n, dims in enumerate(where.indexed) if len(dims) == 1 and spec.cuts[dims[0]].axes}
-    if not cut or any(map(_is_mask, call.tensors[1:])):
+    if any(map(_is_mask, call.tensors[1:])):
+        return _read_masked(decided) if len(decided.inputs) == 2 else None
+    cut = {n: dims[0] for n, dims in enumerate(where.indexed) if spec.cuts[dims[0]].axes}
+    if not cut:
         return None
     op, shape, first, ndim = call.op, decided.outputs[0].local_shape, where.first, where.ndim
     tail = len(shape) - first - ndim

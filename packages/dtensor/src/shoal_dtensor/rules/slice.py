@@ -17,17 +17,11 @@ from shoal_mesh import broadcast
 from .notation import linear_rows
 from .rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table
 from .view import any_partial, kept_dims
-from .window import Around, Embed, Owner, Window, owner_of
+from .window import Around, Embed, Owner, Window, local_bounds, owner_of, window_of
 
 __all__ = ["SLICE"]
 
 aten = torch.ops.aten
-
-
-def _window(call: OpCall, length: int) -> Window:
-    """The range that `start`, `end` and `step` select of `length` elements, as Python's slices do."""
-    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(length)
-    return Window(start, max(start, stop), step)
 
 
 def _others(ndim: int, dim: int, outputs: int = 1) -> list[Row]:
@@ -39,7 +33,7 @@ def _others(ndim: int, dim: int, outputs: int = 1) -> list[Row]:
 
 def slice_rows(call: OpCall) -> list[Row]:
     (source,), dim = call.tensors, call.dim()
-    rows = [Row((S(dim),), (S(dim, cut=_window(call, source.shape[dim])),))]
+    rows = [Row((S(dim),), (S(dim, cut=window_of(call, source.shape[dim])),))]
     return rows + _others(source.ndim, dim) + any_partial(1, 1)
 
 
@@ -47,17 +41,9 @@ def slice_local(call: LocalCall) -> LocalFunction | None:
     dim, spec = call.call.dim(), call.inputs[0]
     if not spec.cuts[dim].axes:
         return None
-    window = _window(call.call, spec.shape[dim])
-    bounds = _local_bounds(window, spec.local_offset[dim], call.outputs[0].local_shape[dim])
+    window = window_of(call.call, spec.shape[dim])
+    bounds = local_bounds(window, spec.local_offset[dim], call.outputs[0].local_shape[dim])
     return lambda x, *args, **kwargs: aten.slice.Tensor(x, dim, *bounds)
-
-
-def _local_bounds(window: Window, offset: int, length: int) -> tuple[int, int, int]:
-    """`window` as seen by the piece that starts at `offset` and keeps `length` elements: start, stop, step."""
-    if not length:
-        return 0, 0, 1
-    start = window.start + window.before(offset) * window.step - offset
-    return start, start + (length - 1) * window.step + 1, window.step
 
 
 def _split_windows(call: OpCall) -> list[Window]:
@@ -145,15 +131,15 @@ def _grad_dim(call: OpCall) -> int:
 
 def slice_backward_rows(call: OpCall) -> list[Row]:
     dim, length = _grad_dim(call), call["input_sizes"][_grad_dim(call)]
-    window = _window(call, length)
+    window = window_of(call, length)
     rows = [Row((S(dim),), (S(dim, cut=Embed(length, window.start, window.step)),))]
     return rows + _others(call.outputs[0].ndim, dim) + linear_rows((0,), 1, 1)
 
 
 def slice_backward_local(call: LocalCall) -> LocalFunction:
     dim, grad, target = _grad_dim(call.call), call.inputs[0], call.outputs[0]
-    window, shape = _window(call.call, target.shape[dim]), target.local_shape
-    start, stop, step = _local_bounds(window, target.local_offset[dim], grad.local_shape[dim])
+    window, shape = window_of(call.call, target.shape[dim]), target.local_shape
+    start, stop, step = local_bounds(window, target.local_offset[dim], grad.local_shape[dim])
 
     def run(g: Tensor, *args: Any) -> Tensor:
         full = g.new_zeros(shape)

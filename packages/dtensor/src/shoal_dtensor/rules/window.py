@@ -13,8 +13,9 @@ from itertools import pairwise
 from math import prod
 
 from ..chunks import Cut, chunk_sizes
+from .rule import OpCall
 
-__all__ = ["Around", "Embed", "Extend", "Owner", "Window", "default_cut", "owner_of"]
+__all__ = ["Around", "Embed", "Extend", "Owner", "Window", "default_cut", "local_bounds", "owner_of", "window_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,20 @@ class Extend:
         sizes[0] += max(0, self.before)
         sizes[-1] += max(0, self.after)
         return Cut(cut.axes, cut.axis_sizes, tuple(sizes))
+
+
+def window_of(call: OpCall, length: int) -> Window:
+    """The range that `start`, `end` and `step` select of `length` elements, as Python's slices do."""
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(length)
+    return Window(start, max(start, stop), step)
+
+
+def local_bounds(window: Window, offset: int, length: int) -> tuple[int, int, int]:
+    """`window` as seen by the piece that starts at `offset` and keeps `length` elements: start, stop, step."""
+    if not length:
+        return 0, 0, 1
+    start = window.start + window.before(offset) * window.step - offset
+    return start, start + (length - 1) * window.step + 1, window.step
 
 
 def owner_of(cut: Cut, index: int) -> int:
