@@ -6,10 +6,10 @@ import copy
 import io
 import pickle
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-from shoal_mesh.testing import on_ranks
 
 from shoal_dtensor import (
     DTensor,
@@ -34,7 +34,8 @@ from shoal_dtensor.errors import (
     NoRuleError,
     PlacementError,
 )
-from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 PLACEMENTS_1D: list[list[Placement]] = [[R], [S0], [S1], [Shard(0, multiple_of=3)]]
@@ -49,6 +50,11 @@ def mesh_2d() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placements: list[Placement], **more: Any) -> Any:
+    """`distribute_tensor`, of type Any: what operators return is typed as a plain tensor."""
+    return distribute_tensor(tensor, mesh, placements, **more)
+
+
 def sample(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -61,7 +67,7 @@ def test_distribute_and_gather_is_the_identity(shape: tuple[int, int]) -> None:
         for placements in choices:
             for source in (0, 1, None):
                 given = whole if source is None or mesh.get_coordinate() == (source,) * mesh.ndim else whole + 1
-                x = distribute_tensor(given, mesh, placements, src_data_rank=source)
+                x = spread(given, mesh, placements, src_data_rank=source)
                 assert x.to_local().shape == x._spec.local_shape
                 assert torch.equal(x.full_tensor(), whole), (placements, source)
 
@@ -71,10 +77,10 @@ def test_every_redistribution_keeps_the_values_and_the_gradient() -> None:
     whole = sample(5, 3)
     mesh = mesh_2d()
     for source, target in product(PLACEMENTS_2D, PLACEMENTS_2D):
-        x = distribute_tensor(whole, mesh, source).requires_grad_()
+        x = spread(whole, mesh, source).requires_grad_()
         y = x.redistribute(placements=target)
         assert y.placements == tuple(target)
-        weights = distribute_tensor(sample(5, 3, seed=2), mesh, target)
+        weights = spread(sample(5, 3, seed=2), mesh, target)
         (y * weights).sum().backward()
         assert x.grad is not None and x.grad.placements == tuple(source)
         assert torch.equal(x.grad.full_tensor(), sample(5, 3, seed=2))
@@ -84,7 +90,7 @@ def test_every_redistribution_keeps_the_values_and_the_gradient() -> None:
 @on_ranks(4)
 def test_shard_order_is_public() -> None:
     whole, mesh = sample(7, 2), mesh_2d()
-    x = distribute_tensor(whole, mesh, [S0, S0], shard_order=((0, (1, 0)),))
+    x = spread(whole, mesh, [S0, S0], shard_order=((0, (1, 0)),))
     assert x.shard_order == ((0, (1, 0)),)
     assert torch.equal(x.full_tensor(), whole)
     y = x.redistribute(placements=[S0, S0])
@@ -110,7 +116,8 @@ def test_gradients_of_partial_local_values() -> None:
     mesh = mesh_1d()
     for op, expected in (("sum", 1.0), ("avg", 0.25)):
         local = torch.ones(3, requires_grad=True)
-        DTensor.from_local(local, mesh, [Partial(op)]).redistribute(placements=[R]).to_local().sum().backward()
+        whole: Any = DTensor.from_local(local, mesh, [Partial(op)])
+        whole.redistribute(placements=[R]).to_local().sum().backward()
         assert local.grad is not None and local.grad.tolist() == [expected] * 3
     with pytest.raises(PlacementError, match="no gradient flows"):
         DTensor.from_local(torch.ones(3, requires_grad=True), mesh, [Partial("max")])
@@ -119,10 +126,10 @@ def test_gradients_of_partial_local_values() -> None:
 @on_ranks(4)
 def test_a_leafs_gradient_lies_as_the_leaf_before_hooks_see_it() -> None:
     mesh = mesh_1d()
-    weight = torch.nn.Parameter(distribute_tensor(sample(3, 4), mesh, [R]))
+    weight: Any = torch.nn.Parameter(spread(sample(3, 4), mesh, [R]))
     seen: list[tuple[Placement, ...]] = []
     weight.register_hook(lambda grad: seen.append(grad.placements))
-    x = distribute_tensor(sample(8, 3), mesh, [S0])
+    x = spread(sample(8, 3), mesh, [S0])
     (x @ weight).sum().backward()
     assert seen == [(R,)]
     assert weight.grad is not None and weight.grad.placements == (R,)
@@ -135,7 +142,7 @@ def test_writes_through_views_reach_the_base() -> None:
     for shape in ((8, 4), (5, 4)):
         for placement in (R, S0, S1):
             whole = sample(*shape)
-            w = distribute_tensor(whole, mesh, [placement])
+            w = spread(whole, mesh, [placement])
             w[:2].zero_()
             whole[:2].zero_()
             w[0].fill_(5)
@@ -149,7 +156,7 @@ def test_writes_through_views_reach_the_base() -> None:
 
 @on_ranks(4)
 def test_a_write_that_cannot_reach_the_base_raises() -> None:
-    w = distribute_tensor(sample(6, 4), mesh_1d(), [S1])
+    w = spread(sample(6, 4), mesh_1d(), [S1])
     try:
         view = w.view(24)
         view.mul_(2)
@@ -184,8 +191,9 @@ def test_uneven_local_parts_become_ragged_shards_or_raise() -> None:
 @on_ranks(4)
 def test_copies_keep_the_layout() -> None:
     mesh = mesh_1d()
-    p = torch.nn.Parameter(distribute_tensor(sample(5, 3), mesh, [S0]))
-    for made in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+    p: Any = torch.nn.Parameter(spread(sample(5, 3), mesh, [S0]))
+    copies: list[Any] = [copy.deepcopy(p), pickle.loads(pickle.dumps(p))]
+    for made in copies:
         assert isinstance(made, torch.nn.Parameter) and made.requires_grad
         assert made._spec is p._spec and torch.equal(made.to_local(), p.to_local())
     buffer = io.BytesIO()
@@ -197,7 +205,7 @@ def test_copies_keep_the_layout() -> None:
 @on_ranks(4)
 def test_plain_tensors_do_not_mix_silently() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(sample(8), mesh, [S0])
+    x = spread(sample(8), mesh, [S0])
     with pytest.raises(MixedTensorError, match=r"plain tensor of shape \(8,\)"):
         x + torch.ones(8, dtype=torch.float64)
     assert torch.equal((x + torch.tensor(1.0)).full_tensor(), sample(8) + 1)
@@ -212,7 +220,7 @@ def test_plain_tensors_do_not_mix_silently() -> None:
 @on_ranks(4)
 def test_implicit_communication_can_be_forbidden() -> None:
     mesh = mesh_1d()
-    x, y = distribute_tensor(sample(8, 4), mesh, [S0]), distribute_tensor(sample(8, 4), mesh, [S1])
+    x, y = spread(sample(8, 4), mesh, [S0]), spread(sample(8, 4), mesh, [S1])
     with communication("forbid"):
         assert (x + x).placements == (S0,)
         with pytest.raises(CommunicationForbiddenError, match="needs implicit communication"):
@@ -227,7 +235,7 @@ def test_implicit_communication_can_be_forbidden() -> None:
 @on_ranks(4)
 def test_unknown_operators_follow_the_policy() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(sample(6).abs() + 1, mesh, [S0])
+    x = spread(sample(6).abs() + 1, mesh, [S0])
     op = torch.ops.aten._test_functorch_fallback.default
     with unknown_ops("error"), pytest.raises(NoRuleError, match="no sharding rule"):
         op(x, x)
@@ -240,8 +248,8 @@ def test_unknown_operators_follow_the_policy() -> None:
 @on_ranks(4)
 def test_async_waits_at_first_use() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(sample(8, 4), mesh, [S0])
-    y = x.redistribute(placements=[R], async_op=True)
+    x = spread(sample(8, 4), mesh, [S0])
+    y: Any = x.redistribute(placements=[R], async_op=True)
     assert isinstance(y, DTensor) and type(y) is not DTensor
     assert torch.equal((y + y).to_local(), sample(8, 4) * 2)
     assert type(y) is DTensor
@@ -250,7 +258,7 @@ def test_async_waits_at_first_use() -> None:
 @on_ranks(4)
 def test_data_dependent_shapes() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0]), mesh, [S0])
+    x = spread(torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0]), mesh, [S0])
     assert x.nonzero().full_tensor().tolist() == [[1], [3], [4]]
     assert x[x > 0].full_tensor().tolist() == [1.0, 2.0, 3.0]
 
@@ -258,7 +266,7 @@ def test_data_dependent_shapes() -> None:
 @on_ranks(4)
 def test_local_map_is_right_for_uneven_shards() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(sample(5, 2), mesh, [S0])
+    x = spread(sample(5, 2), mesh, [S0])
     doubled = local_map(lambda t: torch.cat([t, t], 1), out_placements=[S0], in_placements=([S0],))(x)
     assert doubled.shape == (5, 4)
     assert torch.equal(doubled.full_tensor(), torch.cat([sample(5, 2)] * 2, 1))
@@ -280,7 +288,7 @@ def test_distribute_module_keeps_shared_parameters_shared() -> None:
 @on_ranks(4)
 def test_reading_values() -> None:
     mesh = mesh_1d()
-    x = distribute_tensor(torch.arange(6.0), mesh, [S0])
+    x = spread(torch.arange(6.0), mesh, [S0])
     assert x.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert [float(v) for v in x] == x.tolist()
     with pytest.raises(PlacementError, match="only a replicated tensor"):
@@ -292,9 +300,7 @@ def test_reading_values() -> None:
 @on_ranks(4)
 def test_collectives_are_those_that_the_layout_needs() -> None:
     mesh = mesh_1d()
-    from shoal_mesh import CommDebugMode
-
-    x, w = distribute_tensor(sample(8, 4), mesh, [S1]), distribute_tensor(sample(4, 8), mesh, [S0])
+    x, w = spread(sample(8, 4), mesh, [S1]), spread(sample(4, 8), mesh, [S0])
     with CommDebugMode() as comm:
         y = x @ w
     assert comm.get_total_counts() == 0 and y.placements == (Partial(),)

@@ -27,7 +27,7 @@ MAX_COMBINATIONS = 1024
 
 
 class Assignment(NamedTuple):
-    """A decided sharding: the spec that each input must have and each output has, and whether rows move data themselves."""
+    """A decided sharding: the spec that each input must have and each output has, and whether rows move data."""
 
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec, ...]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from ._torch import make_wrapper
+from ._torch import apply, make_wrapper
 from .dispatch import wrap
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
@@ -58,7 +58,7 @@ def gradient_spec(spec: Spec) -> Spec:
 
 
 class FromLocal(Function):
-    """Local tensor -> DTensor; backward: the gradient, laid as the DTensor (or `grad_placements`), is handed out local."""
+    """Local tensor -> DTensor; backward: the gradient is laid as the DTensor (or `grad_placements`) and handed out."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ class FromLocal(Function):
         (grad,) = grads
         target = ctx.gradient.with_(stride=grad._spec.stride, dtype=grad.dtype)
         if torch.is_grad_enabled():
-            local = ToLocal.apply(Redistribute.apply(grad, type(grad), target, None, None, False), None)
+            local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
         else:
             local = redistributed(type(grad), grad, target)._local_tensor
         ways = 1
@@ -100,7 +100,7 @@ class ToLocal(Function):
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec.with_(dtype=grad.dtype)
-        return FromLocal.apply(grad, ctx.cls, spec, None), None
+        return apply(FromLocal, grad, ctx.cls, spec, None), None
 
 
 class Redistribute(Function):
@@ -112,10 +112,10 @@ class Redistribute(Function):
         tensor: Any,
         cls: Any,
         target: Spec,
-        forward_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
         async_op: bool,
     ) -> Any:
+        forward_dtype, backward_dtype = dtypes
         source: Spec = tensor._spec
         ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
         local: torch.Tensor = tensor._local_tensor
@@ -138,11 +138,11 @@ class Redistribute(Function):
             source = source.with_(stride=found.stride, dtype=found.dtype)
         backward_dtype, forward_dtype = ctx.dtypes
         if torch.is_grad_enabled() or backward_dtype is not None:
-            moved = Redistribute.apply(grad, ctx.cls, source, backward_dtype, forward_dtype, False)
+            moved = apply(Redistribute, grad, ctx.cls, source, (backward_dtype, forward_dtype), False)
         else:
             moved = redistributed(ctx.cls, grad, source)
         dtype = ctx.source.dtype
-        return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None, None
+        return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
 
 
 def check_differentiable(spec: Spec) -> None:

@@ -1,7 +1,7 @@
-"""What torch.distributed.checkpoint asks of a tensor that it does not know: which box this rank holds, and the data.
+"""What torch.distributed.checkpoint asks of a tensor that it does not know: this rank's box and its data.
 
-The protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), so a DTensor saved
-on one mesh loads onto another.  The checkpoint package is imported only when one of these is called.
+The protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`), so a DTensor
+saved on one mesh loads onto another.  The checkpoint package is imported only when one of these is called.
 """
 
 from __future__ import annotations

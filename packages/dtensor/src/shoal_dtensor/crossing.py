@@ -34,7 +34,7 @@ def target_spec(
     """The spec that `redistribute` is asked for.
 
     Raises:
-        PlacementError: if placements are missing or do not fit, or a partial state is asked for that `source` is not in.
+        PlacementError: if placements are missing or do not fit, or ask for a partial state that `source` is not in.
     """
     if placements is None:
         raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
@@ -49,7 +49,7 @@ def target_spec(
     return Spec(target_mesh, tuple(placements), source.shape, source.stride, source.dtype, shard_order)
 
 
-def global_spec(
+def global_spec(  # noqa: PLR0913  # the arguments of from_local
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement] | None,
@@ -74,7 +74,7 @@ def global_spec(
     if spec.coordinate is not None and spec.local_shape != local.shape:
         raise PlacementError(
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(local.shape)}; give Shard(dim, sizes=...) or run_check=True for ragged shards"
+            f"{spec.coordinate}, got {tuple(local.shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
         )
     return spec, local
 
@@ -133,7 +133,7 @@ def _checked(
     shape: Sequence[int] | None,
     shard_order: ShardOrder | None,
 ) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...]]:
-    """Compare local shapes over the mesh; ragged sizes where they differ, replicas set to their first rank's values."""
+    """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
     normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
     everywhere = mesh.comm(tuple(range(mesh.ndim)))
     mine = torch.tensor([local.ndim, *local.shape, *([0] * (16 - local.ndim))], device=local.device)
@@ -150,15 +150,15 @@ def _checked(
             where = tuple(coordinate[axis] for axis in axes)
             if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
                 raise PlacementError(
-                    f"from_local: dim {dim} of the local tensors has different sizes along mesh axes that do not cut it: "
-                    f"{[r[1 + dim] for r in shapes]} over the mesh of shape {mesh.shape}"
+                    f"from_local: dim {dim} of the local tensors has different sizes along mesh axes that do not "
+                    f"cut it: {[r[1 + dim] for r in shapes]} over the mesh of shape {mesh.shape}"
                 )
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
         found[dim] = sum(sizes)
         if axes:
             cut = Cut(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
-            for axis, placement in cut.placements(dim).items():
-                result[axis] = placement
+            for axis, cutting in cut.placements(dim).items():
+                result[axis] = cutting
     if shape is not None and tuple(shape) != tuple(found):
         raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the parts make {tuple(found)}")
     for axis, placement in enumerate(normal):

@@ -199,4 +199,4 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> N
             if made is None:
                 made = shared[id(held)] = distribute_tensor(held, mesh)
                 shared[-id(held)] = held
-            table[name] = made
+            table[name] = made  # type: ignore[assignment]  # a DTensor parameter is a Parameter

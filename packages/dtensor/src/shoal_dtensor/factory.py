@@ -9,7 +9,6 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .chunks import ShardOrder
 from .crossing import mesh_or_current
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
@@ -20,7 +19,7 @@ from .tensor import DTensor
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
 
-def _new(
+def _new(  # noqa: PLR0913  # torch's signature
     size: Sequence[Any],
     fill: Any,
     *,
@@ -29,7 +28,6 @@ def _new(
     requires_grad: bool,
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
-    shard_order: ShardOrder | None = None,
 ) -> DTensor:
     """A DTensor filled with a number, or left uninitialised when `fill` is None."""
     if layout is not torch.strided:
@@ -39,7 +37,7 @@ def _new(
     wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
     if dtype is None:
         dtype = torch.get_default_dtype() if fill is None or isinstance(fill, float) else torch.tensor(fill).dtype
-    spec = Spec(mesh, wanted, shape, None, dtype, shard_order)
+    spec = Spec(mesh, wanted, shape, None, dtype)
     # A partial axis must add up to the value: it starts out replicated and is shared out, without communication.
     start = spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
     local_shape = start.local_shape if start.coordinate is not None else (0,)
@@ -52,7 +50,7 @@ def _new(
     return DTensor(local, spec, requires_grad=requires_grad)
 
 
-def empty(
+def empty(  # torch's signature
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -84,7 +82,7 @@ def empty(
     )
 
 
-def full(
+def full(  # noqa: PLR0913  # torch's signature
     size: Sequence[int],
     fill_value: float | bool | complex,
     *,
@@ -106,7 +104,7 @@ def full(
     )
 
 
-def zeros(
+def zeros(  # torch's signature
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -126,7 +124,7 @@ def zeros(
     )
 
 
-def ones(
+def ones(  # torch's signature
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -146,7 +144,7 @@ def ones(
     )
 
 
-def rand(
+def rand(  # torch's signature
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
@@ -160,7 +158,7 @@ def rand(
     return made.requires_grad_(requires_grad)
 
 
-def randn(
+def randn(  # torch's signature
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,

@@ -90,7 +90,7 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
         return peer.Partial(placement.reduce_op)
     assert isinstance(placement, Shard), "a spec holds Shard, Replicate and Partial only"
     cut = spec.cuts[placement.dim]
-    default = (cut.length,)
+    default: tuple[int, ...] = (cut.length,)
     for size in cut.axis_sizes:
         default = tuple(part for whole in default for part in chunk_sizes(whole, size))
     if cut.sizes != default:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal_mesh import DeviceMesh
 
+from ._torch import pytree
 from .errors import MixedTensorError, PlacementError
 from .placements import Placement, Shard
 from .tensor import DTensor
@@ -41,8 +41,8 @@ def local_map(
         redistribute_inputs: bring inputs that lie otherwise into place instead of raising.
 
     Returns:
-        The wrapped function. Where an input is unevenly sharded, the sizes of sharded outputs are compared over the mesh,
-        so that uneven outputs are right too.
+        The wrapped function. Where an input is unevenly sharded, the sizes of sharded outputs are compared over the
+        mesh, so that uneven outputs are right too.
 
     Raises:
         PlacementError: (when called) if an input lies otherwise, or the number of placements does not fit.
@@ -60,7 +60,7 @@ def local_map(
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        flat, structure = tree_flatten(args)
+        flat, structure = pytree.tree_flatten(args)
         for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
                 raise PlacementError(f"local_map: {name} has {len(given)} entries, the function got {len(flat)} inputs")
@@ -77,7 +77,7 @@ def local_map(
             uneven = uneven or not placed._spec.even
             gradient = in_grad_placements[i] if in_grad_placements is not None else None
             local.append(placed.to_local(grad_placements=gradient))
-        result = func(*tree_unflatten(local, structure), **kwargs)
+        result = func(*pytree.tree_unflatten(local, structure), **kwargs)
         return _outputs(result, out_placements, mesh, uneven)
 
     return mapped
@@ -99,7 +99,7 @@ def _placed(index: int, item: DTensor, wanted: Placements, redistribute: bool) -
 
 
 def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, uneven: bool) -> Any:
-    flat, structure = tree_flatten(result)
+    flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
         raise PlacementError(
@@ -114,4 +114,4 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, uneven: 
             raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
         check = uneven and any(isinstance(p, Shard) for p in placements)
         made.append(DTensor.from_local(item, mesh, placements, run_check=check))
-    return tree_unflatten(made, structure)
+    return pytree.tree_unflatten(made, structure)

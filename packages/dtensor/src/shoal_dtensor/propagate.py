@@ -104,7 +104,7 @@ def decide(
     specs = (*_specs(args), *_specs(tuple(kwargs.values())))
     outs = tuple(_specs(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
     inputs = specs[: len(specs) - len(outs)]
-    dynamic, metas = _global_outputs(op, args, kwargs, device)
+    metas = _global_outputs(op, args, kwargs, device)
     tensors = tuple(spec.tensor_meta for spec in inputs)
     call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
     if rule is _LOCAL:
@@ -113,7 +113,7 @@ def decide(
         decided = _each(rule, call, inputs)
     else:
         decided = _assigned(rule, call, Operands(inputs, metas, _fixed(call), outs))
-    return _decision(rule, call, specs, decided, scope, copies, dynamic=dynamic or rule.dynamic)
+    return _decision(rule, call, specs, decided, scope, copies)
 
 
 def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
@@ -161,14 +161,7 @@ def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
 
 
 def _decision(
-    rule: Rule,
-    call: OpCall,
-    specs: tuple[Spec, ...],
-    decided: Assignment,
-    scope: Scope,
-    copies: frozenset[int],
-    *,
-    dynamic: bool,
+    rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assignment, scope: Scope, copies: frozenset[int]
 ) -> Decision:
     wanted = (*decided.inputs, *specs[len(decided.inputs) :])
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
@@ -177,12 +170,14 @@ def _decision(
     writes = (*call.written, *range(len(decided.inputs), len(specs)))
     if copies.intersection(writes):
         raise InPlaceError(
-            f"{call.op} writes to a view whose base had to be redistributed to take it, so the write would not reach the "
-            f"base; write to the base itself, or redistribute the base before taking the view"
+            f"{call.op} writes to a view whose base had to be redistributed to take it, so the write would not "
+            f"reach the base; write to the base itself, or redistribute the base before taking the view"
         )
     local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
     aliased = _aliased(call, writes, len(decided.outputs))
     copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(copies))
+    returned = [r.type.kind() for r in call.op._schema.returns]
+    dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
     form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
     function = raw(call.op) if local is None else local
     return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic)
@@ -249,16 +244,16 @@ def _as_the_first(call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
 
 def _global_outputs(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[bool, tuple[TensorMeta, ...]]:
-    """Whether the outputs' shapes depend on data, and if not, what the outputs are."""
+) -> tuple[TensorMeta, ...]:
+    """What the global tensor outputs are; none if that depends on data."""
     with fake_mode():
         fakes = [_fakes(value, device) for value in args]
         named = {name: _fakes(value, device) for name, value in kwargs.items()}
         try:
             result = op(*fakes, **named)
         except DataDependentError:
-            return True, ()
-    return False, tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
+            return ()
+    return tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
 
 
 def _fakes(value: Any, device: torch.device) -> Any:

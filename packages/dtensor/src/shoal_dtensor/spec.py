@@ -7,7 +7,7 @@ hashes by identity, and whatever follows from a spec (cuts, local shape, ...) is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,7 +79,7 @@ class Spec:
         "shard_order",
         "stride",
     )
-    _interned: WeakValueDictionary[tuple[Any, ...], Spec] = WeakValueDictionary()
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -117,7 +117,7 @@ class Spec:
         key = (mesh, canonical, shape, stride, dtype, order)
         found = cls._interned.get(key)
         if found is None:
-            found = cls._make(mesh, canonical, shape, stride, dtype, order, cuts=cuts)
+            found = cls._make(mesh, canonical, TensorMeta(shape, stride, dtype), order, cuts)
             cls._interned[key] = found
         cls._interned[asked] = found
         return found
@@ -127,13 +127,11 @@ class Spec:
         cls,
         mesh: DeviceMesh,
         placements: tuple[Placement, ...],
-        shape: torch.Size,
-        stride: tuple[int, ...],
-        dtype: torch.dtype,
+        meta: TensorMeta,
         order: ShardOrder,
-        *,
         cuts: tuple[Cut, ...],
     ) -> Spec:
+        shape, stride, dtype = meta
         spec = object.__new__(cls)
         put = object.__setattr__
         put(spec, "mesh", mesh)
@@ -202,7 +200,7 @@ class Spec:
     ) -> Spec:
         """A spec that differs in what is given.
 
-        The shard order is kept for dims that are still cut by the same axes; a new shape without a stride is contiguous.
+        The shard order is kept for dims that the same axes still cut; a new shape without a stride is contiguous.
         """
         if placements is None:
             placements = self.placements

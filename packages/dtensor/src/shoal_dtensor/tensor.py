@@ -11,7 +11,7 @@ import torch
 from shoal_mesh import DeviceMesh
 
 from . import checkpoint
-from ._torch import OpOverload, disabled_torch_function, make_wrapper
+from ._torch import apply, disabled_torch_function, make_wrapper
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
@@ -49,7 +49,7 @@ class DTensor(torch.Tensor):
     copied_view: ClassVar[type[DTensor]]
     pending: ClassVar[type[DTensor]]
     local_slot: ClassVar[Any]
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
@@ -66,12 +66,8 @@ class DTensor(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(DTensor, func, args, kwargs or {})
 
@@ -91,7 +87,7 @@ class DTensor(torch.Tensor):
         return self._spec.shard_order
 
     @staticmethod
-    def from_local(
+    def from_local(  # noqa: PLR0913  # torch's signature
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
@@ -123,7 +119,7 @@ class DTensor(torch.Tensor):
         spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
-            made: DTensor = FromLocal.apply(local, DTensor, spec, grad_placements)
+            made: DTensor = apply(FromLocal, local, DTensor, spec, grad_placements)
             return made
         return wrap(DTensor, local.detach() if local.requires_grad else local, spec)  # type: ignore[no-any-return]  # wrap makes the class it is given
 
@@ -136,7 +132,7 @@ class DTensor(torch.Tensor):
                 `Partial()`.
         """
         if torch.is_grad_enabled() and self.requires_grad:
-            local: torch.Tensor = ToLocal.apply(self, grad_placements)
+            local: torch.Tensor = apply(ToLocal, self, grad_placements)
             return local
         return self._local_tensor
 
@@ -165,7 +161,7 @@ class DTensor(torch.Tensor):
         """
         target = target_spec(self._spec, device_mesh, placements, shard_order)
         if torch.is_grad_enabled() and self.requires_grad:
-            moved: DTensor = Redistribute.apply(self, DTensor, target, forward_dtype, backward_dtype, async_op)
+            moved: DTensor = apply(Redistribute, self, DTensor, target, (forward_dtype, backward_dtype), async_op)
             return moved
         source = self if forward_dtype in (None, self.dtype) else self.to(forward_dtype)
         target = target if target.dtype == source.dtype else target.with_(dtype=source.dtype)
@@ -185,7 +181,7 @@ class DTensor(torch.Tensor):
         was = self.requires_grad
         super().requires_grad_(requires_grad)
         if requires_grad and not was and self.is_leaf:
-            self.register_hook(_LikeLeaf(self._spec))
+            self.register_hook(_LikeLeaf(self._spec))  # type: ignore[no-untyped-call]  # torch gives it no types
         return self
 
     @property
@@ -194,7 +190,7 @@ class DTensor(torch.Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, value: DTensor) -> None:
+    def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, DTensor) or value.shape != self.shape:
             got = f"{type(value).__name__} of shape {tuple(value.shape)}"
             raise PlacementError(f"data: expected a DTensor of shape {tuple(self.shape)}, got {got}")
@@ -217,7 +213,7 @@ class DTensor(torch.Tensor):
             raise PlacementError(
                 f"numpy() of {self._spec!r}: only a replicated tensor is an array; use numpy(force=True)"
             )
-        whole = self.detach().full_tensor() if force else self.to_local()
+        whole = self.full_tensor().detach() if force else self.to_local()
         return whole.numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -227,7 +223,7 @@ class DTensor(torch.Tensor):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
         return (
             f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._spec.mesh}, placements={self.placements})"
         )
@@ -273,7 +269,7 @@ class DTensor(torch.Tensor):
 
 
 class _CopiedView(DTensor):
-    """A view that had to be redistributed, so it shares no storage with its base: writing to it in place is an error."""
+    """A view that had to be redistributed, so it shares no storage with its base: writing to it is an error."""
 
     __slots__ = ()
 
@@ -311,11 +307,11 @@ class _LikeLeaf:
         target = Spec(
             self.spec.mesh, self.spec.placements, found.shape, found.stride, found.dtype, self.spec.shard_order
         )
-        return Redistribute.apply(grad, DTensor, gradient_spec(target), None, None, False)
+        return apply(Redistribute, grad, DTensor, gradient_spec(target), (None, None), False)
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:
     result = DTensor(local, spec, requires_grad=requires_grad)
     if is_parameter:
-        result._is_param = True  # type: ignore[attr-defined]  # the mark that makes isinstance(x, nn.Parameter) true
+        result._is_param = True  # the mark that makes isinstance(x, nn.Parameter) true
     return result
