@@ -194,7 +194,7 @@ def test_copies_keep_the_layout() -> None:
     p: Any = torch.nn.Parameter(spread(sample(5, 3), mesh, [S0]))
     copies: list[Any] = [copy.deepcopy(p), pickle.loads(pickle.dumps(p))]
     for made in copies:
-        assert isinstance(made, torch.nn.Parameter) and made.requires_grad
+        assert getattr(made, "_is_param", False) and made.requires_grad
         assert made._spec is p._spec and torch.equal(made.to_local(), p.to_local())
     buffer = io.BytesIO()
     torch.save({"p": p}, buffer)
@@ -248,9 +248,9 @@ def test_unknown_operators_follow_the_policy() -> None:
 @on_ranks(4)
 def test_async_waits_at_first_use() -> None:
     mesh = mesh_1d()
-    x = spread(sample(8, 4), mesh, [S0])
+    x: Any = spread(sample(8, 4), mesh, [S0])
     y: Any = x.redistribute(placements=[R], async_op=True)
-    assert isinstance(y, DTensor) and type(y) is not DTensor
+    assert type(y).__name__ == "_Pending"
     assert torch.equal((y + y).to_local(), sample(8, 4) * 2)
     assert type(y) is DTensor
 

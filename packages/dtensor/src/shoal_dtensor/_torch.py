@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "DataDependentError",
@@ -17,8 +19,8 @@ __all__ = [
     "apply",
     "decomposition_of",
     "disabled_torch_function",
-    "fake_mode",
     "fake_tensor",
+    "faking",
     "is_view",
     "make_wrapper",
     "pytree",
@@ -37,13 +39,19 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 @cache
-def fake_mode() -> FakeTensorMode:
-    """The mode in which global shapes are computed: no memory, no values."""
+def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
+@contextmanager
+def faking() -> Iterator[None]:
+    """The block in which global shapes are computed: no memory, no values, and out of sight of the user's modes."""
+    with _disable_current_modes(), _fake_mode():
+        yield
+
+
 def fake_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory; call it inside `fake_mode()`."""
+    """A tensor without memory; call it inside `faking()`."""
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from ._torch import DataDependentError, OpOverload, decomposition_of, fake_mode, fake_tensor, is_view, raw
+from ._torch import DataDependentError, OpOverload, decomposition_of, fake_tensor, faking, is_view, raw
 from .assign import Assignment, Operands, assign
 from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
 from .policy import Scope
@@ -246,7 +246,7 @@ def _global_outputs(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> tuple[TensorMeta, ...]:
     """What the global tensor outputs are; none if that depends on data."""
-    with fake_mode():
+    with faking():
         fakes = [_fakes(value, device) for value in args]
         named = {name: _fakes(value, device) for name, value in kwargs.items()}
         try:
