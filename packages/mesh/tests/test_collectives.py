@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal_mesh import all_gather, all_reduce, all_to_all, init_device_mesh, reduce_scatter
+from shoal_mesh import all_gather, all_reduce, all_reduce_, all_to_all, init_device_mesh, reduce_scatter
 from shoal_mesh.testing import on_ranks
 
 
@@ -19,3 +19,14 @@ def test_blocks_are_in_the_order_of_the_axes_asked_for() -> None:
     assert all_gather(own, (mesh, "tp"), 1).shape == (2, 6)
     assert reduce_scatter(torch.ones(3, 4), (mesh, "tp"), 1).shape == (3, 2)
     assert all_to_all(own.repeat(2, 2), (mesh, "tp"), 0, 1).shape == (2, 12)
+
+
+@on_ranks(4)
+def test_an_in_place_reduction_may_run_beside_other_work() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for dtype in (torch.float32, torch.bfloat16):
+        for own in (torch.full((2, 3), 1.0 + mesh.get_rank(), dtype=dtype), torch.ones(3, 2, dtype=dtype).t()):
+            expected = all_reduce(own, (mesh, 0))
+            pending = all_reduce_(own, (mesh, 0), async_op=True)
+            assert pending.wait() is own
+            assert torch.equal(own, expected)

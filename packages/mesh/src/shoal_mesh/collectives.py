@@ -155,21 +155,29 @@ def _finish(carrier: Tensor, comm: Comm, how: Reduction, dtype: torch.dtype) -> 
     return carrier if how.dtype is None else unwire(carrier, dtype)
 
 
-def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
+@overload
+def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_reduce_(tensor: Tensor, comm: Along, op: str = ..., *, async_op: Literal[True]) -> Pending: ...
+def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool = False) -> Tensor | Pending:
     """`all_reduce` into the tensor itself, which is returned.
 
-    A contiguous tensor is reduced where it lies; another one through a copy.
+    A contiguous tensor is reduced where it lies; another one through a copy. With `async_op` the tensor must be left
+    alone until the `Pending` has been waited for.
     """
     comm = comm if type(comm) is Comm else resolve(comm)
     if observers and not inside_told() and comm.size > 1:
-        return observed(Event("all_reduce", comm, (tensor,), op), lambda: all_reduce_(tensor, comm, op))
+        event = Event("all_reduce", comm, (tensor,), op)
+        return observed(event, lambda: all_reduce_(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     _check(tensor)
     how = reduction(tensor.dtype, op)
     if comm.size == 1:
-        return tensor
+        return Pending(tensor, None) if async_op else tensor
     own = tensor if tensor.is_contiguous() else tensor.contiguous()
-    reduced = _reduce_own(own, comm, how)
-    assert isinstance(reduced, Tensor), "not asynchronous"
+    reduced = _reduce_own(own, comm, how, async_op)
+    if isinstance(reduced, Pending):
+        in_place = own is tensor and how.dtype is None and not how.divide
+        return reduced if in_place else Pending(tensor, None, lambda into: into.copy_(reduced.wait()))
     return tensor if reduced is tensor else tensor.copy_(reduced)
 
 
