@@ -1,0 +1,282 @@
+"""Software overhead of tensor-parallel modules: by hand, torch and shoal in one run.
+
+Tiny tensors, one thread and a fake process group of four: communication costs nothing, so what is left is
+what the software costs.  By hand means plain tensors, `autograd.Function`s and `dist.all_reduce`, as one
+would write it after Megatron-LM (one gradient reduction for q, k and v).
+
+    python benchmarks/tp_modules.py [--repeats 15] [--json FILE]
+
+Ratios of one run compare; microseconds of different machines do not.  Every figure is the best of several
+rounds, and the three candidates take turns within a round, so a noisy neighbour hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as torch_mesh
+import torch.distributed.tensor as torch_dtensor
+import torch.distributed.tensor.parallel as torch_tp
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal_dtensor import DTensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+
+WORLD = 4
+DIM, HIDDEN, HEADS = 16, 32, 4
+
+# Row -> the most that shoal may take, as a multiple of by hand.
+BARS = {
+    "mlp forward": 1.15,
+    "mlp forward+backward": 1.4,
+    "block forward": 1.15,
+    "block forward+backward": 1.3,
+    "adamw step": 1.3,
+    "clip_grad_norm_": 2.0,
+}
+
+
+class Copy(torch.autograd.Function):
+    """Identity; the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Reduce(torch.autograd.Function):
+    """Sum over the ranks; the gradient is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class HandColumn(nn.Module):
+    """Some columns of a linear layer."""
+
+    def __init__(self, inner: int, outer: int, copies: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outer // WORLD, inner))
+        self.bias = nn.Parameter(torch.randn(outer // WORLD))
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(Copy.apply(x) if self.copies else x, self.weight, self.bias)
+
+
+class HandRow(nn.Module):
+    """Some rows of a linear layer."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outer, inner // WORLD))
+        self.bias = nn.Parameter(torch.randn(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reduce.apply(functional.linear(x, self.weight)) + self.bias
+
+
+class MLP(nn.Module):
+    """Linear, ReLU, Linear."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.act, self.second = first, nn.ReLU(), second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+class Block(nn.Module):
+    """A transformer block of nine modules."""
+
+    def __init__(self, column: Callable[[int, int], nn.Module], row: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.act = nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.ReLU()
+        self.wq, self.wk, self.wv = column(DIM, DIM), column(DIM, DIM), column(DIM, DIM)
+        self.wo, self.w1, self.w2 = row(DIM, DIM), column(DIM, HIDDEN), row(HIDDEN, DIM)
+        self.shared_copy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        if self.shared_copy:
+            h = Copy.apply(h)
+        batch, length, _ = x.shape
+        q = self.wq(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+        k = self.wk(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+        v = self.wv(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.w2(self.act(self.w1(self.norm2(x))))
+
+
+def hand_block() -> Block:
+    """The block by hand, with one gradient reduction for q, k and v."""
+    block = Block(HandColumn, HandRow)
+    block.shared_copy = True
+    for name in ("wq", "wk", "wv"):
+        getattr(block, name).copies = False
+    return block
+
+
+def block_plan(column: Any, row: Any) -> dict[str, Any]:
+    """The styles of the block."""
+    return {"wq": column(), "wk": column(), "wv": column(), "wo": row(), "w1": column(), "w2": row()}
+
+
+def candidates() -> dict[str, tuple[nn.Module, nn.Module]]:
+    """(MLP, block) of each of the three."""
+    torch_axis = torch_mesh.init_device_mesh("cpu", (WORLD,))
+    axis = init_device_mesh("cpu", (WORLD,))
+    hand = MLP(HandColumn(DIM, HIDDEN), HandRow(HIDDEN, DIM)), hand_block()
+
+    def plain() -> tuple[MLP, Block]:
+        return MLP(nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)), Block(nn.Linear, nn.Linear)
+
+    theirs, ours = plain(), plain()
+    mlp = {"first": torch_tp.ColwiseParallel(), "second": torch_tp.RowwiseParallel()}
+    torch_tp.parallelize_module(theirs[0], torch_axis, mlp)
+    plan = block_plan(torch_tp.ColwiseParallel, torch_tp.RowwiseParallel)
+    torch_tp.parallelize_module(theirs[1], torch_axis, plan)
+    parallelize_module(ours[0], axis, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    parallelize_module(ours[1], axis, block_plan(ColwiseParallel, RowwiseParallel))
+    return {"by hand": hand, "torch": theirs, "shoal": ours}
+
+
+def forward(model: nn.Module, x: Tensor) -> Callable[[], Any]:
+    """One forward, with gradients recorded."""
+    return lambda: model(x)
+
+
+def step(model: nn.Module, x: Tensor) -> Callable[[], Any]:
+    """One forward and backward into fresh gradients."""
+    params = list(model.parameters())
+    seed = torch.ones_like(x)
+
+    def run() -> None:
+        for param in params:
+            param.grad = None
+        x.grad = None
+        torch.autograd.backward(model(x), seed)
+
+    return run
+
+
+def parallel_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the linear layers."""
+    linears = [module for name, module in model.named_modules() if name.startswith("w")]
+    return [param for linear in linears for param in linear.parameters()]
+
+
+def optimizer_step(model: nn.Module) -> Callable[[], Any]:
+    """One AdamW step (foreach) of the parallel parameters."""
+    adam = torch.optim.AdamW(parallel_parameters(model), lr=1e-3, foreach=True)
+    adam.step()
+    return adam.step
+
+
+def clip(model: nn.Module) -> Callable[[], Any]:
+    """Gradient clipping of the parallel parameters."""
+    params = parallel_parameters(model)
+    return lambda: nn.utils.clip_grad_norm_(params, 1e9)
+
+
+def seconds(run: Callable[[], Any], least: float = 0.01) -> float:
+    """Seconds per call, over as many calls as fill `least` seconds."""
+    start = time.perf_counter()
+    run()
+    calls = max(3, int(least / max(time.perf_counter() - start, 1e-7)))
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
+
+
+def measure(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Best microseconds of each candidate; they take turns."""
+    best = dict.fromkeys(runs, float("inf"))
+    for run in runs.values():
+        for _ in range(20):
+            run()
+    for _ in range(repeats):
+        for name, run in runs.items():
+            best[name] = min(best[name], seconds(run) * 1e6)
+    return best
+
+
+def rows(repeats: int) -> dict[str, dict[str, float]]:
+    """Every row of the table."""
+    models = candidates()
+    x_mlp = torch.randn(8, DIM, requires_grad=True)
+    x_block = torch.randn(2, 4, DIM, requires_grad=True)
+    table = {
+        "mlp forward": {name: forward(mlp, x_mlp) for name, (mlp, _) in models.items()},
+        "mlp forward+backward": {name: step(mlp, x_mlp) for name, (mlp, _) in models.items()},
+        "block forward": {name: forward(block, x_block) for name, (_, block) in models.items()},
+        "block forward+backward": {name: step(block, x_block) for name, (_, block) in models.items()},
+        "adamw step": {name: optimizer_step(block) for name, (_, block) in models.items()},
+        "clip_grad_norm_": {name: clip(block) for name, (_, block) in models.items()},
+    }
+    found = {}
+    for name, runs in table.items():
+        if name == "adamw step":
+            for _, block in models.values():
+                step(block, x_block)()
+        found[name] = measure(runs, repeats)
+    assert isinstance(models["shoal"][1].wq.weight, DTensor), "shoal's parameters are DTensors"
+    assert isinstance(models["torch"][1].wq.weight, torch_dtensor.DTensor), "torch's parameters are DTensors"
+    return found
+
+
+def main() -> None:
+    """Print the table; exit with 1 if shoal misses a bar."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with fake_world(WORLD):
+        found = rows(options.repeats)
+    print(
+        f"{'microseconds':26}{'by hand':>10}{'torch':>10}{'shoal':>10}{'shoal/hand':>12}{'bar':>6}{'torch/shoal':>13}"
+    )
+    missed = []
+    for name, best in found.items():
+        ratio = best["shoal"] / best["by hand"]
+        print(
+            f"{name:26}{best['by hand']:10.1f}{best['torch']:10.1f}{best['shoal']:10.1f}{ratio:12.2f}{BARS[name]:6.2f}"
+            f"{best['torch'] / best['shoal']:13.1f}"
+        )
+        if ratio > BARS[name]:
+            missed.append(name)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=2)
+    if missed:
+        raise SystemExit(f"over the bar: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
