@@ -1,5 +1,62 @@
 """Tensor-parallel styles for modules, lowered to local computation with explicit collectives."""
 
+from . import choose, losses
 from .__about__ import __version__
+from .auto import auto_plan, format_plan
+from .errors import (
+    LayoutError,
+    PlanError,
+    SecondOrderError,
+    StyleError,
+    TiedWeightError,
+    UnmatchedPlanWarning,
+    UnsupportedModuleError,
+)
+from .fused import PackedColwiseParallel
+from .linear import ColwiseParallel, RowwiseParallel
+from .lora import LoRA, adapter_parameters, merge_adapters
+from .loss import loss_parallel
+from .parallelize import parallelize_module, unparallelize_module
+from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .reshard import input_reshard
+from .sequence import SequenceParallel
+from .sharding import Heads, ModuleSharding, Port
+from .style import ParallelStyle
+from .verify import Verification, verify
+from .vocab import Vocab
 
-__all__ = ["__version__"]
+__all__ = [
+    "ColwiseParallel",
+    "Heads",
+    "LayoutError",
+    "LoRA",
+    "ModuleSharding",
+    "PackedColwiseParallel",
+    "ParallelStyle",
+    "PlanError",
+    "Port",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SecondOrderError",
+    "SequenceParallel",
+    "StyleError",
+    "TiedWeightError",
+    "UnmatchedPlanWarning",
+    "UnsupportedModuleError",
+    "Verification",
+    "Vocab",
+    "__version__",
+    "adapter_parameters",
+    "auto_plan",
+    "choose",
+    "format_plan",
+    "input_reshard",
+    "loss_parallel",
+    "losses",
+    "merge_adapters",
+    "parallelize_module",
+    "unparallelize_module",
+    "verify",
+]

@@ -1,0 +1,41 @@
+"""The errors of the tp-styles layer: each says what was asked, what is allowed and what was got."""
+
+from __future__ import annotations
+
+__all__ = [
+    "LayoutError",
+    "PlanError",
+    "SecondOrderError",
+    "StyleError",
+    "TiedWeightError",
+    "UnmatchedPlanWarning",
+    "UnsupportedModuleError",
+]
+
+
+class StyleError(Exception):
+    """Base of every error that the tp-styles layer raises on purpose."""
+
+
+class PlanError(StyleError, ValueError):
+    """A parallelization plan does not fit the module: unmatched, ambiguous or indivisible entries."""
+
+
+class LayoutError(StyleError, ValueError):
+    """The layouts of a style do not fit each other, the inputs or the mesh."""
+
+
+class TiedWeightError(PlanError):
+    """Modules that share one parameter ask for different placements of it."""
+
+
+class UnsupportedModuleError(StyleError, NotImplementedError):
+    """A style cannot shard this type of module; the message names the types it can."""
+
+
+class SecondOrderError(StyleError, RuntimeError):
+    """A lowered module was differentiated twice; its backward is not differentiable."""
+
+
+class UnmatchedPlanWarning(UserWarning):
+    """A key of a plan matches no module, or a plan is missing."""

@@ -1,0 +1,290 @@
+"""Losses on logits whose vocabulary (class dim) is cut over ranks.  No rank ever holds full logits.
+
+Everything rests on one differentiable step, `_Reduce`: per row, the log-sum-exp over the whole
+vocabulary and weighted sums of the logits, in two collectives of one number per row and sum.  What a loss
+makes of those few numbers per row (weights, smoothing, ignored rows, means) is plain arithmetic, so its
+gradient is right by construction.  Saved for backward: the logits themselves and the log-sum-exp.
+
+Logits are DTensors cut along the class dim on one mesh axis (uneven cuts welcome), or plain local parts
+together with `vocab=Vocab(...)`.  Targets, weights and results are plain and equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor, Shard
+from shoal_mesh import all_reduce, all_reduce_
+
+from ._torch import apply
+from .errors import LayoutError, SecondOrderError
+from .vocab import Vocab, local_logits, plain
+
+__all__ = ["cross_entropy", "kl_div", "log_prob", "log_softmax", "log_sum_exp", "nll_loss"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+class _Reduce(Function):
+    """x: S(-1) over classes -> per row: log-sum-exp, x[target], sum of q * x, sum of w * x; all R.
+
+    Each of target, q (per row and class) and w (per class) may be None; its sum is then zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, w: Tensor | None, vocab: Vocab) -> Any:
+        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        rows = x.shape[:-1]
+        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
+        all_reduce_(peak, vocab.comm, "max")
+        # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as on one device.
+        peak = peak.masked_fill_(peak == -torch.inf, 0)
+        zero = work.new_zeros(rows)
+        sums = [(work - peak.unsqueeze(-1)).exp_().sum(-1)]
+        own = None if target is None else _own(target, vocab)
+        sums.append(zero if own is None else _pick(work, *own))
+        sums.append(zero if q is None else (work * q).sum(-1))
+        sums.append(zero if w is None else (work * w).sum(-1))
+        stacked = all_reduce(torch.stack(sums), vocab.comm)
+        lse = stacked[0].log().add_(peak)
+        ctx.save_for_backward(x, lse, *(own or (None, None)), q, w)
+        ctx.set_materialize_grads(False)
+        return lse, stacked[1], stacked[2], stacked[3]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("losses on a cut vocabulary have first derivatives only")
+        x, lse, index, inside, q, w = ctx.saved_tensors
+        to_lse, to_picked, to_q, to_w = grads
+        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        if to_lse is None:
+            dx = torch.zeros_like(work)
+        else:
+            dx = (work - lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))
+        if to_picked is not None and index is not None and x.shape[-1]:
+            dx.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
+        if to_q is not None and q is not None:
+            dx.addcmul_(to_q.unsqueeze(-1).expand_as(q).to(dx.dtype), q.to(dx.dtype))
+        if to_w is not None and w is not None:
+            dx.addcmul_(to_w.unsqueeze(-1).expand_as(dx), w.to(dx.dtype).expand_as(dx))
+        return dx.to(x.dtype), None, None, None, None
+
+
+def _own(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
+    """Index of each target among the own classes (0 where it is another rank's), and whether it is own."""
+    local = target - vocab.first
+    inside = (local >= 0) & (local < vocab.own)
+    return local.masked_fill(~inside, 0), inside
+
+
+def _pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
+    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
+
+
+def _stats(x: Tensor, target: Any, q: Any, w: Any, vocab: Vocab) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse, picked, by_q, by_w = apply(_Reduce, x, target, q, w, vocab)
+    return lse, picked, by_q, by_w
+
+
+def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
+    """Per row of the own logits (classes last), the log-sum-exp over all classes."""
+    return _stats(x, None, None, None, vocab)[0]
+
+
+def cross_entropy(  # noqa: PLR0913  # torch's signature
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` gives for the full logits.
+
+    Args:
+        input: logits `(C,)`, `(N, C)` or `(N, C, d1, ...)`, C cut over ranks.
+        target: class indices, or probabilities of the full shape (a DTensor cut like the logits is taken as it lies).
+        weight: one per class, `(C,)`, whole.
+        ignore_index: class index whose rows do not count.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: share of the uniform distribution in the target, 0 to 1.
+        vocab: the cut, for plain local logits (or to say how many classes are real, for padded ones).
+
+    Returns:
+        The loss, plain and equal on all ranks; in float32 for half-precision logits.
+    """
+    class_dim = 0 if input.ndim == 1 else 1
+    x, cut = local_logits(input, vocab, class_dim)
+    if target.is_floating_point():
+        return _soft(x, target, weight, cut, class_dim, reduction, label_smoothing)
+    labels = plain(target)
+    assert labels is not None, "a target was given"
+    ignored = labels == ignore_index
+    whole = plain(weight)
+    part = None if whole is None else cut.part(whole)
+    smooth = label_smoothing > 0
+    ones = x.new_ones(cut.own) if smooth and part is None else part
+    lse, picked, _, total = _stats(x, labels, None, ones if smooth else None, cut)
+    of_target = torch.ones_like(lse) if whole is None else whole[labels.masked_fill(ignored, 0)].to(lse.dtype)
+    of_target = of_target.masked_fill(ignored, 0)
+    loss = (lse - picked) * of_target
+    if smooth:
+        mass = cut.total if whole is None else whole[: cut.total].sum()
+        even = (lse * mass - total).masked_fill(ignored, 0)
+        loss = (1 - label_smoothing) * loss + (label_smoothing / cut.total) * even
+    loss = loss.masked_fill(ignored, 0)
+    return _reduced(loss, reduction, of_target.sum())
+
+
+def _soft(  # noqa: PLR0913  # the facts of one loss
+    x: Tensor, target: Tensor, weight: Tensor | None, cut: Vocab, class_dim: int, reduction: Reduction, smoothing: float
+) -> Tensor:
+    """Cross entropy with a distribution per row as target."""
+    if target.requires_grad:
+        raise LayoutError("cross_entropy on a cut vocabulary gives no gradient to probability targets; detach them")
+    if isinstance(target, DTensor) and target.placements[0] == Shard(class_dim):
+        q = target.to_local().movedim(class_dim, -1)
+    else:
+        given = plain(target)
+        assert given is not None, "a target was given"
+        q = cut.part(given.movedim(class_dim, -1))
+    if smoothing > 0:
+        q = q * (1 - smoothing) + smoothing / cut.total
+    if weight is not None:
+        whole = plain(weight)
+        assert whole is not None, "a weight was given"
+        q = q * cut.part(whole)
+    mass = all_reduce(q.sum(-1), cut.comm)
+    lse, _, by_q, _ = _stats(x, None, q, None, cut)
+    loss = lse * mass - by_q
+    return _reduced(loss, reduction, loss.new_tensor(max(loss.numel(), 1)))
+
+
+def _reduced(loss: Tensor, reduction: Reduction, weight: Tensor) -> Tensor:
+    if reduction == "none":
+        return loss
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    return loss.sum() if reduction == "sum" else loss.sum() / weight
+
+
+def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+    """Log-probability of one given token per row.
+
+    Args:
+        logits: cut along `dim`.
+        tokens: class indices, of the logits' shape without `dim`.
+        dim: the class dim.
+        vocab: the cut, for plain local logits.
+    """
+    x, cut = local_logits(logits, vocab, dim)
+    lse, picked, _, _ = _stats(x, plain(tokens), None, None, cut)
+    return picked - lse
+
+
+def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+    """The own part of the log-probabilities, cut like the logits (plain).
+
+    The gradient that arrives must be the own part's; it is exact whatever reads it.
+    """
+    x, cut = local_logits(logits, vocab, dim)
+    out: Tensor = apply(_LogSoftmax, x, cut)
+    return out.movedim(-1, dim)
+
+
+class _LogSoftmax(Function):
+    """x: S(-1) -> log-probabilities: S(-1).  Backward: one all-reduce of a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vocab: Vocab) -> Tensor:
+        lse = log_sum_exp(x, vocab)
+        out = (x - lse.unsqueeze(-1)).to(x.dtype)
+        ctx.save_for_backward(out)
+        ctx.comm = vocab.comm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("losses on a cut vocabulary have first derivatives only")
+        (out,) = ctx.saved_tensors
+        total = all_reduce(grad.sum(-1, keepdim=True), ctx.comm)
+        return grad - out.exp() * total, None
+
+
+def nll_loss(
+    log_probs: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`)."""
+    x, cut = local_logits(log_probs, vocab, 0 if log_probs.ndim == 1 else 1)
+    labels, whole = plain(target), plain(weight)
+    assert labels is not None, "a target was given"
+    ignored = labels == ignore_index
+    picked: Tensor = apply(_Pick, x, labels, cut)
+    of_target = torch.ones_like(picked) if whole is None else whole[labels.masked_fill(ignored, 0)].to(picked.dtype)
+    of_target = of_target.masked_fill(ignored, 0)
+    return _reduced((-picked * of_target).masked_fill(ignored, 0), reduction, of_target.sum())
+
+
+class _Pick(Function):
+    """x: S(-1) -> x[target]: R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, vocab: Vocab) -> Tensor:
+        index, inside = _own(target, vocab)
+        ctx.save_for_backward(index, inside)
+        ctx.own = x.shape[-1]
+        return all_reduce(_pick(x, index, inside), vocab.comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        index, inside = ctx.saved_tensors
+        dx = grad.new_zeros((*grad.shape, ctx.own))
+        if ctx.own:
+            dx = dx.scatter(-1, index.unsqueeze(-1), (grad * inside).unsqueeze(-1))
+        return dx, None, None
+
+
+def kl_div(
+    logits: Tensor,
+    target_logits: Tensor,
+    *,
+    dim: int = -1,
+    reduction: Reduction | Literal["batchmean"] = "batchmean",
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """KL(softmax(target_logits) || softmax(logits)), both cut alike; gradients go to `logits` only (distillation).
+
+    Args:
+        logits: of the student, cut along `dim`.
+        target_logits: of the teacher, cut alike; taken as constant.
+        dim: the class dim.
+        reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim, "mean" by the rows.
+        vocab: the cut, for plain local logits.
+    """
+    x, cut = local_logits(logits, vocab, dim)
+    teacher, _ = local_logits(target_logits.detach(), vocab, dim)
+    lse_t = log_sum_exp(teacher, cut)
+    log_q = teacher - lse_t.unsqueeze(-1)
+    q = log_q.exp()
+    entropy = all_reduce(torch.special.entr(q).sum(-1), cut.comm)
+    lse, _, by_q, _ = _stats(x, None, q, None, cut)
+    rows = lse - by_q - entropy
+    if reduction == "batchmean":
+        return rows.sum() / rows.shape[0]
+    return _reduced(rows, reduction, rows.new_tensor(max(rows.numel(), 1)))

@@ -1,0 +1,50 @@
+"""What a style does with the module types it knows: local computation with explicit collectives.
+
+`LOWERINGS` maps (style, module type) to the stand-in for the module's forward.  A subclass that keeps its
+parent's forward is lowered as its parent.  What is not in the table runs through DTensor dispatch
+(`Boundary`): the same results, slower.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..sharding import ModuleSharding
+from .adapter import AdapterColumn, AdapterRow
+from .boundary import Boundary
+from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
+from .forward import Lowered
+from .linear import ColumnLinear, RowLinear
+from .norm import TOKENWISE, Tokenwise
+from .packed import PackedColumn
+
+__all__ = ["LOWERINGS", "Boundary", "Lowered", "lowering_of"]
+
+LOWERINGS: dict[tuple[str, type[nn.Module]], type[Lowered]] = {
+    ("ColwiseParallel", nn.Linear): ColumnLinear,
+    ("RowwiseParallel", nn.Linear): RowLinear,
+    ("ColwiseParallel", nn.Embedding): ColumnEmbedding,
+    ("RowwiseParallel", nn.Embedding): RowEmbedding,
+    ("LoRA ColwiseParallel", nn.Linear): AdapterColumn,
+    ("LoRA RowwiseParallel", nn.Linear): AdapterRow,
+    ("ColwiseParallel", nn.EmbeddingBag): ColumnEmbeddingBag,
+    **{("SequenceParallel", kind): Tokenwise for kind in TOKENWISE},
+}
+
+
+def lowering_of(sharding: ModuleSharding, module: nn.Module) -> type[Lowered] | None:
+    """The stand-in for a module under a style; None where there is none."""
+    kind = sharding.kind
+    if "blocks" in sharding.options:
+        return PackedColumn
+    if "forward" in module.__dict__:
+        return None
+    # Tokenwise looks its computation up by the exact type; the others only need the parent's forward.
+    exact = LOWERINGS.get((kind, type(module)))
+    if exact is not None or kind == "SequenceParallel":
+        return exact
+    for parent in type(module).__mro__[1:]:
+        found = LOWERINGS.get((kind, parent)) if issubclass(parent, nn.Module) else None
+        if found is not None:
+            return found if type(module).forward is getattr(parent, "forward", None) else None
+    return None

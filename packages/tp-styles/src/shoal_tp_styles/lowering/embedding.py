@@ -1,0 +1,172 @@
+"""Embedding tables cut along the vocabulary (rows) or along the features (columns).
+
+columns   tokens: R -> y: S(-1)          no communication in either direction
+rows      tokens: R -> y: R | S(d)       every rank looks up its own tokens, zeros elsewhere; then the sum
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from shoal_dtensor import DTensor, Replicate
+
+from .._torch import apply
+from ..errors import UnsupportedModuleError
+from ..sharding import ModuleSharding
+from .boundary import arrive_local, leave, leave_local, wrap_like
+from .enter import enter
+from .forward import Lowered, spec_of
+from .linear import first_order_only
+from .regions import axis_dim, gather, gather_blocks, reduce, scatter, uneven
+
+__all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding"]
+
+
+def _check(module: nn.Module, sharding: ModuleSharding) -> None:
+    """Refuse what a table in pieces cannot do."""
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedModuleError(
+            f"{sharding.kind}: {module} renormalises rows in place (max_norm); that is not sharded"
+        )
+    if getattr(module, "sparse", False):
+        raise UnsupportedModuleError(f"{sharding.kind}: {module} has sparse gradients, which DTensors do not hold")
+
+
+class ColumnEmbedding(Lowered):
+    """Stand-in for an embedding whose features are cut."""
+
+    __slots__ = ()
+
+    def resolve(self) -> None:
+        _check(self.module, self.sharding)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        port = self.port_in
+        if isinstance(input, DTensor):
+            input = arrive_local(input, port, self.mesh, grad=Replicate())
+        elif port.layout != port.desired:
+            input = _tokens(input, port, self)
+        return self.finish(self.look_up(input))
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """The local features of some tokens."""
+        module: Any = self.module
+        weight: Any = enter({"weight": self.params["weight"]})["weight"]
+        return functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """The output in the layout and form that leave the module."""
+        port = self.port_out
+        if port.layout == port.desired and self.sharding.local_outputs:
+            return out
+        spec = spec_of(self.params["weight"], "weight")
+        if self.sharding.local_outputs and port.desired == Replicate():
+            return gather(out, self.comm, out.ndim - 1, spec.cuts[1].sizes)
+        left = leave(out, port, self.mesh, (*out.shape[:-1], spec.shape[1]))
+        return leave_local(left) if self.sharding.local_outputs else left
+
+
+class ColumnEmbeddingBag(ColumnEmbedding):
+    """Stand-in for an embedding bag whose features are cut; every mode works, since bags are local."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        module: Any = self.module
+        tokens: Any = getattr(input, "_local_tensor", input)
+        offsets = getattr(offsets, "_local_tensor", offsets)
+        weight: Any = enter({"weight": self.params["weight"]})["weight"]
+        if per_sample_weights is not None and per_sample_weights.requires_grad:
+            raise UnsupportedModuleError(
+                "ColwiseParallel: an EmbeddingBag gives no gradient to per_sample_weights; detach them"
+            )
+        out = functional.embedding_bag(
+            tokens,
+            weight,
+            offsets,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            mode=module.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=module.include_last_offset,
+            padding_idx=module.padding_idx,
+        )
+        return self.finish(out)
+
+
+def _tokens(tokens: Tensor, port: Any, lowered: Lowered) -> Tensor:
+    where = axis_dim(port.layout, lowered.comm)
+    if where is None:
+        return arrive_local(tokens, port, lowered.mesh, grad=Replicate())
+    gathered: Tensor = gather_blocks(tokens.contiguous(), *where)
+    return gathered
+
+
+class _OwnRows(Function):
+    """tokens: R, W: S(0) -> y: P.  Rows of other ranks are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: DTensor, first: int, padding: int | None, scale: bool) -> Tensor:
+        local = weight._local_tensor
+        rows = local.shape[0]
+        own = tokens - first
+        # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
+        own = torch.where((own >= 0) & (own < rows), own, rows)
+        ctx.save_for_backward(own)
+        ctx.facts = weight._spec, rows, -1 if padding is None else padding - first, scale
+        outside = (own == rows).unsqueeze(-1)
+        if rows == 0:
+            return local.new_zeros((*tokens.shape, local.shape[1]))
+        return functional.embedding(own.clamp(max=rows - 1), local).masked_fill_(outside, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        (own,) = ctx.saved_tensors
+        spec, rows, padding, scale = ctx.facts
+        if not 0 <= padding < rows:
+            padding = -1
+        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), own, rows + 1, padding, scale)[:rows]
+        return None, DTensor(dense.to(spec.dtype), spec, requires_grad=False), None, None, None
+
+
+class RowEmbedding(Lowered):
+    """Stand-in for an embedding whose vocabulary is cut."""
+
+    __slots__ = ("where",)
+
+    def resolve(self) -> None:
+        _check(self.module, self.sharding)
+        port = self.port_out
+        self.where = axis_dim(port.desired, self.comm)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        port, port_out = self.port_in, self.port_out
+        module: Any = self.module
+        if isinstance(input, DTensor):
+            input = arrive_local(input, port, self.mesh, grad=Replicate())
+        elif port.layout != port.desired:
+            input = _tokens(input, port, self)
+        weight = self.params["weight"]
+        first = spec_of(weight, "weight").local_offset[0]
+        partial: Tensor = apply(_OwnRows, input, weight, first, module.padding_idx, module.scale_grad_by_freq)
+        local = self.sharding.local_outputs
+        if port_out.desired == Replicate():
+            out = reduce(partial, self.comm)
+            return out if local else wrap_like(out, port_out.desired, self.mesh, None)
+        if self.where is not None:
+            _, dim, sizes = self.where
+            dim = dim + partial.ndim if dim < 0 else dim
+            if sizes is not None or partial.shape[dim] % self.comm.size == 0:
+                out = scatter(partial, self.comm, dim, sizes)
+                return out if local else wrap_like(out, port_out.desired, self.mesh, None)
+            if local and dim < partial.ndim - 1:
+                raise uneven(self.sharding.kind, partial.shape[dim], dim, self.comm)
+        left = leave(partial, port_out, self.mesh)
+        return leave_local(left) if local else left

@@ -1,0 +1,57 @@
+"""Parameters enter local computation: DTensor parameters in, their local parts out, gradients back as DTensors.
+
+With it any function of plain tensors is a lowering: what it computes on local parts, autograd
+differentiates natively.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor
+from shoal_mesh import Comm
+
+from .regions import add_up
+
+__all__ = ["enter"]
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm = comm
+        ctx.specs = tuple(getattr(param, "_spec", None) for param in params)
+        ctx.set_materialize_grads(False)
+        return tuple(param._local_tensor.detach() if isinstance(param, DTensor) else param.detach() for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kept = [None if grad is None else grad.contiguous() for grad in grads]
+        add_up(kept, ctx.comm)
+        wrapped = (
+            grad if grad is None or spec is None else DTensor(grad, spec, requires_grad=False)
+            for grad, spec in zip(kept, ctx.specs, strict=True)
+        )
+        return (None, *wrapped)
+
+
+def enter(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
+    """The local parts of parameters, by name (None stays None).
+
+    Args:
+        params: DTensor or plain parameters.
+        comm: given where the local gradients of these parameters are partial sums over an axis: they are summed,
+            in one collective for all of them.
+    """
+    present = {name: param for name, param in params.items() if param is not None}
+    local: dict[str, Tensor | None] = dict.fromkeys(params)
+    if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):
+        local.update((name, getattr(param, "_local_tensor", param)) for name, param in present.items())
+        return local
+    entered = _Enter.apply(comm, *present.values())  # type: ignore[no-untyped-call] # torch leaves apply untyped
+    local.update(zip(present, entered, strict=True))
+    return local

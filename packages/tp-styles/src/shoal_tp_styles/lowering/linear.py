@@ -1,0 +1,377 @@
+"""Linear layers cut by columns or by rows, on local tensors with explicit collectives.
+
+Type lines, per mesh axis (activations are plain local tensors):
+
+    columns   x: R    -> y: S(-1)     backward: all-reduce of dx (shared by all readers of x), beside dW
+    columns   x: S(d) -> y: S(-1)     all-gather of x; backward: reduce-scatter of dx, beside dW
+    rows      x: S(-1) -> y: R        all-reduce of y; backward: nothing
+    rows      x: S(-1) -> y: S(d)     reduce-scatter of y; backward: all-gather of dy
+
+The weight is a DTensor parameter: one autograd function works on its local part and gives back the
+gradient as a DTensor of the same spec.  What is saved is what hand-written code saves: the input (an
+alias) and the local weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from shoal_dtensor import DTensor, Partial, Replicate, Spec
+from shoal_mesh import Comm, all_reduce_
+
+from .._torch import apply, autocast_dtype, autocasting
+from ..errors import SecondOrderError
+from .boundary import arrive_local, leave, leave_local, wrap_like
+from .forward import Lowered, spec_of
+from .regions import Where, axis_dim, gather, gather_blocks, scatter_blocks, split, uneven
+from .share import find_token, keep_token
+
+__all__ = ["ColumnLinear", "RowLinear", "first_order_only"]
+
+Grads = tuple[Any, ...]
+
+
+def first_order_only() -> None:
+    """Refuse to run a backward that itself is recorded: its local parts would not carry gradients."""
+    if torch.is_grad_enabled():
+        raise SecondOrderError(
+            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
+            "DTensor path: parallelize_module(..., lower=False)"
+        )
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
+def _weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
+    """Gradients of weight and bias as DTensors of the parameters' specs, from local dy and x."""
+    _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    weight_grad = bias_grad = None
+    weight_spec, bias_spec = ctx.specs
+    if grad.ndim != 2 and (needs_weight or needs_bias):
+        grad = grad.reshape(-1, grad.shape[-1])
+    if needs_weight:
+        if x.ndim != 2:
+            x = x.reshape(-1, x.shape[-1])
+        weight_grad = DTensor(_like(grad.t().mm(x), weight_spec), weight_spec, requires_grad=False)
+    if needs_bias:
+        bias_grad = DTensor(_like(grad.sum(0), bias_spec), bias_spec, requires_grad=False)
+    return weight_grad, bias_grad
+
+
+def _like(grad: Tensor, spec: Spec) -> Tensor:
+    return grad if grad.dtype is spec.dtype else grad.to(spec.dtype)
+
+
+def _start(
+    ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """What the forward of columns has in common: (output, local weight)."""
+    ctx.specs = (weight._spec, None if bias is None else bias._spec)
+    w = weight._local_tensor
+    b = None if bias is None else bias._local_tensor
+    if dtype is not None:
+        w, b = w.to(dtype), _cast(b, dtype)
+    return linear(x, w, b), w
+
+
+def _save(ctx: Any, x: Tensor, w: Tensor) -> None:
+    """Keep what the backward reads: a frozen weight needs no input, an input without gradient no weight."""
+    needs_input, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(x if needs_weight else None, w if needs_input else None)
+
+
+class _Column(Function):
+    """x, W: S(0), b: S(0) -> y: S(-1).  The gradient of x is all-reduced over `comm`; None leaves it partial."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, comm: Comm | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.comm = comm
+        ctx.came_as = x.dtype
+        if dtype is not None:
+            x = x.to(dtype)
+        out, w = _start(ctx, x, weight, bias, dtype)
+        _save(ctx, x, w)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        return (*_column_backward(ctx, grad, None), None, None)
+
+
+class _LeadColumn(Function):
+    """`_Column` that also gives the token on which the other readers of x run (see `share.py`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, comm: Comm, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.comm = comm
+        ctx.came_as = x.dtype
+        ctx.set_materialize_grads(False)
+        token = x.detach()
+        local = token if dtype is None else token.to(dtype)
+        out, w = _start(ctx, local, weight, bias, dtype)
+        _save(ctx, local, w)
+        return out, token
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Grads:
+        return (*_column_backward(ctx, grad, others), None, None)
+
+
+def _column_backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Grads:
+    first_order_only()
+    x, w = ctx.saved_tensors
+    pending = None
+    dx = others
+    if ctx.needs_input_grad[0]:
+        if grad is not None:
+            dx = grad.matmul(w)
+            if dx.dtype is not ctx.came_as:
+                dx = dx.to(ctx.came_as)
+            if others is not None:
+                dx += others
+        elif others is not None and ctx.comm is not None:
+            dx = others.clone()
+        if ctx.comm is not None and dx is not None:
+            pending = all_reduce_(dx, ctx.comm, async_op=True)
+    dw, db = (None, None) if grad is None else _weight_grads(ctx, grad, x)
+    if pending is not None:
+        pending.wait()
+    return dx, dw, db
+
+
+class _GatherColumn(Function):
+    """x: S(dim), W: S(0), b: S(0) -> y: S(-1), and the gathered x as the token of the other readers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, where: Where, dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.where, ctx.came_as = where, x.dtype
+        ctx.set_materialize_grads(False)
+        gathered = gather_blocks(x if dtype is None else x.to(dtype), *where)
+        out, w = _start(ctx, gathered, weight, bias, dtype)
+        _save(ctx, gathered, w)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(gathered)
+        return out, gathered
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Grads:
+        first_order_only()
+        x, w = ctx.saved_tensors
+        pending = None
+        if ctx.needs_input_grad[0]:
+            partial: Any = others if grad is None else grad.matmul(w)
+            if grad is not None and others is not None:
+                partial += others
+            pending = scatter_blocks(partial, *ctx.where, async_op=True)
+        dw, db = (None, None) if grad is None else _weight_grads(ctx, grad, x)
+        dx = None if pending is None else pending.wait()
+        if dx is not None and dx.dtype is not ctx.came_as:
+            dx = dx.to(ctx.came_as)
+        return dx, dw, db, None, None
+
+
+class _Row(Function):
+    """x: S(-1), W: S(1), b: R -> y: R (`where` is a communicator), S(d) (communicator, dim, sizes), or P (None).
+
+    The bias is added once, after the reduction.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        where: Comm | Where | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.where, ctx.came_as = where, x.dtype
+        ctx.specs = (weight._spec, None if bias is None else bias._spec)
+        w = weight._local_tensor
+        if dtype is not None:
+            x, w = x.to(dtype), w.to(dtype)
+        out = linear(x, w)
+        _save(ctx, x, w)
+        if type(where) is Comm:
+            all_reduce_(out, where)
+        elif isinstance(where, tuple):
+            out = scatter_blocks(out, *where)
+        if bias is not None:
+            out += bias._local_tensor
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Grads:
+        first_order_only()
+        x, w = ctx.saved_tensors
+        where = ctx.where
+        if isinstance(where, tuple):
+            grad = gather_blocks(grad.contiguous(), *where)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = grad.matmul(w)
+            if dx.dtype is not ctx.came_as:
+                dx = dx.to(ctx.came_as)
+        return (dx, *_weight_grads(ctx, grad, x), None, None)
+
+
+def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.dtype | None) -> Tensor:
+    out: Tensor = _Column.apply(x, weight, bias, comm, dtype)  # type: ignore[no-untyped-call]  # torch
+    return out
+
+
+class ColumnLinear(Lowered):
+    """Stand-in for the forward of a column-wise Linear; plain replicated inputs take the shortest way."""
+
+    __slots__ = ("key", "plain", "where")
+
+    def resolve(self) -> None:
+        self.key = (self.comm, None, None)
+        self.where = axis_dim(self.port_in.layout, self.comm)
+        self.plain = self.port_in.layout == Replicate() and self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether the local output of the product is what leaves the module."""
+        return self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor or not self.plain or autocasting():
+            return self.finish(self.general(input))
+        params = self.params
+        weight, bias = params["weight"], params["bias"]
+        if not torch.is_grad_enabled():
+            return linear(input, weight._local_tensor, None if bias is None else bias._local_tensor)
+        if not input.requires_grad:
+            return _column(input, weight, bias, None, None)
+        return self.replicated(input, weight, bias, None)
+
+    def replicated(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
+        """One reader, among possibly several, of a replicated activation."""
+        if input.is_leaf or not torch.is_grad_enabled():
+            return _column(input, weight, bias, self.comm, dtype)
+        token = find_token(input, self.key, grad=True)
+        if token is not None:
+            return _column(token, weight, bias, None, dtype)
+        out: Tensor
+        out, token = _LeadColumn.apply(input, weight, bias, self.comm, dtype)  # type: ignore[no-untyped-call]  # torch
+        if token.requires_grad:
+            keep_token(input, self.key, token)
+        return out
+
+    def gathered(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
+        """One reader, among possibly several, of an activation cut along another dim: gathered once for all."""
+        assert self.where is not None, "the input is cut"
+        key = (*self.where, dtype)
+        grad = input.requires_grad and torch.is_grad_enabled()
+        token = find_token(input, key, grad)
+        if token is not None:
+            return _column(token, weight, bias, None, dtype)
+        out: Tensor
+        out, token = apply(_GatherColumn, input, weight, bias, self.where, dtype)
+        if not (grad and input.is_leaf):
+            keep_token(input, key, token)
+        return out
+
+    def general(self, input: Tensor) -> Tensor:
+        """The local product for DTensor inputs, other layouts and autocast."""
+        params = self.params
+        weight, bias = params["weight"], params["bias"]
+        spec_of(weight, "weight")
+        dtype = autocast_dtype(input)
+        if not isinstance(input, DTensor):
+            if self.port_in.layout == Replicate():
+                return self.replicated(input, weight, bias, dtype)
+            if self.where is not None:
+                return self.gathered(input, weight, bias, dtype)
+        local = arrive_local(input, self.port_in, self.mesh, grad=Partial())
+        return _column(local, weight, bias, None, dtype)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """The output in the layout and form that leave the module."""
+        if self.finished:
+            return out
+        spec = spec_of(self.params["weight"], "weight")
+        if self.sharding.local_outputs and self.port_out.desired == Replicate():
+            return gather(out, self.comm, out.ndim - 1, spec.cuts[0].sizes)
+        left = leave(out, self.port_out, self.mesh, (*out.shape[:-1], spec.shape[0]))
+        return leave_local(left) if self.sharding.local_outputs else left
+
+
+class RowLinear(Lowered):
+    """Stand-in for the forward of a row-wise Linear; plain cut inputs and plain outputs take the shortest way."""
+
+    __slots__ = ("direct_in", "direct_out", "fast", "where")
+
+    def resolve(self) -> None:
+        self.direct_in = self.port_in.layout == self.port_in.desired
+        self.where = axis_dim(self.port_out.desired, self.comm)
+        self.direct_out = self.where is not None or self.port_out.desired == Replicate()
+        self.fast = self.direct_in and self.port_out.desired == Replicate() and self.sharding.local_outputs
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor or not self.fast or autocasting():
+            return self.general(input)
+        params = self.params
+        out: Tensor = _Row.apply(input, params["weight"], params["bias"], self.comm, None)  # type: ignore[no-untyped-call]  # torch
+        return out
+
+    def general(self, input: Tensor) -> Tensor:
+        """DTensor inputs, other layouts and autocast."""
+        params = self.params
+        weight, bias = params["weight"], params["bias"]
+        spec = spec_of(weight, "weight")
+        dtype = autocast_dtype(input)
+        shape = list(input.shape)
+        if not isinstance(input, DTensor) and self.direct_in:
+            local = input
+        elif not isinstance(input, DTensor) and self.port_in.layout == Replicate():
+            local = split(input, self.comm, input.ndim - 1, spec.cuts[1].sizes)
+        else:
+            local = arrive_local(input, self.port_in, self.mesh, grad=self.port_in.desired)
+            shape = list(local.shape)
+        where = self.target(shape, spec)
+        if where is None:
+            return self.by_dtensor(local, weight, bias, dtype)
+        out: Tensor = apply(_Row, local, weight, bias, where, dtype)
+        if self.sharding.local_outputs:
+            return out
+        return wrap_like(out, self.port_out.desired, self.mesh, None)
+
+    def target(self, shape: list[int], spec: Spec) -> Comm | Where | None:
+        """The collective that brings the partial output where it is wanted; None where DTensor must do it."""
+        if self.port_out.desired == Replicate():
+            return self.comm
+        if self.where is None:
+            return None
+        comm, dim, sizes = self.where
+        dim = dim + len(shape) if dim < 0 else dim
+        if dim >= len(shape) - 1:
+            return None
+        if sizes is None and shape[dim] % comm.size:
+            if self.sharding.local_outputs:
+                raise uneven(self.sharding.kind, shape[dim], dim, comm)
+            return None
+        return comm, dim, sizes
+
+    def by_dtensor(self, local: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
+        """Partial product, redistributed as a DTensor, then the bias."""
+        partial: Tensor = apply(_Row, local, weight, None, None, dtype)
+        left = leave(partial, self.port_out, self.mesh)
+        if bias is not None:
+            left = left + (bias if dtype is None else bias.to(dtype))
+            left = leave(left, self.port_out, self.mesh)
+        return leave_local(left) if self.sharding.local_outputs else left

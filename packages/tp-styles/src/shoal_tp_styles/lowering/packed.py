@@ -1,0 +1,111 @@
+"""Fused and head-cut column-wise products: several parameter blocks, one local matrix.
+
+x: R | S(d) -> y: S(-1) block by block.  The blocks' local parts are read as one matrix where they lie side by
+side in memory, and joined by a copy where something (a dtype change, a fresh load) has moved them apart.
+Where ranks share heads, the gradient of the shared block is summed over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from shoal_dtensor import DTensor, Partial, Replicate
+from shoal_mesh import Comm
+
+from .._torch import pieces
+from ..sharding import Heads
+from .boundary import arrive_local
+from .forward import Lowered
+from .linear import first_order_only
+from .regions import add_up, axis_dim, copy, gather_partial
+
+__all__ = ["PackedColumn", "joined"]
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The parts along dim 0 as one tensor: a view of their common buffer if they lie side by side, else a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    end = parts[0].data_ptr()
+    storage = parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous() or part.untyped_storage().data_ptr() != storage:
+            return torch.cat(parts)
+        end += part.numel() * part.element_size()
+    rows = sum(part.shape[0] for part in parts)
+    first = parts[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+class _Join(Function):
+    """Parameters: DTensors -> one local matrix.  Backward: its rows as DTensor gradients, summed over sharing ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, comms: tuple[Comm | None, ...], *params: DTensor) -> Tensor:
+        ctx.comms = comms
+        ctx.specs = tuple(param._spec for param in params)
+        parts = [param._local_tensor for param in params]
+        ctx.rows = [part.shape[0] for part in parts]
+        whole = joined(parts)
+        return whole.detach() if len(parts) == 1 else whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        grads = []
+        for piece, spec, comm in zip(pieces(grad, ctx.rows), ctx.specs, ctx.comms, strict=True):
+            own = piece.contiguous()
+            add_up([own], comm)
+            grads.append(DTensor(own, spec, requires_grad=False))
+        return (None, *grads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    name: str
+    comm: Comm | None
+
+
+class PackedColumn(Lowered):
+    """Stand-in for a fused Linear, or one whose heads are shared by ranks."""
+
+    __slots__ = ("blocks", "where")
+
+    def resolve(self) -> None:
+        port = self.port_in
+        self.where = axis_dim(port.layout, self.comm)
+        named: Any = self.sharding.options["blocks"]
+        self.blocks = [_Block(name, self._sharing(heads)) for name, heads in named.items()]
+
+    def _sharing(self, heads: Heads) -> Comm | None:
+        """The ranks that hold the same heads as this one."""
+        shared = heads.mesh(self.mesh)
+        return None if shared.ndim == 1 else shared.comm(1)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        port = self.port_in
+        if isinstance(input, DTensor) or (self.where is None and port.layout != Replicate()):
+            input = arrive_local(input, port, self.mesh, grad=Partial())
+        elif self.where is not None:
+            input = gather_partial(input, *self.where)
+        else:
+            input = copy(input, self.comm)
+        weight = self.join("weight")
+        assert weight is not None, "a Linear has a weight"
+        return linear(input, weight, self.join("bias"))
+
+    def join(self, kind: str) -> Tensor | None:
+        """The local matrix (or bias) of all blocks."""
+        params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
+        if params[0] is None:
+            return None
+        if not torch.is_grad_enabled():
+            return joined([param._local_tensor for param in params])
+        out: Tensor = _Join.apply(tuple(block.comm for block in self.blocks), *params)  # type: ignore[no-untyped-call] # torch
+        return out
