@@ -182,20 +182,35 @@ _WHOLE = Cut((), (), ())
 
 def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict[int, Cut]] | None:
     """The placements and cuts that one operand's entries mean; None if two rows cut one dim."""
-    placements: list[Placement] = []
     by_dim: dict[int, Cut] = {}
-    owner: dict[int, Row] = {}
+    rows: dict[int, list[Row]] = {}
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):
-            placements.append(entry)
             continue
         row, factor = cuts[axis]
-        if owner.setdefault(entry.dim, row) is not row:
+        known = rows.setdefault(entry.dim, [])
+        if any(row is other for other in known):
+            continue
+        cut = factor.scaled(entry.unit) if entry.cut is None else entry.cut(factor)
+        both = _nested(by_dim[entry.dim], cut) if known else cut
+        if both is None:
             return None
-        if entry.dim not in by_dim:
-            by_dim[entry.dim] = factor.scaled(entry.unit) if entry.cut is None else entry.cut(factor)
-        placements.append(by_dim[entry.dim].placements(entry.dim)[axis])
+        known.append(row)
+        by_dim[entry.dim] = both
+    placements = [
+        by_dim[entry.dim].placements(entry.dim)[axis] if isinstance(entry, S) else entry
+        for axis, entry in enumerate(entries)
+    ]
     return placements, by_dim
+
+
+def _nested(one: Cut, other: Cut) -> Cut | None:
+    """A dim cut by two rows: possible where one of them leaves everything with one coordinate (a selected element)."""
+    for outer, inner in ((one, other), (other, one)):
+        if all(size in (0, outer.length) for size in outer.sizes):
+            sizes = tuple(n if whole else 0 for whole in outer.sizes for n in inner.sizes)
+            return Cut(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
+    return None
 
 
 def _keeps(operands: Operands, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:

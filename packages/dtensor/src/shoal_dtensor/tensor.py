@@ -17,6 +17,7 @@ from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch, wrap
 from .errors import PlacementError
+from .indexing import without_numbers
 from .placements import Placement, Replicate
 from .spec import Spec
 
@@ -219,6 +220,9 @@ class DTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(*without_numbers(index, value, self.shape))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))

@@ -1,0 +1,67 @@
+"""Indices rewritten so that what is assigned to is a view of local storage, whatever the sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["without_numbers"]
+
+
+def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:
+    """The same assignment `x[index] = value` with every number `i` in the index replaced by the slice `i:i+1`.
+
+    A slice of a sharded tensor is a view on every rank; one element would belong to one rank only. Indices that are
+    not made of numbers, slices, None and Ellipsis stay as they are.
+
+    Args:
+        index: the index; value: what is assigned; shape: of x.
+
+    Raises:
+        IndexError: if a number is out of range.
+
+    Example:
+        >>> without_numbers((-1, slice(2)), 5.0, (3, 4))
+        ((slice(2, 3, None), slice(None, 2, None)), 5.0)
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_number, parts)) or not all(_is_basic(part) for part in parts):
+        return index, value
+    used = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    rest = (slice(None),) * (len(shape) - used)
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts = (*parts[:at], *rest, *parts[at + 1 :])
+    made: list[Any] = []
+    numbers: list[int] = []  # where the new dims of size 1 stand, counted from the end of the result
+    dim = 0
+    for i, part in enumerate(parts):
+        if _is_number(part):
+            made.append(_one(part, shape, dim))
+            numbers.append(i - len(parts))
+        else:
+            made.append(part)
+        dim += part is not None
+    if isinstance(value, Tensor) and value.ndim:
+        # The numbers' dims are missing from the value; from the right, so that every place stays what it was.
+        for place in reversed(numbers):
+            if value.ndim >= -place - 1:
+                value = value.unsqueeze(place + value.ndim + 1)
+    return tuple(made), value
+
+
+def _is_number(part: Any) -> bool:
+    return isinstance(part, int) and not isinstance(part, bool)
+
+
+def _is_basic(part: Any) -> bool:
+    return part is None or part is Ellipsis or isinstance(part, slice) or _is_number(part)
+
+
+def _one(index: int, shape: Sequence[int], dim: int) -> slice:
+    """The slice that has only element `index` of dim `dim`."""
+    size = shape[dim] if dim < len(shape) else 0
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {size}")
+    return slice(index % size, index % size + 1)
