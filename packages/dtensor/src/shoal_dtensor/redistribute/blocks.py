@@ -7,15 +7,16 @@ replica sends more than its share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ..spec import Box
 
-__all__ = ["Block", "Blocks", "exchange_blocks", "intersect", "volume"]
+__all__ = ["Block", "Blocks", "exchange_blocks", "flows", "intersect", "volume"]
 
 Block = tuple[int, Box]
+Flow = tuple[int, int, Box]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +63,44 @@ def exchange_blocks(me: int, before: Sequence[Box | None], after: Sequence[Box |
         >>> exchange_blocks(0, rows, columns)
         Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=((0, 1), (0, 1)))
     """
-    owners: dict[Box, list[int]] = {}
-    for member, box in enumerate(before):
-        if box is not None and volume(box):
-            owners.setdefault(box, []).append(member)
+    mine, wanted = before[me], after[me]
     sends: list[Block] = []
     receives: list[Block] = []
-    mine, wanted = before[me], after[me]
-    for box, holders in owners.items():
-        needed = None if wanted is None else intersect(box, wanted)
+    for box, holders in _holders(before).items():
         if me in holders:
-            sends += _sends(me, box, holders, after)
-        elif needed is not None:
-            receives.append((_provider(me, box, holders, after), needed))
+            sends += [(taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me]
+            continue
+        needed = None if wanted is None else intersect(box, wanted)
+        if needed is not None:
+            alone = len(holders) == 1
+            giver = holders[0] if alone else next(g for g, t, _ in _turns(box, holders, after) if t == me)
+            receives.append((giver, needed))
     kept = None if mine is None or wanted is None else intersect(mine, wanted)
     return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), kept)
 
 
-def _sends(me: int, box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> list[Block]:
-    """Blocks of `box` that fall to holder `me` to send."""
-    sends: list[Block] = []
+def flows(before: Sequence[Box | None], after: Sequence[Box | None]) -> Iterator[Flow]:
+    """Every (sender, receiver, block) of an exchange; arguments as for `exchange_blocks`."""
+    for box, holders in _holders(before).items():
+        yield from _turns(box, holders, after)
+
+
+def _holders(before: Sequence[Box | None]) -> dict[Box, list[int]]:
+    """Members that hold each box; empty boxes left out."""
+    found: dict[Box, list[int]] = {}
+    for member, box in enumerate(before):
+        if box is not None and volume(box):
+            found.setdefault(box, []).append(member)
+    return found
+
+
+def _turns(box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> Iterator[Flow]:
+    """Who gives which part of a box to whom: the holders take turns."""
     turn = 0
-    for member, wanted in enumerate(after):
-        if wanted is None or member in holders:
+    for taker, wanted in enumerate(after):
+        if wanted is None or taker in holders:
             continue
         needed = intersect(box, wanted)
         if needed is not None:
-            if holders[turn % len(holders)] == me:
-                sends.append((member, needed))
+            yield holders[turn % len(holders)], taker, needed
             turn += 1
-    return sends
-
-
-def _provider(me: int, box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> int:
-    """The holder of `box` whose turn it is when member `me` asks."""
-    if len(holders) == 1:
-        return holders[0]
-    turn = 0
-    for member in range(me):
-        wanted = after[member]
-        if wanted is not None and member not in holders and intersect(box, wanted) is not None:
-            turn += 1
-    return holders[turn % len(holders)]

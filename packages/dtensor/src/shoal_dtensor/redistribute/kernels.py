@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import RedistributeError
 from ..spec import Box, Spec
 from .blocks import Blocks, exchange_blocks, volume
+from .packing import adjacent_rows, grid_of, join, regular, shape_of, slices_of, split, unpack
 from .steps import (
     AllGather,
     AllReduce,
@@ -31,9 +32,20 @@ from .steps import (
     Share,
     Slice,
     Step,
+    Transfer,
 )
 
-__all__ = ["Collective", "Kernel", "blocks_of", "identity_of", "kernel", "members"]
+__all__ = [
+    "Collective",
+    "Kernel",
+    "blocks_of",
+    "box_of",
+    "identity_of",
+    "kernel",
+    "members",
+    "transfer_boxes",
+    "transfer_kernel",
+]
 
 Coordinate = tuple[int, ...]
 
@@ -50,6 +62,7 @@ class Collective:
         op: reduction.
         sizes: lengths of the members' pieces (of all_to_all_v: elements sent to each).
         receives: of all_to_all_v: elements received from each; of all_to_all: the dim that is joined.
+        ranks: global ranks of the communicator where it is not along axes of one mesh.
     """
 
     kind: str
@@ -58,6 +71,7 @@ class Collective:
     op: str = "sum"
     sizes: tuple[int, ...] = ()
     receives: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,10 @@ class Kernel:
     finish: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def kernel(step: Step, coordinate: Coordinate) -> Kernel:
-    """What the rank at a mesh coordinate does in a step."""
+def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
+    """What the rank at a coordinate of the step's mesh does; nothing if it is outside (None), but for a transfer."""
+    if coordinate is None and type(step) is not Transfer:
+        return Kernel()
     return _KERNELS[type(step)](step, coordinate)
 
 
@@ -105,15 +121,6 @@ def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
     return exchange_blocks(group.index(coordinate), before, after)
 
 
-def _slices(box: Box, frame: Box) -> tuple[slice, ...]:
-    """Indices of a global box inside the local tensor that holds `frame`."""
-    return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, frame, strict=True))
-
-
-def _shape(box: Box) -> list[int]:
-    return [stop - start for start, stop in box]
-
-
 def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
     before, after = step.src.box(coordinate), step.dst.box(coordinate)
     cuts = [(d, j - i, k - j) for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True)) if (i, m) != (j, k)]
@@ -140,7 +147,7 @@ def _pad(step: Pad, coordinate: Coordinate) -> Kernel:
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
     value = identity_of(next(iter(ops.values())), step.dst.dtype)
     factor = prod(step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg")
-    shape, inner = _shape(after), _slices(before, after)
+    shape, inner = shape_of(after), slices_of(before, after)
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
         out = local.new_full(shape, value)
@@ -160,7 +167,7 @@ def _scale(step: Scale, coordinate: Coordinate) -> Kernel:
 def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
     boxes = [step.src.box(c) for c in members(step.src, step.axes, coordinate)]
     frame = step.dst.box(coordinate)
-    shape = _shape(frame)
+    shape = shape_of(frame)
     if not volume(frame):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     if len(step.dims) == 1:
@@ -170,17 +177,17 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
             return Kernel(collective=Collective("all_gather", step.axes, dim=dim))
         return Kernel(collective=Collective("all_gather_v", step.axes, dim=dim, sizes=sizes))
     counts = tuple(map(volume, boxes))
-    if _regular(boxes):
-        grid = _grid(step.src, step.dst, step.dims)
+    if regular(boxes):
+        grid = grid_of(step.src, step.dst, step.dims)
         return Kernel(
             prepare=_flatten,
             collective=Collective("all_gather", step.axes),
-            finish=lambda got, _: _join(got, grid, _shape(boxes[0]), step.dims).reshape(shape),
+            finish=lambda got, _: join(got, grid, shape_of(boxes[0]), step.dims).reshape(shape),
         )
 
     def finish(got: Tensor, _: Tensor) -> Tensor:
         out = got.new_empty(shape)
-        _unpack(out, frame, boxes, got)
+        unpack(out, frame, boxes, got)
         return out
 
     return Kernel(_flatten, Collective("all_gather_v", step.axes, sizes=counts), finish)
@@ -188,7 +195,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
 
 def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
     boxes = [step.dst.box(c) for c in members(step.dst, step.axes, coordinate)]
-    frame, shape = step.src.box(coordinate), _shape(step.dst.box(coordinate))
+    frame, shape = step.src.box(coordinate), shape_of(step.dst.box(coordinate))
     if not volume(frame):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     divide = _division(step.divisor, step.src.dtype)
@@ -204,14 +211,14 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         got = got.view(shape)
         return got if divide is None else divide(got, local)
 
-    if _regular(boxes):
-        grid = _grid(step.dst, step.src, step.dims)
+    if regular(boxes):
+        grid = grid_of(step.dst, step.src, step.dims)
         return Kernel(
-            prepare=lambda local: _split(local, grid, shape, step.dims),
+            prepare=lambda local: split(local, grid, shape, step.dims),
             collective=Collective("reduce_scatter", step.axes, op=step.op),
             finish=finish,
         )
-    where = [_slices(box, frame) for box in boxes]
+    where = [slices_of(box, frame) for box in boxes]
     collective = Collective("reduce_scatter_v", step.axes, op=step.op, sizes=tuple(map(volume, boxes)))
     return Kernel(lambda local: torch.cat([local[w].reshape(-1) for w in where]), collective, finish)
 
@@ -224,7 +231,7 @@ def _all_reduce(step: AllReduce, coordinate: Coordinate) -> Kernel:
 
 
 def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
-    shape = _shape(step.dst.box(coordinate))
+    shape = shape_of(step.dst.box(coordinate))
     if not volume(step.dst.box(coordinate)):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     return Kernel(collective=Collective("all_to_all", step.axes, dim=step.dst_dim, receives=(step.src_dim,)))
@@ -235,6 +242,35 @@ def _exchange(step: Exchange, coordinate: Coordinate) -> Kernel:
     blocks = blocks_of(step, coordinate)
     collective = Collective("all_to_all_v", step.axes, **_counts(blocks, len(group)))
     return Kernel(*_moves(blocks, step.src.box(coordinate), step.dst.box(coordinate), collective))
+
+
+def _transfer(step: Transfer, coordinate: Coordinate | None) -> Kernel:
+    """`coordinate` is not used: a rank may be on either mesh, so it is known by its global rank."""
+    return transfer_kernel(step, step.src.mesh.get_rank())
+
+
+def transfer_kernel(step: Transfer, rank: int) -> Kernel:
+    """What a global rank does in a transfer; nothing if it is on neither mesh."""
+    if rank not in step.ranks:
+        return Kernel()
+    me = step.ranks.index(rank)
+    before, after = transfer_boxes(step)
+    blocks = exchange_blocks(me, before, after)
+    collective = Collective("all_to_all_v", (), ranks=step.ranks, **_counts(blocks, len(step.ranks)))
+    mine, wanted = before[me], after[me]
+    nothing: Box = ((0, 0),)
+    return Kernel(*_moves(blocks, nothing if mine is None else mine, nothing if wanted is None else wanted, collective))
+
+
+def transfer_boxes(step: Transfer) -> tuple[list[Box | None], list[Box | None]]:
+    """The boxes that the ranks of a transfer have and shall have; None where they are not in the mesh."""
+    return [box_of(step.src, rank) for rank in step.ranks], [box_of(step.dst, rank) for rank in step.ranks]
+
+
+def box_of(spec: Spec, rank: int) -> Box | None:
+    """What a global rank holds; None if it is not in the mesh."""
+    coordinate = spec.mesh.coordinate_of(rank)
+    return None if coordinate is None else spec.box(coordinate)
 
 
 def _counts(blocks: Blocks, size: int) -> dict[str, Any]:
@@ -251,77 +287,35 @@ def _moves(
     blocks: Blocks, before: Box, after: Box, collective: Collective
 ) -> tuple[Callable[[Tensor], Tensor], Collective, Callable[[Tensor, Tensor], Tensor]]:
     """Packing, the exchange and unpacking of blocks."""
-    shape = _shape(after)
-    where = [_slices(box, before) for _, box in blocks.sends]
+    shape = shape_of(after)
+    where = [slices_of(box, before) for _, box in blocks.sends]
     boxes = [box for _, box in blocks.receives]
     kept = blocks.kept
-    source = _slices(kept, before) if kept is not None else ()
-    target = _slices(kept, after) if kept is not None else ()
+    source = slices_of(kept, before) if kept is not None else ()
+    target = slices_of(kept, after) if kept is not None else ()
+
+    rows = adjacent_rows([box for _, box in blocks.sends], before)
+    whole = kept is None and adjacent_rows(boxes, after) == (0, shape[0] if shape else 1)
 
     def prepare(local: Tensor) -> Tensor:
-        if not where:
-            return local.new_empty(0)
-        return torch.cat([local[w].reshape(-1) for w in where]) if len(where) > 1 else local[where[0]].reshape(-1)
+        if rows is not None:
+            return local[rows[0] : rows[1]].reshape(-1)
+        return torch.cat([local[w].reshape(-1) for w in where]) if where else local.new_empty(0)
 
     def finish(got: Tensor, local: Tensor) -> Tensor:
-        if kept is None and boxes == [after]:
+        if whole:
             return got.view(shape)
         out = local.new_empty(shape)
         if kept is not None:
             out[target] = local[source]
-        _unpack(out, after, boxes, got)
+        unpack(out, after, boxes, got)
         return out
 
     return prepare, collective, finish
 
 
-def _unpack(out: Tensor, frame: Box, boxes: Sequence[Box], flat: Tensor) -> None:
-    """Copy blocks that lie one after the other in `flat` to where they belong."""
-    at = 0
-    for box in boxes:
-        count = volume(box)
-        if count:
-            out[_slices(box, frame)] = flat[at : at + count].view(_shape(box))
-        at += count
-
-
 def _flatten(local: Tensor) -> Tensor:
     return local.reshape(-1)
-
-
-def _regular(boxes: Sequence[Box]) -> bool:
-    """Whether all boxes have the same shape."""
-    first = _shape(boxes[0])
-    return all(_shape(box) == first for box in boxes)
-
-
-def _grid(fine: Spec, coarse: Spec, dims: Sequence[int]) -> list[int]:
-    """For each of `dims`, how many pieces of the finer cut make one of the coarser."""
-    return [len(fine.cuts[d].sizes) // len(coarse.cuts[d].sizes) for d in dims]
-
-
-def _join(flat: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Blocks of a regular grid over `dims`, one after the other, as one tensor with (piece, element) dim pairs."""
-    order: list[int] = []
-    for dim in range(len(block)):
-        if dim in dims:
-            order.append(list(dims).index(dim))
-        order.append(len(grid) + dim)
-    return flat.view(*grid, *block).permute(order)
-
-
-def _split(local: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """The blocks of a regular grid over `dims`, one after the other in a flat tensor."""
-    pairs: list[int] = []
-    outer: list[int] = []
-    inner: list[int] = []
-    for dim, length in enumerate(block):
-        if dim in dims:
-            outer.append(len(pairs))
-            pairs.append(grid[list(dims).index(dim)])
-        inner.append(len(pairs))
-        pairs.append(length)
-    return local.reshape(pairs).permute(*outer, *inner).reshape(-1)
 
 
 def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -357,7 +351,7 @@ def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
     return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min
 
 
-_KERNELS: dict[type[Step], Callable[[Any, Coordinate], Kernel]] = {
+_KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
     Slice: _slice,
     Share: _share,
     Pad: _pad,
@@ -367,4 +361,5 @@ _KERNELS: dict[type[Step], Callable[[Any, Coordinate], Kernel]] = {
     AllReduce: _all_reduce,
     AllToAll: _all_to_all,
     Exchange: _exchange,
+    Transfer: _transfer,
 }

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from .space import Dims, Move, Space, Tokens, valid_tokens
+from .space import Dims, Move, Space, Tokens, shared, valid_tokens
 
 __all__ = ["finishes", "presliced", "reductions", "transition"]
 
 
 def transition(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...] = ()) -> list[Move]:
-    """The direct way from one sharding to another: what can be cut is cut first, then at most one collective."""
+    """The direct way from one sharding to another: what can be cut is cut first, then mostly one collective."""
     moves: list[Move] = []
     if dims == goal:
         return moves
@@ -24,7 +24,7 @@ def transition(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...] = 
     if sliced != dims:
         moves.append(_slice(space, dims, sliced, pending))
     if sliced != goal:
-        moves.append(_collective(space, sliced, goal, pending))
+        moves += _collectives(space, sliced, goal, pending)
     return moves
 
 
@@ -49,17 +49,33 @@ def _slice(space: Space, dims: Dims, after: Dims, pending: tuple[int, ...]) -> M
     return Move("Slice", axes, changed, after, pending, space.links.copy(box), 0, space.box(dims) + box)
 
 
-def _collective(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) -> Move:
-    """The one collective that leads from a sharding to another: all-gather, all-to-all or exchange."""
-    links = space.links
+def _collectives(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) -> list[Move]:
+    """From a sharding to another by all-gather, all-to-all or exchange."""
+    changed = tuple(d for d, (a, b) in enumerate(zip(dims, goal, strict=True)) if a != b)
+    if any(dims[d][: len(goal[d])] != goal[d] for d in changed):
+        return [_exchange(space, dims, goal, pending, changed)]
+    fused = _gather(space, dims, goal, pending)
+    if len(changed) > 1 and changed[0] == 0 and space.bulky:  # the inner dims are cheaper to copy while the rest is cut
+        halfway = (dims[0], *goal[1:])
+        split = [_gather(space, dims, halfway, pending), _gather(space, halfway, goal, pending)]
+        if sum(move.seconds for move in split) < fused.seconds:
+            return split
+    return [fused]
+
+
+def _gather(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) -> Move:
     changed = tuple(d for d, (a, b) in enumerate(zip(dims, goal, strict=True)) if a != b)
     before, after = space.box(dims), space.box(goal)
-    if all(dims[d][: len(goal[d])] == goal[d] for d in changed):
-        axes = tuple(t // 3 for d in changed for t in dims[d][len(goal[d]) :])
-        received = space.missing(dims, goal)
-        packed = after if changed != (0,) else 0
-        seconds = links.seconds(axes, received) + links.copy(packed)
-        return Move("AllGather", axes, changed, goal, pending, seconds, received, before + after + packed)
+    axes = tuple(t // 3 for d in changed for t in dims[d][len(goal[d]) :])
+    received = space.missing(dims, goal)
+    packed = after if changed != (0,) else 0
+    seconds = space.links.seconds(axes, received) + space.links.copy(packed)
+    return Move("AllGather", axes, changed, goal, pending, seconds, received, before + after + packed)
+
+
+def _exchange(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...], changed: tuple[int, ...]) -> Move:
+    links = space.links
+    before, after = space.box(dims), space.box(goal)
     received = space.missing(dims, goal)
     pair = _all_to_all(space, dims, goal, changed)
     if pair is not None:
@@ -67,7 +83,8 @@ def _collective(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) 
         kind, changed = "AllToAll", pair
     else:
         axes, kind = _involved(dims, goal, changed), "Exchange"
-    seconds = links.seconds(axes, received) + links.copy(before + after)
+    rows = changed == (0,)  # blocks of whole rows lie in memory as they travel
+    seconds = links.seconds(axes, received) + links.copy(0 if rows else before + after)
     return Move(kind, axes, changed, goal, pending, seconds, received, 2 * (before + after))
 
 
@@ -88,19 +105,10 @@ def _involved(dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, ..
     axes: set[int] = set()
     for dim in changed:
         old, new = dims[dim], goal[dim]
-        same = _common_prefix(old, new)
+        same = shared(old, new)
         axes.update(t // 3 for t in old[same:])
         axes.update(t // 3 for t in new[same:])
     return tuple(sorted(axes))
-
-
-def _common_prefix(old: Tokens, new: Tokens) -> int:
-    length = 0
-    for a, b in zip(old, new, strict=False):
-        if a != b:
-            break
-        length += 1
-    return length
 
 
 def finishes(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
@@ -162,8 +170,10 @@ def _subsets(space: Space, pending: tuple[int, ...]) -> list[tuple[int, ...]]:
     if not space.links.uniform:
         return [axes for n in range(len(pending), 0, -1) for axes in combinations(pending, n)]
     cut = {t // 3 for tokens in space.goal for t in tokens}
-    wanted = tuple(a for a in pending if a in cut)
-    return [pending, wanted] if wanted and wanted != pending else [pending]
+    found = [pending, tuple(a for a in pending if a in cut)]
+    if space.bulky:  # one dim after the other copies less than all at once
+        found += [tuple(a for a in pending if 3 * a in tokens) for tokens in space.goal]
+    return list(dict.fromkeys(axes for axes in found if axes))
 
 
 def presliced(space: Space, dims: Dims) -> Iterator[tuple[Dims, tuple[Move, ...]]]:
@@ -201,10 +211,14 @@ def _scattered(space: Space, dims: Dims, axes: tuple[int, ...]) -> list[Dims]:
 
 
 def _scratch_dims(space: Space, dims: list[Tokens], tail: Tokens) -> list[int]:
-    """Tensor dims on which axes without a place in `dst` are worth cutting: the first even one and their own."""
+    """Tensor dims on which axes without a place in `dst` are worth cutting.
+
+    The first that divides evenly, the first such that no pending reduction has to cut too, and their own.
+    """
     even = [d for d, tokens in enumerate(dims) if space.width(d, tokens + tail)[1] and space.shape[d]]
-    wanted = [d for d, tokens in enumerate(space.goal) if any(t // 3 * 3 in tail for t in tokens) and d not in even[:1]]
-    if even:
-        return even[:1] + wanted
-    longest = max(range(len(dims)), key=lambda d: space.width(d, dims[d])[0], default=None)
-    return [longest, *(d for d in wanted if d != longest)] if longest is not None else []
+    quiet = [d for d in even if not any(t // 3 in space.pending for t in space.goal[d])]
+    wanted = [d for d, tokens in enumerate(space.goal) if any(t // 3 * 3 in tail for t in tokens)]
+    found = even[:1] + quiet[:1] + wanted
+    if not even and dims:
+        found.insert(0, max(range(len(dims)), key=lambda d: space.width(d, dims[d])[0]))
+    return list(dict.fromkeys(found))

@@ -15,12 +15,13 @@ from shoal_mesh import DeviceMesh
 from ..errors import RedistributeError
 from ..placements import Partial, Placement, Replicate
 from ..spec import Spec
+from .across import plan_across
 from .pricing import Links
 from .search import Route, routes
 from .space import Move, Space
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, Plan, ReduceScatter, Scale, Share, Slice, Step
 
-__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "plan", "seconds"]
+__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "links_of", "plan", "seconds"]
 
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
@@ -30,7 +31,7 @@ def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: i
 
     Args:
         src: how the tensor is placed now.
-        dst: how it shall be placed: same shape and dtype.
+        dst: how it shall be placed: same shape and dtype; on the same mesh or another.
         topology: latency and bandwidth of every mesh axis; the mesh's own when left out.
         memory_limit: bytes that a rank may hold at the worst moment: source shard, destination shard and buffers.
 
@@ -45,17 +46,19 @@ def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: i
         >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
         ['AllToAll']
     """
-    return _plan(src, dst, _links(src.mesh, topology), memory_limit)
+    if src.mesh is not dst.mesh and src.mesh != dst.mesh:
+        return _plan_across(src, dst, memory_limit)
+    return _plan(src, dst, links_of(src.mesh, topology), memory_limit)
 
 
 def cost(src: Spec, dst: Spec) -> float:
     """Expected seconds of the cheapest plan; 0.0 if nothing has to be done."""
-    return 0.0 if src is dst else _plan(src, dst, _links(src.mesh, None), None).seconds
+    return 0.0 if src is dst else plan(src, dst).seconds
 
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
     """Expected seconds of one collective over mesh axes in which each rank receives so many bytes."""
-    return _links(mesh, None).seconds(axes, received)
+    return links_of(mesh).seconds(axes, received)
 
 
 def alternatives(
@@ -63,7 +66,7 @@ def alternatives(
 ) -> list[Plan]:
     """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
     _check(src, dst)
-    space = Space(src, dst, _links(src.mesh, topology))
+    space = Space(src, dst, links_of(src.mesh, topology))
     return [_build(src, dst, space, route) for route in routes(space, memory_limit, count)]
 
 
@@ -74,6 +77,7 @@ def cache_info() -> object:
 
 def cache_clear() -> None:
     """Forget all plans."""
+    _plan_across.cache_clear()
     _plan.cache_clear()
 
 
@@ -84,8 +88,19 @@ def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
     return _build(src, dst, space, routes(space, memory_limit)[0])
 
 
+@lru_cache(maxsize=CACHE_SIZE // 4)
+def _plan_across(src: Spec, dst: Spec, memory_limit: int | None) -> Plan:
+    _check(src, dst)
+
+    def within(one: Spec, other: Spec) -> Plan:
+        return plan(one, other, memory_limit=memory_limit)
+
+    return plan_across(src, dst, within, (links_of(src.mesh, None), links_of(dst.mesh, None)))
+
+
 @lru_cache(maxsize=256)
-def _links(mesh: DeviceMesh, topology: Links | None) -> Links:
+def links_of(mesh: DeviceMesh, topology: Links | None = None) -> Links:
+    """Latency and bandwidth of every axis: the given ones, else the mesh's own."""
     if topology is not None:
         return topology
     return Links(tuple(mesh.shape), (10e-6,) * mesh.ndim, (50e9,) * mesh.ndim)

@@ -1,9 +1,8 @@
-"""Detours that pay when some mesh axes are faster than others.
+"""Detours from sharding to sharding: half-way states that may be worth a second collective.
 
-On a mesh whose axes are equally fast, one collective over all changing axes is the best way from
-sharding to sharding.  Otherwise it may be better to settle the slow axes while the pieces are
-small and the fast ones afterwards (or the other way round), so those half-way states are offered
-to the search.
+Where some axes are faster than others, it may be better to settle the slow ones while the pieces
+are small and the fast ones afterwards, or the other way round.  And a large tensor is copied less
+if axes that end up replicated are gathered last.
 """
 
 from __future__ import annotations
@@ -11,33 +10,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .moves import transition
-from .space import Dims, Move, Space, valid_tokens
+from .space import Dims, Move, Space, shared, valid_tokens
 
-__all__ = ["relays"]
+__all__ = ["gathers", "relays"]
 
 
 def relays(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
     """Half-way states between a sharding and the goal, each with the moves that lead there."""
-    changing = _changing(space, dims)
-    bandwidth = space.links.bandwidth
     seen = {dims, space.goal}
+    for settled in _first(space, _changing(space, dims)):
+        for inner in (True, False):
+            after = _halfway(space, dims, settled, inner=inner)
+            if after not in seen:
+                seen.add(after)
+                yield tuple(transition(space, dims, after))
+
+
+def _first(space: Space, changing: frozenset[int]) -> Iterator[frozenset[int]]:
+    """Sets of axes to settle first."""
+    bandwidth = space.links.bandwidth
     for speed in sorted({bandwidth[a] for a in changing})[:-1]:
         slow = frozenset(a for a in changing if bandwidth[a] <= speed)
-        for settled in (slow, changing - slow):
-            for inner in (True, False):
-                after = _halfway(space, dims, settled, inner=inner)
-                if after not in seen:
-                    seen.add(after)
-                    yield tuple(transition(space, dims, after))
+        yield slow
+        yield changing - slow
+    cut = changing & {t // 3 for tokens in space.goal for t in tokens}
+    if space.bulky and cut and cut != changing:
+        yield cut
+
+
+def gathers(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
+    """What one would do without an exchange: gather whatever changes, then slice.  Never cheaper; for `explain`."""
+    common = tuple(old[: shared(old, new)] for old, new in zip(dims, space.goal, strict=True))
+    if common not in (dims, space.goal):
+        yield tuple(transition(space, dims, common))
 
 
 def _changing(space: Space, dims: Dims) -> frozenset[int]:
     """Axes that cut some dim now or in the goal, but not the same way."""
     axes: set[int] = set()
     for old, new in zip(dims, space.goal, strict=True):
-        same = 0
-        while same < min(len(old), len(new)) and old[same] == new[same]:
-            same += 1
+        same = shared(old, new)
         axes.update(t // 3 for t in (*old[same:], *new[same:]))
     return frozenset(axes)
 

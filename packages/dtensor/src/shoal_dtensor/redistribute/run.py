@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import (
+    Comm,
     DeviceMesh,
     Pending,
     all_gather,
@@ -28,7 +29,9 @@ from ..spec import Spec
 from .kernels import Collective, Kernel, kernel
 from .steps import Plan, Slice
 
-__all__ = ["InFlight", "bind", "restride", "run", "start"]
+_STARTED = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})  # collectives that can be waited for
+
+__all__ = ["InFlight", "bind", "closing", "comm_of", "kernels_of", "run", "start"]
 
 Stage = Callable[[Tensor], Tensor]
 
@@ -47,17 +50,32 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 
 def _compile(plan: Plan) -> list[Stage]:
     """The stages of a plan on this rank, remembered in the plan."""
-    coordinate = plan.src.coordinate
-    if coordinate is None or not plan.steps:
-        return []
-    stages = [_stage(kernel(step, coordinate), plan.src.mesh) for step in plan.steps]
-    if type(plan.steps[-1]) is Slice:
-        stages.append(_copy)
-    order = restride(plan.dst)
-    if order is not None:
-        stages.append(order)
-    plan.program[:] = stages
-    return stages
+    stages = [_stage(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
+    if stages:
+        last = closing(plan)
+        plan.program[:] = stages if last is _identity else [*stages, last]
+    return plan.program
+
+
+def kernels_of(plan: Plan) -> list[Kernel]:
+    """What this rank does in each step, remembered in the plan; nothing outside the mesh."""
+    if not plan.kernels:
+        plan.kernels[:] = [kernel(step, step.src.coordinate) for step in plan.steps]
+    return plan.kernels
+
+
+def closing(plan: Plan) -> Stage:
+    """What remains after the last step: a slice becomes a tensor of its own, memory order follows the global stride."""
+    if not plan.steps or plan.dst.coordinate is None:
+        return _identity
+    order = _memory_order(plan.dst)
+    sliced = type(plan.steps[-1]) is Slice
+    if order is None:
+        return _copy if sliced else _identity
+    back = sorted(range(plan.dst.ndim), key=order.__getitem__)
+    if sliced:
+        return lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    return lambda local: local.permute(order).contiguous().permute(back)
 
 
 def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
@@ -75,7 +93,7 @@ def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
 
 def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
     """A collective as a function of the buffer alone; `more` is passed on (`async_op`)."""
-    comm = mesh.comm(collective.axes)
+    comm = comm_of(collective, mesh)
     dim, op, sizes = collective.dim, collective.op, collective.sizes
     match collective.kind:
         case "all_gather":
@@ -96,6 +114,11 @@ def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Ten
     return lambda buffer: all_to_all_v(buffer, comm, sizes, receives, **more)
 
 
+def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
+    """The communicator that a collective runs over."""
+    return mesh.comm(collective.axes)
+
+
 def _identity(local: Tensor) -> Tensor:
     return local
 
@@ -105,16 +128,13 @@ def _copy(local: Tensor) -> Tensor:
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def restride(spec: Spec) -> Stage | None:
-    """Brings a row-major local tensor into the memory order that the global stride has; None if that is row-major."""
+def _memory_order(spec: Spec) -> list[int] | None:
+    """Tensor dims from the largest stride to the smallest; None if that is row-major."""
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
-        return None
+        return None  # an expanded tensor: its shards are plain
     order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
     significant = [dim for dim in order if spec.shape[dim] > 1]
-    if significant == sorted(significant):
-        return None
-    back = sorted(range(spec.ndim), key=order.__getitem__)
-    return lambda local: local.permute(order).contiguous().permute(back)
+    return None if significant == sorted(significant) else order
 
 
 class InFlight:
@@ -137,19 +157,15 @@ class InFlight:
 
 def start(plan: Plan, local: Tensor) -> InFlight:
     """Like `run`, but the last collective is only started: its result is needed first by `wait()`."""
-    coordinate = plan.src.coordinate
-    last = max((i for i, step in enumerate(plan.steps) if step.communicates), default=None)
-    if coordinate is None or last is None:
-        return InFlight(run(plan, local), local, _second)
+    kernels = kernels_of(plan)
+    calls = [(i, work.collective) for i, work in enumerate(kernels) if work.collective is not None]
+    if not calls or calls[-1][1].kind not in _STARTED:
+        return InFlight(run(plan, local), local, _first)
+    last, call = calls[-1]
     program = plan.program or _compile(plan)
-    for stage in program[:last]:
-        local = stage(local)
-    work = kernel(plan.steps[last], coordinate)
-    assert work.collective is not None or work.finish is not None, "a communicating step has a kernel"
-    if work.collective is None:
-        return InFlight(_through(program[last:], local), local, _second)
-    prepared = local if work.prepare is None else work.prepare(local)
-    pending = bind(work.collective, plan.src.mesh, async_op=True)(prepared)
+    local = _through(program[:last], local)
+    work = kernels[last]
+    pending = bind(call, plan.steps[last].src.mesh, async_op=True)(work.prepare(local) if work.prepare else local)
     finish = work.finish or _first
     return InFlight(pending, local, lambda got, held: _through(program[last + 1 :], finish(got, held)))
 
@@ -162,7 +178,3 @@ def _through(stages: list[Stage], local: Tensor) -> Tensor:
 
 def _first(got: Tensor, local: Tensor) -> Tensor:
     return got
-
-
-def _second(got: Tensor, local: Tensor) -> Tensor:
-    return local

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import count
+from itertools import chain, count
 from math import prod
 from typing import NamedTuple
 
 from ..errors import RedistributeError
 from .moves import finishes, presliced, reductions
-from .relay import relays
+from .relay import gathers, relays
 from .space import Dims, Move, Space
 
 __all__ = ["Route", "routes"]
@@ -63,6 +63,7 @@ class _Search:
         self.source = space.box(space.start)
         self.heap: list[Node] = []
         self.ticket = count()
+        self.detours = space.bulky or not space.links.uniform
         self.closed: set[tuple[Dims, tuple[int, ...]]] = set()
         links = space.links
         self.least_latency = min(links.latency, default=0.0)
@@ -75,6 +76,7 @@ class _Search:
         """Routes in order of cost."""
         space = self.space
         found: list[Route] = []
+        self.detours |= wanted > 1
         starts = presliced(space, space.start) if space.pending else [(space.start, ())]
         for begin, lead in starts:
             self.push(sum(move.seconds for move in lead), begin, space.pending, lead)
@@ -88,27 +90,27 @@ class _Search:
                 if (dims, pending) in self.closed:
                     continue
                 self.closed.add((dims, pending))
-            for chain in self.edges(dims, pending):
-                last = chain[-1]
-                self.push(seconds + sum(move.seconds for move in chain), last.dims, last.pending, (*moves, *chain))
+            for more in self.edges(dims, pending, all_kinds=wanted > 1):
+                last = more[-1]
+                self.push(seconds + sum(move.seconds for move in more), last.dims, last.pending, (*moves, *more))
         return found
 
-    def edges(self, dims: Dims, pending: tuple[int, ...]) -> Iterator[tuple[Move, ...]]:
+    def edges(self, dims: Dims, pending: tuple[int, ...], *, all_kinds: bool) -> Iterator[tuple[Move, ...]]:
         """Chains of moves that lead out of a state, short of the goal."""
         if pending:
             return ((move,) for move in reductions(self.space, dims, pending))
-        return relays(self.space, dims)
+        return chain(relays(self.space, dims), gathers(self.space, dims) if all_kinds else ())
 
     def push(self, seconds: float, dims: Dims, pending: tuple[int, ...], path: tuple[Move, ...]) -> None:
         """Offer a state; out of one without reductions also the goal, which is at most one collective away."""
         if pending:
             self.put(seconds + self.bound(pending), seconds, dims, pending, path)
             return
-        for chain in finishes(self.space, dims):
-            total = seconds + sum(move.seconds for move in chain)
-            self.put(total, total, None, (), (*path, *chain))
-        if not self.space.links.uniform:
-            self.put(seconds + self.least_latency, seconds, dims, (), path)
+        for more in finishes(self.space, dims):
+            total = seconds + sum(move.seconds for move in more)
+            self.put(total, total, None, (), (*path, *more))
+        if self.detours:
+            self.put(seconds + self.remaining(dims), seconds, dims, (), path)
 
     def put(
         self, bound: float, seconds: float, dims: Dims | None, pending: tuple[int, ...], path: tuple[Move, ...]
@@ -117,6 +119,13 @@ class _Search:
         peak = self.peak(path)
         if self.limit is None or peak <= self.limit:
             heappush(self.heap, (bound, len(path), peak, next(self.ticket), seconds, dims, pending, path))
+
+    def remaining(self, dims: Dims) -> float:
+        """Seconds that a sharding needs at least: what its worst rank lacks has to come over some link."""
+        space = self.space
+        if space.becoming or not space.even(dims, range(len(dims))) or not space.even(space.goal, range(len(dims))):
+            return self.least_latency
+        return self.least_latency + space.missing(dims, space.goal) / self.best_bandwidth
 
     def bound(self, pending: tuple[int, ...]) -> float:
         """Seconds that a state with these axes to reduce needs at least."""

@@ -9,6 +9,7 @@ Axes of size 1 are left out: nothing ever happens on them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from ..placements import Partial, Placement, Shard
 from ..spec import Spec
 from .pricing import Links
 
-__all__ = ["AS_DST", "AS_SRC", "CHUNK", "Dims", "Move", "Space", "Tokens", "valid_tokens"]
+__all__ = ["AS_DST", "AS_SRC", "CHUNK", "Dims", "Move", "Space", "Tokens", "shared", "valid_tokens"]
 
 Tokens = tuple[int, ...]
 Dims = tuple[Tokens, ...]
@@ -57,6 +58,7 @@ class Space:
         start, goal: cuts of the two specs.
         pending: axes that are partial in `src` and have to be reduced.
         becoming: axes that are partial in `dst` but not (so) in `src`.
+        bulky: whether copying a local tensor takes longer than starting a collective.
         scaled: axes that only change between sum and average.
         ranks: number of ranks over which data move: axes that stay partial count as separate tensors.
 
@@ -69,6 +71,7 @@ class Space:
         "_cut_src",
         "_widths",
         "becoming",
+        "bulky",
         "goal",
         "itemsize",
         "links",
@@ -95,6 +98,8 @@ class Space:
         self.ranks = prod(n for a, n in enumerate(sizes) if a not in kept)
         self.start = self._tokens(src, AS_SRC, None)
         self.goal = self._tokens(dst, AS_DST, self.start)
+        largest = max(self.box(self.start), self.box(self.goal))
+        self.bulky = links.copy(largest) > min(links.latency, default=0.0)
         if self.pending or self.becoming:
             _check_ops(src, dst)
 
@@ -153,7 +158,7 @@ class Space:
             self._boxes[dims] = found
         return found
 
-    def even(self, dims: Dims, of: tuple[int, ...]) -> bool:
+    def even(self, dims: Dims, of: Iterable[int]) -> bool:
         """Whether all pieces of the tensor dims `of` are equally long."""
         return all(self.width(dim, dims[dim])[1] for dim in of)
 
@@ -188,6 +193,21 @@ class Space:
         for token in tokens:
             placements[token // 3] = self.placement(token, dim)
         return cut_dim(self.shape[dim], [t // 3 for t in tokens], placements, self.links.sizes).sizes
+
+
+def shared(old: Tokens, new: Tokens) -> int:
+    """Number of outer cuts that two cuts of a dim have in common.
+
+    Example:
+        >>> shared((0, 3), (0, 6))
+        1
+    """
+    length = 0
+    for a, b in zip(old, new, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
 
 
 def valid_tokens(tokens: Tokens, old: Tokens, new: Tokens) -> Tokens:

@@ -184,7 +184,7 @@ class Plan:
         seconds: expected time.
         bytes_sent: received by the busiest rank, over all steps.
         peak_bytes: expected memory at the worst moment, the source shard included.
-        collectives: number of steps that communicate.
+        program, kernels: what `run` makes of the steps on this rank at its first call.
     """
 
     src: Spec
@@ -194,6 +194,7 @@ class Plan:
     bytes_sent: int
     peak_bytes: int
     program: list[Any] = field(default_factory=list, repr=False)
+    kernels: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def collectives(self) -> int:

@@ -1,0 +1,217 @@
+"""Many redistributions of one moment in few collectives.
+
+The plans advance side by side, from one communicating step to the next.  Those that do the same
+kind of step over the same axes travel as one buffer: for every member of the group its pieces of
+all tensors lie one after the other.  What is merged follows from the plans alone, never from what
+this rank holds, so all ranks merge alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .kernels import Collective, Kernel
+from .run import bind, closing, comm_of, kernels_of
+from .steps import AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step, Transfer
+
+__all__ = ["merge", "run_all", "split"]
+
+# What the members' pieces travel as when several tensors share one call.
+_MERGED = {
+    "all_gather": "all_gather_v",
+    "all_gather_v": "all_gather_v",
+    "reduce_scatter": "reduce_scatter_v",
+    "reduce_scatter_v": "reduce_scatter_v",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all_v",
+    "all_to_all_v": "all_to_all_v",
+}
+
+
+@dataclass(slots=True)
+class _Task:
+    """One redistribution on its way."""
+
+    plan: Plan
+    local: Tensor
+    kernels: list[Kernel] = field(default_factory=list)
+    at: int = 0
+
+    def advance(self) -> Step | None:
+        """Run local steps up to the next one that communicates; None at the end."""
+        while self.at < len(self.plan.steps):
+            step = self.plan.steps[self.at]
+            if step.communicates:
+                return step
+            self.step_alone()
+        return None
+
+    def step_alone(self) -> None:
+        """A step that needs no communication on this rank."""
+        finish = self.kernels[self.at].finish
+        if finish is not None:
+            self.local = finish(self.local, self.local)
+        self.at += 1
+
+    @property
+    def call(self) -> Collective | None:
+        """This rank's part of the next step; None if its group has nothing to exchange."""
+        return self.kernels[self.at].collective
+
+    def buffer(self) -> Tensor:
+        """What the next collective takes."""
+        prepare = self.kernels[self.at].prepare
+        return self.local if prepare is None else prepare(self.local)
+
+    def finish(self, got: Tensor) -> None:
+        """Take what the collective gave."""
+        finish = self.kernels[self.at].finish
+        self.local = got if finish is None else finish(got, self.local)
+        self.at += 1
+
+
+def run_all(plans: Sequence[Plan], locals_: Sequence[Tensor]) -> list[Tensor]:
+    """What `run` would give for each plan, with as few collectives as possible.
+
+    All ranks must pass the same plans in the same order.
+
+    Args:
+        plans: one for each tensor; their meshes may differ.
+        locals_: the local tensors.
+    """
+    tasks = [_Task(plan, local, kernels_of(plan)) for plan, local in zip(plans, locals_, strict=True)]
+    while True:
+        waiting: dict[object, list[_Task]] = {}
+        for task in tasks:
+            step = task.advance()
+            if step is not None:
+                waiting.setdefault(_key(task, step), []).append(task)
+        if not waiting:
+            return [closing(task.plan)(task.local) for task in tasks]
+        for together in waiting.values():
+            _call(together)
+
+
+def _key(task: _Task, step: Step) -> object:
+    """What steps that travel together have in common; equal on all ranks."""
+    ranks = step.ranks if isinstance(step, Transfer) else ()
+    op = step.op if isinstance(step, ReduceScatter | AllReduce) else ""
+    kind = Exchange if isinstance(step, AllToAll | Transfer) else type(step)
+    return step.src.mesh, step.axes, ranks, kind, op, step.src.dtype, task.local.device
+
+
+def _call(tasks: list[_Task]) -> None:
+    """One collective for all tasks."""
+    mesh = tasks[0].plan.steps[tasks[0].at].src.mesh
+    active: list[_Task] = []
+    calls: list[Collective] = []
+    for task in tasks:
+        call = task.call
+        if call is None:
+            task.step_alone()
+        else:
+            active.append(task)
+            calls.append(call)
+    buffers = [task.buffer() for task in active]
+    if len(active) == 1:
+        active[0].finish(bind(calls[0], mesh)(buffers[0]))
+    if len(active) < 2:
+        return
+    comm = comm_of(calls[0], mesh)
+    merged, flat = merge(calls, buffers, comm.size)
+    parts = split(calls, buffers, bind(merged, mesh)(flat), comm.size, comm.rank)
+    for task, part in zip(active, parts, strict=True):
+        task.finish(part)
+
+
+def merge(calls: Sequence[Collective], buffers: Sequence[Tensor], size: int) -> tuple[Collective, Tensor]:
+    """One call and one flat buffer for several calls of one kind over a group of `size` ranks."""
+    outgoing = [_outgoing(call, buffer, size) for call, buffer in zip(calls, buffers, strict=True)]
+    flat = torch.cat([pieces[m] for m in range(len(outgoing[0])) for pieces in outgoing])
+    kind, first = _MERGED[calls[0].kind], calls[0]
+    sizes: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    if kind in ("reduce_scatter_v", "all_to_all_v"):
+        sizes = tuple(sum(pieces[m].numel() for pieces in outgoing) for m in range(size))
+    if kind in ("all_gather_v", "all_to_all_v"):
+        incoming = [_incoming(call, buffer, size, 0) for call, buffer in zip(calls, buffers, strict=True)]
+        receives = tuple(sum(counts[m] for counts in incoming) for m in range(size))
+        sizes = sizes or receives
+    return Collective(kind, first.axes, op=first.op, sizes=sizes, receives=receives, ranks=first.ranks), flat
+
+
+def split(calls: Sequence[Collective], buffers: Sequence[Tensor], got: Tensor, size: int, me: int) -> list[Tensor]:
+    """What each of several merged calls would have given to member `me`."""
+    incoming = [_incoming(call, buffer, size, me) for call, buffer in zip(calls, buffers, strict=True)]
+    pieces: list[list[Tensor]] = [[] for _ in calls]
+    at = 0
+    for m in range(len(incoming[0])):
+        for k, counts in enumerate(incoming):
+            pieces[k].append(got[at : at + counts[m]])
+            at += counts[m]
+    return [_assemble(call, buffer, parts, me) for call, buffer, parts in zip(calls, buffers, pieces, strict=True)]
+
+
+def _outgoing(call: Collective, buffer: Tensor, size: int) -> list[Tensor]:
+    """What a call sends to each member, flat; one entry if it is the same for all."""
+    match call.kind:
+        case "reduce_scatter" | "reduce_scatter_v":
+            lengths = list(call.sizes) or [buffer.shape[call.dim] // size] * size
+            return [piece.reshape(-1) for piece in buffer.split_with_sizes(lengths, call.dim)]
+        case "all_to_all":
+            return [piece.reshape(-1) for piece in buffer.chunk(size, call.dim)]
+        case "all_to_all_v":
+            return list(buffer.split_with_sizes(list(call.sizes)))
+    return [buffer.reshape(-1)]
+
+
+def _incoming(call: Collective, buffer: Tensor, size: int, me: int) -> Sequence[int]:
+    """Elements that a call delivers from each member; one entry if they are reduced into one."""
+    match call.kind:
+        case "all_gather":
+            return [buffer.numel()] * size
+        case "all_gather_v":
+            return [n * _across(buffer, call.dim) for n in call.sizes]
+        case "reduce_scatter":
+            return [buffer.numel() // size]
+        case "reduce_scatter_v":
+            return [call.sizes[me] * _across(buffer, call.dim)]
+        case "all_to_all":
+            return [buffer.numel() // size] * size
+        case "all_to_all_v":
+            return call.receives
+    return [buffer.numel()]
+
+
+def _across(buffer: Tensor, dim: int) -> int:
+    """Elements of one layer across `dim`."""
+    return prod(n for d, n in enumerate(buffer.shape) if d != dim)
+
+
+def _assemble(call: Collective, buffer: Tensor, pieces: Sequence[Tensor], me: int) -> Tensor:
+    """The result of a call from the flat pieces of its members."""
+    shape = list(buffer.shape)
+    match call.kind:
+        case "all_gather" | "all_gather_v":
+            lengths = call.sizes or [shape[call.dim]] * len(pieces)
+            blocks = [p.view(_with(shape, call.dim, n)) for p, n in zip(pieces, lengths, strict=True)]
+            return torch.cat(blocks, call.dim)
+        case "reduce_scatter" | "reduce_scatter_v":
+            whole = prod(shape[: call.dim] + shape[call.dim + 1 :])
+            length = call.sizes[me] if call.sizes else pieces[0].numel() // max(1, whole)
+            return pieces[0].reshape(_with(shape, call.dim, length))
+        case "all_to_all":
+            block = _with(shape, call.dim, shape[call.dim] // len(pieces))
+            return torch.cat([piece.view(block) for piece in pieces], call.receives[0])
+        case "all_to_all_v":
+            return torch.cat(list(pieces))
+    return pieces[0].view(shape)
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    return [*shape[:dim], length, *shape[dim + 1 :]]

@@ -1,0 +1,109 @@
+"""Who sends how many bytes to whom, exactly: for reports, pictures and lower bounds.
+
+Ring and tree algorithms route the same bytes over other links; what a rank has to receive in
+total does not depend on that, so blocks are counted as if sent directly.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+from ..placements import Partial
+from ..spec import Box, Spec
+from .blocks import intersect, volume
+from .kernels import blocks_of, members
+from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step
+
+__all__ = ["Traffic", "least_bytes", "plan_traffic", "step_traffic"]
+
+Traffic = dict[tuple[int, int], float]
+
+
+def step_traffic(step: Step) -> Traffic:
+    """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
+    found: Traffic = {}
+    itemsize = step.src.dtype.itemsize
+    shape = step.src.mesh.shape
+    for c in product(*map(range, shape)) if step.communicates else ():
+        me = _number(c, shape)
+        for other, elements in _received(step, c).items():
+            if other != c and elements:
+                found[_number(other, shape), me] = elements * itemsize
+    return found
+
+
+def plan_traffic(plan: Plan) -> Traffic:
+    """Bytes by (sender, receiver) over all steps of a plan."""
+    total: Traffic = {}
+    for step in plan.steps:
+        for pair, count in step_traffic(step).items():
+            total[pair] = total.get(pair, 0.0) + count
+    return total
+
+
+def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+    """Elements that the rank at `c` receives from each other rank of its group."""
+    group = members(step.src, step.axes, c)
+    match step:
+        case AllGather():
+            return {m: volume(step.src.box(m)) for m in group}
+        case ReduceScatter():
+            return dict.fromkeys(group, float(volume(step.dst.box(c))))
+        case AllReduce():  # reduce one's part of it, then get the parts of the others
+            return dict.fromkeys(group, 2 * volume(step.src.box(c)) / len(group))
+        case AllToAll():
+            return {m: float(_common(step.src.box(m), step.dst.box(c))) for m in group}
+        case Exchange():
+            return {group[m]: float(volume(box)) for m, box in blocks_of(step, c).receives}
+    raise AssertionError(f"unknown step {step.name}")
+
+
+def _common(a: Box, b: Box) -> int:
+    both = intersect(a, b)
+    return 0 if both is None else volume(both)
+
+
+def _number(c: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    index = 0
+    for i, n in zip(c, shape, strict=True):
+        index = index * n + i
+    return index
+
+
+def least_bytes(src: Spec, dst: Spec) -> float:
+    """Bytes that a rank has to receive at least, averaged over the ranks, whatever the algorithm.
+
+    Without a reduction: what its box under `dst` has and its box under `src` has not.  With one: to add up
+    p values and leave the result on q ranks, p - 1 and q - 1 transfers of every element.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Replicate
+        >>> spec = Spec(abstract_mesh((4,)), (Partial(),), (16,))
+        >>> least_bytes(spec, spec.with_(placements=(Replicate(),)))
+        96.0
+    """
+    mesh = src.mesh
+    free = [axis for axis, p in enumerate(dst.placements) if isinstance(p, Partial) and src.placements[axis] is not p]
+    reduced = [axis for axis, _ in src.partials if dst.placements[axis] is not src.placements[axis]]
+    linear = [a for a in reduced if isinstance(dst.placements[a], Partial) and _linear(src, dst, a)]
+    reduced = [a for a in reduced if a not in linear]
+    free = [a for a in free if a not in linear]
+    ranks = mesh.size()
+    values = prod(mesh.shape[a] for a in reduced)
+    if values > 1:
+        kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
+        holders = ranks // kept // prod(mesh.shape[a] for cut in dst.cuts for a in cut.axes)
+        holders //= prod(mesh.shape[a] for a in free)
+        return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
+    total = 0
+    for c in product(*(range(1 if axis in free else n) for axis, n in enumerate(mesh.shape))):
+        wanted = dst.box(c)
+        have = {src.box(m) for m in members(dst, free, c)}
+        total += max(0, volume(wanted) - sum(_common(box, wanted) for box in have))
+    return src.dtype.itemsize * total / ranks
+
+
+def _linear(src: Spec, dst: Spec, axis: int) -> bool:
+    return {op for a, op in (*src.partials, *dst.partials) if a == axis} <= {"sum", "avg"}

@@ -1,0 +1,190 @@
+"""Covers: redistribute/run.py, coalesce.py: plans on real gloo ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor.redistribute import plan, run, run_all, start
+from shoal_dtensor.testing import coordinates, draw_spec, local_shards
+from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+
+def mine(full: Tensor, spec: Spec, seed: int = 0) -> Tensor:
+    """This rank's local tensor of a global value; equal seeds take partial values apart equally on all ranks."""
+    shards = local_shards(full, spec, torch.Generator().manual_seed(seed))
+    assert spec.coordinate is not None
+    return shards[coordinates(spec).index(spec.coordinate)]
+
+
+def reduced(spec: Spec) -> Spec:
+    """The spec without its partial axes."""
+    return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def random_pairs(mesh: DeviceMesh, count: int, ops: tuple[str, ...], seed: int) -> list[tuple[Spec, Spec, Tensor]]:
+    rng, found = Random(seed), []
+    for _ in range(count):
+        shape = [rng.choice((1, 2, 3, 4, 5, 8)) for _ in range(rng.randint(1, 3))]
+        src, dst = draw_spec(rng, mesh, shape, ops=ops), draw_spec(rng, mesh, shape, ops=())
+        full = torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed)).to(torch.float64)
+        found.append((src, dst, full))
+    return found
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("ops", [(), ("sum",), ("max",)], ids=str)
+@on_ranks(4)
+def test_random_pairs(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    for src, dst, full in random_pairs(mesh, 40, ops, 3):
+        found = plan(src, dst)
+        assert torch.equal(run(found, mine(full, src)), mine(full, dst)), f"{src} {dst}\n{found}"
+
+
+@on_ranks(4)
+def test_partial_destinations() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(24.0).reshape(4, 6)
+    options = [Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max")]
+    specs = [Spec(mesh, p, (4, 6)) for p in product(options, options) if Partial("max") not in p or p[0] is p[1]]
+    for src, dst in zip(specs, specs[7:] + specs[:7], strict=True):
+        there = run(plan(src, dst), mine(full, src, 5))
+        back = run(plan(dst, reduced(dst)), there)
+        assert torch.equal(back, mine(full, reduced(dst))), f"{src} {dst}"
+
+
+@on_ranks(4)
+def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
+    from shoal_mesh import Event, observe, unobserve
+
+    class Count:
+        calls = 0
+
+        def before(self, event: Event) -> None:
+            self.calls += 1
+
+        def after(self, event: Event) -> None:
+            pass
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    cases = [case for ops in ((), ("sum",), ("max",)) for case in random_pairs(mesh, 30, ops, 9)]
+    plans = [plan(src, dst) for src, dst, _ in cases]
+    counts = {}
+    for name in ("alone", "together"):
+        count = Count()
+        observe(count)
+        try:
+            locals_ = [mine(full, src) for src, _, full in cases]
+            if name == "alone":
+                results = [run(p, local) for p, local in zip(plans, locals_, strict=True)]
+            else:
+                results = run_all(plans, locals_)
+        finally:
+            unobserve(count)
+        counts[name] = count.calls
+        for (src, dst, full), result in zip(cases, results, strict=True):
+            assert torch.equal(result, mine(full, dst)), f"{name}: {src} {dst}"
+    assert counts["together"] < counts["alone"] / 3, counts
+
+
+@on_ranks(4)
+def test_started_redistributions_finish_when_waited_for() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    flying = []
+    for src, dst, full in random_pairs(mesh, 30, ("sum",), 4):
+        flying.append((start(plan(src, dst), mine(full, src)), mine(full, dst)))
+    for flight, expected in flying:
+        got = flight.wait()
+        assert torch.equal(got, expected)
+        assert flight.wait() is got
+
+
+@on_ranks(4)
+def test_replicas_are_bitwise_equal_after_a_reduction_over_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    comm = mesh.comm((0, 1))
+    from shoal_mesh import all_gather
+
+    for shape in ((257,), (64, 33), (1024, 512)):
+        local = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.get_rank()))
+        src = Spec(mesh, (Partial(), Partial()), shape)
+        got = run(plan(src, reduced(src)), local)
+        every = all_gather(got.reshape(1, -1), comm).reshape(4, -1)
+        assert all(torch.equal(row, every[0]) for row in every)
+
+
+@on_ranks(4)
+def test_the_adjoint_of_a_redistribution() -> None:
+    """<A x, y> == <x, A' y>, where A' goes back with replicated and partial exchanged."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    world = mesh.comm((0, 1))
+    from shoal_mesh import all_reduce
+
+    def inner(a: Tensor, b: Tensor) -> float:
+        return float(all_reduce((a * b).sum(), world))
+
+    def dual(spec: Spec) -> Spec:
+        flip = {Replicate(): Partial(), Partial(): Replicate()}
+        return spec.with_(placements=[flip.get(p, p) for p in spec.placements])
+
+    rng = Random(5)
+    for case in range(60):
+        shape = [rng.choice((2, 3, 5)) for _ in range(2)]
+        src, dst = (draw_spec(rng, mesh, shape, ops=("sum",)) for _ in range(2))
+        seed = torch.Generator().manual_seed(100 * case + mesh.get_rank())
+        x = run(plan(src, src), torch.randn(src.local_shape, generator=seed, dtype=torch.float64))
+        y = torch.randn(dst.local_shape, generator=seed, dtype=torch.float64)
+        # Values: replicas of x must agree, as must those of y in the dual space.
+        x = agreed(src, x)
+        y = agreed(dual(dst), y)
+        left = inner(run(plan(src, dst), x), y)
+        right = inner(x, run(plan(dual(dst), dual(src)), y))
+        assert abs(left - right) < 1e-9 * max(1.0, abs(left)), f"{src} {dst}: {left} {right}"
+
+
+def agreed(spec: Spec, local: Tensor) -> Tensor:
+    """The local tensor, the same on all replicas: that of the first."""
+    from shoal_mesh import broadcast
+
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            local = broadcast(local, (spec.mesh, axis))
+    return local
+
+
+@on_ranks(4)
+def test_memory_order_follows_the_global_stride() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    full = torch.arange(64.0).reshape(8, 8)
+    src = Spec(mesh, (Shard(0),), (8, 8), stride=(1, 8))
+    for dst in (src.with_(placements=(Replicate(),)), src.with_(placements=(Shard(1),))):
+        got = run(plan(src, dst), mine(full, src))
+        assert torch.equal(got, mine(full, dst))
+        assert got.stride()[0] < got.stride()[1]
+
+
+def test_results_do_not_share_memory_with_the_source() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        src = Spec(mesh, (Replicate(),), (8, 4))
+        local = torch.zeros(8, 4)
+        for placement in (Shard(0), Shard(1), Partial(), Partial("max")):
+            got = run(plan(src, src.with_(placements=(placement,))), local)
+            assert got.untyped_storage().data_ptr() != local.untyped_storage().data_ptr()
+            assert got.is_contiguous()
+        assert run(plan(src, src), local) is local
+
+
+def test_an_abstract_mesh_can_plan_but_not_run() -> None:
+    from shoal_mesh import NoGroupError
+
+    src = Spec(abstract_mesh((4,)), (Shard(0),), (8,))
+    with pytest.raises(NoGroupError, match="abstract"):
+        run(plan(src, src.with_(placements=(Replicate(),))), torch.zeros(2))
