@@ -1,22 +1,9 @@
 """Ranks in a grid: device meshes, process groups and collectives for PyTorch."""
 
-from . import errors
+from . import differentiable, errors, topology
 from .__about__ import __version__
-from .collectives import (
-    Pending,
-    all_gather,
-    all_gather_v,
-    all_reduce,
-    all_reduce_,
-    all_to_all,
-    all_to_all_v,
-    broadcast,
-    gather,
-    permute,
-    reduce_scatter,
-    reduce_scatter_v,
-    scatter,
-)
+from .coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
+from .collectives import Along, Pending, all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from .comm_debug import CommDebugMode
 from .create import abstract_mesh, init_device_mesh
 from .device_mesh import DeviceMesh, current_mesh
@@ -31,10 +18,18 @@ from .errors import (
     RankError,
 )
 from .groups import BackendChoice, Comm
+from .launch import launch
 from .layout import Layout
-from .observe import Event, Observer, observe, unobserve
+from .lockstep import check_replicas, lockstep
+from .observe import Event, Observer, observe, purpose, unobserve
+from .profiling import annotate_collectives
+from .rooted import broadcast, gather, permute, scatter
+from .topology import Link, Topology, set_topology, topology_of
+from .topology import measure as measure_topology
+from .uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 
 __all__ = [
+    "Along",
     "AxisError",
     "BackendChoice",
     "BackendError",
@@ -44,6 +39,7 @@ __all__ = [
     "DeviceMesh",
     "Event",
     "Layout",
+    "Link",
     "LockstepError",
     "MeshError",
     "MeshMismatchError",
@@ -51,23 +47,37 @@ __all__ = [
     "Observer",
     "Pending",
     "RankError",
+    "Topology",
     "__version__",
     "abstract_mesh",
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_v",
     "all_reduce",
     "all_reduce_",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_v",
+    "annotate_collectives",
     "broadcast",
+    "check_replicas",
     "current_mesh",
+    "differentiable",
     "errors",
     "gather",
     "init_device_mesh",
+    "launch",
+    "lockstep",
+    "measure_topology",
     "observe",
     "permute",
+    "purpose",
     "reduce_scatter",
+    "reduce_scatter_coalesced",
     "reduce_scatter_v",
     "scatter",
+    "set_topology",
+    "topology",
+    "topology_of",
     "unobserve",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -45,6 +46,7 @@ __all__ = [
     "backend_options",
     "c10d_ops",
     "default_group",
+    "default_store",
     "fake_store",
     "full_backend_config",
     "functional",
@@ -58,6 +60,7 @@ __all__ = [
     "known_groups",
     "new_group",
     "tree_leaves",
+    "without_importing_dynamo",
 ]
 
 functional = torch.ops._c10d_functional
@@ -175,6 +178,31 @@ def new_group(
 def in_backward() -> bool:
     """Whether this thread is running the backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def without_importing_dynamo(mode: type[TorchDispatchMode]) -> type[TorchDispatchMode]:
+    """Let a dispatch mode run without torch importing all of torch.compile first (six seconds) to exclude it.
+
+    Once something else has imported it, torch excludes the mode as it would have.
+    """
+    handler: Any = mode.__torch_dispatch__
+    raw = getattr(handler, "__wrapped__", None)
+    if raw is None:  # a torch that does not wrap
+        return mode
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return raw(*args, **kwargs)
+        del raw.__dict__["__dynamo_disable"]
+        return handler(*args, **kwargs)
+
+    raw.__dict__["__dynamo_disable"] = call
+    return mode
+
+
+def default_store() -> Store:
+    """The store of the default group."""
+    return _c10d._get_default_store()
 
 
 def group_of_op(args: tuple[Any, ...]) -> ProcessGroup | None:

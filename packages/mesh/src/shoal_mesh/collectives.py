@@ -3,12 +3,13 @@
 Every function takes a `Comm` or a pair (mesh, axis or axes) and returns a fresh tensor, unless its name ends with an
 underscore. Blocks are in index order of the communicator. `async_op=True` returns a `Pending`. While torch.compile
 traces they become functional collectives. A communicator of one rank sends nothing. None is differentiable: a tensor
-that requires grad is refused, `shoal_mesh.differentiable` has the versions with gradients.
+that requires grad is refused, `shoal_mesh.differentiable` has the versions with gradients. Uneven blocks are in
+uneven.py, what has one source or target in rooted.py, lists of tensors in coalesced.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -26,17 +27,13 @@ __all__ = [
     "Along",
     "Pending",
     "all_gather",
-    "all_gather_v",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
-    "all_to_all_v",
-    "broadcast",
-    "gather",
-    "permute",
+    "plain_dim",
     "reduce_scatter",
-    "reduce_scatter_v",
-    "scatter",
+    "refuse_gradient",
+    "resolve",
 ]
 
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
@@ -80,7 +77,7 @@ def _result(
     return value if then is None else then(value)
 
 
-def _check(tensor: Tensor) -> None:
+def refuse_gradient(tensor: Tensor) -> None:
     """Refuse what would lose a gradient."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise CollectiveError(
@@ -99,7 +96,8 @@ def _blocks_along(blocks: Tensor, count: int, dim: int) -> Tensor:
     return blocks if dim == 0 else torch.cat(blocks.chunk(count), dim)
 
 
-def _dim(tensor: Tensor, dim: int) -> int:
+def plain_dim(tensor: Tensor, dim: int) -> int:
+    """A dim counted from the front; CollectiveError when the tensor does not have it."""
     if not -tensor.ndim <= dim < tensor.ndim:
         raise CollectiveError(f"dim {dim} of a tensor of shape {tuple(tensor.shape)}")
     return dim % tensor.ndim
@@ -133,7 +131,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op)
         return observed(event, lambda: all_reduce(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    _check(tensor)
+    refuse_gradient(tensor)
     how = reduction(tensor.dtype, op)
     return _reduce_own(tensor.clone(memory_format=torch.contiguous_format), comm, how, async_op)
 
@@ -169,7 +167,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op)
         return observed(event, lambda: all_reduce_(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    _check(tensor)
+    refuse_gradient(tensor)
     how = reduction(tensor.dtype, op)
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
@@ -194,71 +192,16 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_gather_into_tensor", comm, (tensor,))
         return observed(event, lambda: all_gather(tensor, comm, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    _check(tensor)
+    refuse_gradient(tensor)
     source = tensor.view(1) if tensor.ndim == 0 else tensor
     if dim:
-        dim = _dim(source, dim)
+        dim = plain_dim(source, dim)
     if comm.size == 1:
         return _result((source.clone(memory_format=torch.contiguous_format), None), async_op)
     started = kernels.all_gather(source.contiguous(), comm)
     if dim == 0 and comm.order is None:
         return _result(started, async_op)
     return _result(started, async_op, lambda out: _blocks_along(kernels.ordered(out, comm), comm.size, dim))
-
-
-def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """The ranks' tensors of different sizes, joined along `dim` in index order.
-
-    Args:
-        tensor: this rank's; its size along `dim` is `sizes[comm.rank]`, all other sizes are equal on every rank.
-        comm: a communicator, or (mesh, axes).
-        sizes: size along `dim` of every rank's tensor, 0 allowed; equal on every rank.
-        dim: the dim to join.
-    """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    dim = _dim(tensor, dim)
-    _check_sizes(sizes, comm)
-    if tensor.shape[dim] != sizes[comm.rank]:
-        raise CollectiveError(
-            f"rank {comm.rank} gives {tensor.shape[dim]} along dim {dim}, but sizes say {tuple(sizes)}"
-        )
-    if len(set(sizes)) == 1:
-        return all_gather(tensor, comm, dim)
-    if observers and not inside_told():
-        event = Event("all_gather_into_tensor", comm, (tensor,))
-        return observed(event, lambda: all_gather_v(tensor, comm, sizes, dim))
-    _check(tensor)
-    largest, total = max(sizes), sum(sizes)
-    if largest * comm.size > 2 * total:  # padding would more than double what is sent
-        return _exchange_uneven(tensor, comm, sizes, dim)
-    pad = list(tensor.shape)
-    pad[dim] = largest - sizes[comm.rank]
-    source = torch.cat([tensor, tensor.new_empty(pad)], dim) if pad[dim] else tensor
-    blocks = all_gather(source.movedim(dim, 0), comm).chunk(comm.size)
-    joined = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
-    return joined.movedim(0, dim).contiguous()
-
-
-def _exchange_uneven(tensor: Tensor, comm: Comm, sizes: Sequence[int], dim: int) -> Tensor:
-    """`all_gather_v` with exact blocks: every rank sends its own tensor to each."""
-    rest = tensor.numel() // tensor.shape[dim] if tensor.shape[dim] else _numel_without(tensor, dim)
-    flat = tensor.movedim(dim, 0).reshape(-1)
-    counts = [size * rest for size in sizes]
-    out = all_to_all_v(flat.repeat(comm.size), comm, [flat.numel()] * comm.size, counts)
-    shape = (sum(sizes), *tensor.shape[:dim], *tensor.shape[dim + 1 :])
-    return out.view(shape).movedim(0, dim).contiguous()
-
-
-def _numel_without(tensor: Tensor, dim: int) -> int:
-    count = 1
-    for i, size in enumerate(tensor.shape):
-        count *= size if i != dim else 1
-    return count
-
-
-def _check_sizes(sizes: Sequence[int], comm: Comm) -> None:
-    if len(sizes) != comm.size or any(size < 0 for size in sizes):
-        raise CollectiveError(f"sizes are one non-negative count for each of {comm.size} ranks, got {tuple(sizes)}")
 
 
 @overload
@@ -285,8 +228,8 @@ def reduce_scatter(
     if observers and not inside_told() and comm.size > 1:
         event = Event("reduce_scatter_tensor", comm, (tensor,), op)
         return observed(event, lambda: reduce_scatter(tensor, comm, dim, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    _check(tensor)
-    dim = _dim(tensor, dim)
+    refuse_gradient(tensor)
+    dim = plain_dim(tensor, dim)
     how = reduction(tensor.dtype, op)
     _even(tensor, dim, comm)
     if comm.size == 1:
@@ -298,39 +241,6 @@ def reduce_scatter(
     return _result(
         kernels.reduce_scatter(carrier, comm, how.op), async_op, lambda c: _finish(c, comm, how, tensor.dtype)
     )
-
-
-def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum") -> Tensor:
-    """This rank's block of the reduction of the ranks' tensors, with block `i` of size `sizes[i]` along `dim`.
-
-    Args:
-        tensor: equal shape and dtype on every rank; `sum(sizes)` along `dim`.
-        comm: a communicator, or (mesh, axes).
-        sizes: block sizes in index order, 0 allowed.
-        dim: the dim to cut.
-        op: as for `all_reduce`.
-    """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    dim = _dim(tensor, dim)
-    _check_sizes(sizes, comm)
-    if tensor.shape[dim] != sum(sizes):
-        raise CollectiveError(f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}")
-    if len(set(sizes)) == 1:
-        return reduce_scatter(tensor, comm, dim, op)
-    if observers and not inside_told():
-        event = Event("reduce_scatter_tensor", comm, (tensor,), op)
-        return observed(event, lambda: reduce_scatter_v(tensor, comm, sizes, dim, op))
-    _check(tensor)
-    largest = max(sizes)
-    if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
-        start = sum(sizes[: comm.rank])
-        return all_reduce(tensor, comm, op).narrow(dim, start, sizes[comm.rank]).contiguous()
-    rows = tensor.movedim(dim, 0)
-    padded = rows.new_zeros((comm.size, largest, *rows.shape[1:]))
-    for slot, block in zip(padded, torch.split(rows, list(sizes)), strict=True):
-        slot[: block.shape[0]] = block
-    own = reduce_scatter(padded.flatten(0, 1), comm, 0, op)[: sizes[comm.rank]]
-    return own.movedim(0, dim).contiguous()
 
 
 @overload
@@ -347,8 +257,8 @@ def all_to_all(
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (tensor,))
         return observed(event, lambda: all_to_all(tensor, comm, split_dim, concat_dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    _check(tensor)
-    split_dim, concat_dim = _dim(tensor, split_dim), _dim(tensor, concat_dim)
+    refuse_gradient(tensor)
+    split_dim, concat_dim = plain_dim(tensor, split_dim), plain_dim(tensor, concat_dim)
     _even(tensor, split_dim, comm)
     if comm.size == 1:
         return _result((tensor.clone(memory_format=torch.contiguous_format), None), async_op)
@@ -356,113 +266,3 @@ def all_to_all(
     if concat_dim == 0 and comm.order is None:
         return _result(started, async_op)
     return _result(started, async_op, lambda out: _blocks_along(kernels.ordered(out, comm), comm.size, concat_dim))
-
-
-def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-    """1-D blocks of exact element counts: block j goes to rank j, block i of the result comes from rank i.
-
-    Args:
-        flat: (sum(send_sizes),).
-        comm: a communicator, or (mesh, axes).
-        send_sizes: elements for each rank, 0 allowed.
-        recv_sizes: elements from each rank; what that rank's `send_sizes` says for this one.
-    """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    _check_sizes(send_sizes, comm)
-    _check_sizes(recv_sizes, comm)
-    if flat.ndim != 1 or flat.shape[0] != sum(send_sizes):
-        raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
-    if observers and not inside_told() and comm.size > 1:
-        event = Event("all_to_all_single", comm, (flat,))
-        return observed(event, lambda: all_to_all_v(flat, comm, send_sizes, recv_sizes))
-    _check(flat)
-    if comm.size == 1:
-        return flat.clone()
-    return _joined(flat.contiguous(), comm, send_sizes, recv_sizes)
-
-
-def _joined(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    value, work = kernels.all_to_all_v(flat, comm, send, receive)
-    if work is not None:
-        work.wait()
-    return value if comm.order is None else torch.cat(kernels.split_ordered(value, comm, receive))
-
-
-def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """A copy of the tensor of the rank with index `src`; equal shape and dtype on every rank."""
-    comm = comm if type(comm) is Comm else resolve(comm)
-    _check_index(src, comm)
-    if observers and not inside_told() and comm.size > 1:
-        return observed(Event("broadcast", comm, (tensor,)), lambda: broadcast(tensor, comm, src))
-    _check(tensor)
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    value = own if comm.size == 1 else _result(kernels.broadcast_(own, comm, src), False)
-    assert isinstance(value, Tensor), "not asynchronous"
-    return value
-
-
-def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
-    """`out`, filled with this rank's tensor of the list that the rank with index `src` holds.
-
-    Args:
-        tensors: one per rank in index order, of any shapes; read on `src` only, None elsewhere.
-        comm: a communicator, or (mesh, axes).
-        src: index of the rank that holds them.
-        out: where this rank's goes; its shape and dtype are that tensor's.
-    """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    _check_index(src, comm)
-    if comm.rank == src and (tensors is None or len(tensors) != comm.size):
-        got = "None" if tensors is None else str(len(tensors))
-        raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {got}")
-    mine = tuple(tensors or ()) if comm.rank == src else ()
-    if observers and not inside_told() and comm.size > 1:
-        return observed(Event("scatter", comm, mine), lambda: scatter(tensors, comm, src, out=out))
-    _check(out)
-    if comm.size == 1:
-        return out.copy_(mine[0])
-    send = [t.numel() for t in mine] or [0] * comm.size
-    receive = [out.numel() if i == src else 0 for i in range(comm.size)]
-    flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
-    return out.copy_(_joined(flat, comm, send, receive).view(out.shape))
-
-
-def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
-    """Every rank's tensor in index order on the rank with index `dst`, None elsewhere; equal shapes on every rank."""
-    comm = comm if type(comm) is Comm else resolve(comm)
-    _check_index(dst, comm)
-    if observers and not inside_told() and comm.size > 1:
-        return observed(Event("gather", comm, (tensor,)), lambda: gather(tensor, comm, dst))
-    _check(tensor)
-    if comm.size == 1:
-        return [tensor.clone(memory_format=torch.contiguous_format)]
-    send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
-    receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
-    out = _joined(tensor.reshape(-1), comm, send, receive)
-    return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
-
-
-def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """The tensor of the rank whose target is this one; equal shapes on every rank.
-
-    Args:
-        tensor: this rank's.
-        comm: a communicator, or (mesh, axes).
-        targets: for every index the index it sends to; each occurs once. `[1, 2, 3, 0]` shifts by one.
-    """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if sorted(targets) != list(range(comm.size)):
-        raise CollectiveError(f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}")
-    if observers and not inside_told() and comm.size > 1:
-        return observed(Event("all_to_all_single", comm, (tensor,)), lambda: permute(tensor, comm, targets))
-    _check(tensor)
-    send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
-    receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
-    if comm.size == 1:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return _joined(tensor.reshape(-1), comm, send, receive).view(tensor.shape)
-
-
-def _check_index(index: int, comm: Comm) -> None:
-    if not 0 <= index < comm.size:
-        raise CollectiveError(f"rank index {index} along {comm.axes}: it has {comm.size} ranks")

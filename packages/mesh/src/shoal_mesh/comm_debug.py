@@ -24,6 +24,7 @@ from ._torch import (
     group_of_op,
     in_backward,
     tree_leaves,
+    without_importing_dynamo,
 )
 from .observe import Event, inside_told, observe, unobserve
 
@@ -281,6 +282,9 @@ class CommDebugMode(TorchDispatchMode):
             where = getattr(parameter, "placements", None)
             if where is not None:
                 seen.placements[name] = where
+
+
+without_importing_dynamo(CommDebugMode)
 
 
 def _is_collective(namespace: str, name: str) -> bool:

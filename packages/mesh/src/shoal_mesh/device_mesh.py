@@ -336,7 +336,7 @@ class DeviceMesh(RankGrid):
 
     # torch's spellings of the same.
 
-    def _flatten(self, mesh_dim_name: str | None = None, backend_override: object | None = None) -> DeviceMesh:
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: object = None) -> DeviceMesh:
         return self.flatten(mesh_dim_name, backend_override)
 
     def _unflatten(
@@ -352,11 +352,8 @@ class DeviceMesh(RankGrid):
     def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
         return DeviceMesh.concatenate(device_mesh_list)
 
-    def _get_all_submeshes(self, mesh_dim_name: AxisLike) -> list[DeviceMesh]:
-        return self.get_all_submeshes(mesh_dim_name)
-
-    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
-        return self.axis_index(mesh_dim_name)
+    _get_all_submeshes = get_all_submeshes
+    _get_mesh_dim_by_name = RankGrid.axis_index
 
     def _get_root_mesh_dim(self) -> int | None:
         """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""

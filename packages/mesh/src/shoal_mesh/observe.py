@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = ["Event", "Observer", "inside_told", "observe", "observed", "observers", "unobserve"]
+__all__ = ["Event", "Observer", "inside_told", "observe", "observed", "observers", "purpose", "unobserve"]
 
 R = TypeVar("R")
+_purposes: ContextVar[tuple[str, ...]] = ContextVar("shoal_mesh_purposes", default=())
+
+
+@contextmanager
+def purpose(text: str) -> Iterator[None]:
+    """Say what the collectives inside are for; debug modes and errors repeat it."""
+    token = _purposes.set((*_purposes.get(), text))
+    try:
+        yield
+    finally:
+        _purposes.reset(token)
 
 
 @dataclass(slots=True)
@@ -28,6 +41,7 @@ class Event:
         comm: the communicator (a `Comm`).
         tensors: what this rank put in.
         reduce_op: `sum`, ... or '' for collectives that only move data.
+        purpose: what the program says it is doing (`purpose`), innermost first; '' when it says nothing.
         started: seconds of `time.perf_counter`.
         seconds: duration on the host; 0.0 until the collective has returned.
     """
@@ -36,6 +50,7 @@ class Event:
     comm: Any
     tensors: tuple[torch.Tensor, ...]
     reduce_op: str = ""
+    purpose: str = field(default_factory=lambda: "; ".join(reversed(_purposes.get())))
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
 

@@ -22,6 +22,7 @@ import time
 import unittest
 from collections.abc import Callable
 from itertools import count
+from math import inf
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from types import TracebackType
@@ -157,13 +158,13 @@ class RankPool:
         self._connections = [found[rank][0] for rank in range(self.size)]
         self._pids = [found[rank][1] for rank in range(self.size)]
 
-    def run(self, function: Callable[..., R], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[R]:
+    def run(self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any) -> list[R]:
         """What the function returns on each rank, by rank.
 
         Args:
             function: found by the ranks by its module (or file) and name; lambdas and inner functions travel as code.
             *args: its arguments, pickled.
-            timeout: seconds until ranks that have not returned count as hung.
+            timeout: seconds until ranks that have not returned count as hung; None waits.
             **kwargs: its keyword arguments, pickled.
 
         Raises:
@@ -178,7 +179,7 @@ class RankPool:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         state: dict[str, Any] | None,
-        timeout: float,
+        timeout: float | None,
     ) -> list[R]:
         reference = portable.dump(function)
         try:
@@ -200,7 +201,7 @@ class RankPool:
             self._raise(reference.qualname, failures, hung, timeout)
         return [answers[rank][1] for rank in range(self.size)]
 
-    def _collect(self, job: bytes, timeout: float) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
+    def _collect(self, job: bytes, timeout: float | None) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
         """The answers by rank, and the ranks that did not give one in time."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
@@ -214,7 +215,7 @@ class RankPool:
         while waiting:
             if any(not good for good, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE)
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ready = wait(list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for connection in list(waiting):
@@ -226,7 +227,7 @@ class RankPool:
                     answers[waiting.pop(connection)] = answer
                 if rank in starting:
                     starting.remove(rank)
-                    deadline = time.monotonic() + timeout if not starting else deadline
+                    deadline = deadline if starting else time.monotonic() + (inf if timeout is None else timeout)
         return answers, tuple(sorted(waiting.values()))
 
     def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
@@ -242,7 +243,7 @@ class RankPool:
     def _death(self, rank: int) -> Failure:
         return Failure("RankDied", "the process ended", f"the process of rank {rank} (pid {self._pids[rank]}) ended\n")
 
-    def _raise(self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float) -> NoReturn:
+    def _raise(self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float | None) -> NoReturn:
         """Raise what the ranks met, and start afresh the next time."""
         if len(failures) == self.size and all(f.skip for f in failures.values()):
             raise unittest.SkipTest(failures[0].message)
