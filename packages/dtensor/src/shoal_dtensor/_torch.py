@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,12 +18,11 @@ __all__ = [
     "apply",
     "decomposition_of",
     "disabled_torch_function",
-    "fake_tensor",
-    "faking",
     "is_view",
     "make_wrapper",
     "pytree",
     "raw",
+    "shapes_of",
 ]
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
@@ -38,21 +36,34 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
+META = torch.device("meta")
+
+
 @cache
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-@contextmanager
-def faking() -> Iterator[None]:
-    """The block in which global shapes are computed: no memory, no values, and out of sight of the user's modes."""
-    with _disable_current_modes(), _fake_mode():
-        yield
+def shapes_of(op: OpOverload, build: Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]) -> Any:
+    """What an operator returns for global tensors, without memory or values, and out of sight of the user's modes.
 
+    Args:
+        op: the overload.
+        build: given a device, the arguments with tensors on it that have no memory.
 
-def fake_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without memory; call it inside `faking()`."""
-    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=device)
+    Raises:
+        DataDependentError: if the result's shape depends on values.
+    """
+    with _disable_current_modes():
+        # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
+        try:
+            args, kwargs = build(META)
+            return op(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            pass
+        with _fake_mode():
+            args, kwargs = build(torch.device("cpu"))
+            return op(*args, **kwargs)
 
 
 def raw(op: OpOverload) -> Callable[..., Any]:

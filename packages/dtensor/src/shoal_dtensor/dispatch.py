@@ -133,7 +133,6 @@ def _decided(
     """Decide a call that was not seen before, and remember it."""
     found = [item for item in _tensors([*args, *kwargs.values()]) if isinstance(item, cls)]
     meshes = dict.fromkeys(item._spec.mesh for item in found)
-    device = found[0]._local_tensor.device
 
     def specs(value: Any) -> Any:
         if isinstance(value, cls):
@@ -146,7 +145,7 @@ def _decided(
     named = {name: specs(arg) for name, arg in kwargs.items()}
     flat = _tensors([*args, *kwargs.values()])
     copies = frozenset(i for i, item in enumerate(flat) if isinstance(item, cls.copied_view))
-    decision = decide(op, arguments, named, scope, device, copies)
+    decision = decide(op, arguments, named, scope, copies)
     decisions = scope.decisions[op]
     if len(decisions) >= MAX_DECISIONS:
         del decisions[next(iter(decisions))]

@@ -15,7 +15,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from ._torch import DataDependentError, OpOverload, decomposition_of, fake_tensor, faking, is_view, raw
+from ._torch import DataDependentError, OpOverload, decomposition_of, is_view, raw, shapes_of
 from .assign import Assignment, Operands, assign
 from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
 from .policy import Scope
@@ -76,7 +76,6 @@ def decide(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     scope: Scope,
-    device: torch.device,
     copies: frozenset[int] = frozenset(),
 ) -> Decision:
     """How to run `op`.
@@ -86,7 +85,6 @@ def decide(
         args: its arguments, each tensor replaced by its `Spec`.
         kwargs: its keyword arguments in schema order, likewise.
         scope: the policies that hold.
-        device: of the local tensors.
         copies: flat indices of the inputs that are views whose storage is not their base's.
 
     Raises:
@@ -104,7 +102,7 @@ def decide(
     specs = (*_specs(args), *_specs(tuple(kwargs.values())))
     outs = tuple(_specs(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
     inputs = specs[: len(specs) - len(outs)]
-    metas = _global_outputs(op, args, kwargs, device)
+    metas = _global_outputs(op, args, kwargs)
     tensors = tuple(spec.tensor_meta for spec in inputs)
     call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
     if rule is _LOCAL:
@@ -242,24 +240,26 @@ def _as_the_first(call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
     return Assignment(inputs, outputs)
 
 
-def _global_outputs(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> tuple[TensorMeta, ...]:
+def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
     """What the global tensor outputs are; none if that depends on data."""
-    with faking():
-        fakes = [_fakes(value, device) for value in args]
-        named = {name: _fakes(value, device) for name, value in kwargs.items()}
-        try:
-            result = op(*fakes, **named)
-        except DataDependentError:
-            return ()
+
+    def build(where: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return [_empty(value, where) for value in args], {name: _empty(value, where) for name, value in kwargs.items()}
+
+    try:
+        result = shapes_of(op, build)
+    except DataDependentError:
+        return ()
     return tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
 
 
-def _fakes(value: Any, device: torch.device) -> Any:
+def _empty(value: Any, device: torch.device) -> Any:
+    """An argument with tensors that have no memory."""
     if isinstance(value, Spec):
-        return fake_tensor(value.shape, value.stride, value.dtype, device)
-    return [_fakes(item, device) for item in value] if _is_list(value) else value
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    if isinstance(value, torch.device):
+        return device
+    return [_empty(item, device) for item in value] if _is_list(value) else value
 
 
 def _metas(value: Any) -> Any:
