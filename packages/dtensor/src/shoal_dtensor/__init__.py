@@ -3,6 +3,17 @@
 from .__about__ import __version__
 from .dispatch import cache_info, clear_cache
 from .distribute import distribute_module, distribute_tensor
+from .errors import (
+    CommunicationForbiddenError,
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    PlacementError,
+    RandomStateError,
+    RedistributeError,
+    ShoalTensorError,
+)
+from .explain import Explanation, explain
 from .factory import empty, full, ones, rand, randn, zeros
 from .local_map import local_map
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -12,11 +23,20 @@ from .spec import Spec, TensorMeta
 from .tensor import DTensor
 
 __all__ = [
+    "CommunicationForbiddenError",
     "DTensor",
+    "Explanation",
+    "InPlaceError",
+    "MixedTensorError",
+    "NoRuleError",
     "Partial",
     "Placement",
+    "PlacementError",
+    "RandomStateError",
+    "RedistributeError",
     "Replicate",
     "Shard",
+    "ShoalTensorError",
     "Spec",
     "StridedShard",
     "TensorMeta",
@@ -27,6 +47,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "implicit_replication",
     "local_map",

@@ -62,7 +62,7 @@ class Explanation:
             ax: matplotlib axes to draw on; new ones when left out.
 
         Returns:
-            The axes.  Needs matplotlib (`pip install shoal-dtensor[plot]`).
+            The axes.  Needs matplotlib (`pip install shoal-dtensor[viz]`).
         """
         if ax is None:
             import matplotlib.pyplot as plt
