@@ -17,14 +17,14 @@ from .errors import (
     NoGroupError,
     RankError,
 )
-from .groups import BackendChoice, Comm
+from .groups import BackendChoice, Comm, comm_over
 from .launch import launch
 from .layout import Layout
 from .lockstep import check_replicas, lockstep
 from .observe import Event, Observer, observe, purpose, unobserve
 from .profiling import annotate_collectives
 from .rooted import broadcast, gather, permute, scatter
-from .topology import Link, Topology, set_topology, topology_of
+from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
 from .uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 
@@ -61,6 +61,7 @@ __all__ = [
     "annotate_collectives",
     "broadcast",
     "check_replicas",
+    "comm_over",
     "current_mesh",
     "differentiable",
     "errors",
@@ -79,5 +80,6 @@ __all__ = [
     "set_topology",
     "topology",
     "topology_of",
+    "topology_version",
     "unobserve",
 ]

@@ -18,7 +18,7 @@ from . import _torch
 from ._torch import ProcessGroup
 from .errors import BackendError, NoGroupError
 
-__all__ = ["BackendChoice", "Comm", "find_or_make", "require_world"]
+__all__ = ["BackendChoice", "Comm", "comm_over", "find_or_make", "require_world"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,18 @@ class _Made:
 
 # The one mutable state of this file; an entry goes when its default group does.
 _MADE: WeakKeyDictionary[ProcessGroup, _Made] = WeakKeyDictionary()
+
+
+def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
+    """The communicator over any global ranks, this one among them, that need not lie along axes of one mesh.
+
+    Its index follows the order of `ranks`. The group is made at first use, by its members alone, and kept.
+
+    Args:
+        ranks: distinct global ranks.
+        name: what stands for its axis in reports.
+    """
+    return Comm.over(find_or_make(ranks, BackendChoice(), name), (name,), tuple(ranks))
 
 
 def require_world() -> ProcessGroup:

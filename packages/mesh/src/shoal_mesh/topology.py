@@ -20,7 +20,7 @@ from .errors import MeshError
 from .groups import Comm
 from .world import device_of
 
-__all__ = ["Link", "Topology", "measure", "set_topology", "topology_of"]
+__all__ = ["Link", "Topology", "measure", "set_topology", "topology_of", "topology_version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Topology:
 _LOCAL = {"cpu": Link(60e-6, 1.5e9), "cuda": Link(12e-6, 180e9)}
 _REMOTE = {"cpu": Link(150e-6, 1.0e9), "cuda": Link(25e-6, 22e9)}
 _SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()  # what users set; goes with the mesh
+_CHANGES = [0]  # how often users set something
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
@@ -78,6 +79,7 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
 
     Pass the same on every rank: plans are made from it.
     """
+    _CHANGES[0] += 1
     if topology is None:
         _SET.pop(mesh, None)
         return
@@ -85,6 +87,11 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
     if len(chosen.links) != mesh.ndim:
         raise MeshError(f"{mesh!r} has {mesh.ndim} axes, the topology {len(chosen.links)} links")
     _SET[mesh] = chosen
+
+
+def topology_version() -> int:
+    """A number that is new after every `set_topology`, so that caches of what follows from a topology can tell."""
+    return _CHANGES[0]
 
 
 def _default(mesh: DeviceMesh) -> Topology:
