@@ -10,9 +10,8 @@ from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.placements import Placement
 from shoal_dtensor.redistribute import Plan, alternatives, cost, plan
 from shoal_dtensor.redistribute.plan import cache_clear, cache_info
-from shoal_dtensor.redistribute.pricing import Links
 from shoal_dtensor.spec import Spec
-from shoal_mesh import abstract_mesh
+from shoal_mesh import Link, Topology, abstract_mesh, set_topology
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 BIG, SMALL = (8192, 8192), (8, 8)
@@ -88,7 +87,7 @@ def test_axes_of_size_one_cost_nothing() -> None:
 
 
 def test_hierarchy_where_one_axis_is_slow() -> None:
-    links = Links((4, 4), (10e-6, 10e-6), (5e9, 400e9))
+    links = Topology((Link(10e-6, 5e9), Link(10e-6, 400e9)))
     src, dst = spec((4, 4), (P, P)), spec((4, 4), (R, R))
     found = plan(src, dst, topology=links)
     assert [(step.name, step.axes) for step in found.steps] == [
@@ -96,16 +95,27 @@ def test_hierarchy_where_one_axis_is_slow() -> None:
         ("AllReduce", (0,)),
         ("AllGather", (1,)),
     ]
-    flat = links.seconds((0, 1), 2 * 8192 * 8192 * 4 * 15 / 16)
+    flat = links.over((0, 1)).seconds(2 * 8192 * 8192 * 4 * 15 / 16)
     assert found.seconds < flat / 3
 
 
+def test_the_topology_of_the_mesh_counts() -> None:
+    src, dst = spec((4, 4), (P, P)), spec((4, 4), (R, R))
+    before = plan(src, dst)
+    set_topology(src.mesh, (Link(10e-6, 5e9), Link(10e-6, 400e9)))
+    try:
+        assert names(plan(src, dst)) != names(before)
+    finally:
+        set_topology(src.mesh, None)
+    assert names(plan(src, dst)) == names(before)
+
+
 def test_gather_settles_the_slow_axis_while_pieces_are_small() -> None:
-    links = Links((4, 4), (10e-6, 10e-6), (5e9, 400e9))
+    links = Topology((Link(10e-6, 5e9), Link(10e-6, 400e9)))
     found = plan(spec((4, 4), (S0, S0)), spec((4, 4), (R, R)), topology=links)
     assert names(found)[-1] == "AllGather"
     assert found.steps[-1].axes == (1,)
-    assert found.seconds < links.seconds((0, 1), 8192 * 8192 * 4 * 15 / 16) / 2
+    assert found.seconds < links.over((0, 1)).seconds(8192 * 8192 * 4 * 15 / 16) / 2
 
 
 def test_memory_limit_picks_a_leaner_plan_or_says_what_is_needed() -> None:

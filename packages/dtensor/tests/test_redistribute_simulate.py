@@ -13,16 +13,15 @@ from shoal_dtensor import Partial, Replicate, Shard
 from shoal_dtensor.redistribute import plan
 from shoal_dtensor.redistribute.blocks import exchange_blocks, intersect, volume
 from shoal_dtensor.redistribute.kernels import blocks_of, identity_of
-from shoal_dtensor.redistribute.pricing import Links
 from shoal_dtensor.redistribute.steps import Exchange
 from shoal_dtensor.spec import Spec
 from shoal_dtensor.testing import global_value, local_shards, simulate, spec_pairs
-from shoal_mesh import abstract_mesh
+from shoal_mesh import Link, Topology, abstract_mesh
 
 MESHES = [(4,), (2, 2), (2, 3), (1, 4), (2, 2, 2), (3, 2, 2), (2, 1, 3)]
 
 
-def check(src: Spec, dst: Spec, seed: int = 0, links: Links | None = None) -> None:
+def check(src: Spec, dst: Spec, seed: int = 0, links: Topology | None = None) -> None:
     """Redistribute random whole numbers and compare the global values exactly."""
     generator = torch.Generator().manual_seed(seed)
     full = torch.randint(1, 9, tuple(src.shape), generator=generator).to(src.dtype)
@@ -42,7 +41,7 @@ def test_random_pairs(ops: tuple[str, ...]) -> None:
 def test_random_pairs_on_uneven_links() -> None:
     for i, (src, dst) in enumerate(spec_pairs(11, 400, mesh_shapes=MESHES)):
         size = src.mesh.ndim
-        check(src, dst, i, Links(tuple(src.mesh.shape), (1e-9,) * size, (1.0, 100.0, 10.0)[:size]))
+        check(src, dst, i, Topology(tuple(Link(1e-9, speed) for speed in (1.0, 100.0, 10.0)[:size])))
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (2, 2, 2)], ids=str)

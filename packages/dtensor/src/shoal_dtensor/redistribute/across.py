@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
 
+from ..errors import RedistributeError
 from ..placements import Partial, Placement, Replicate, Shard
 from ..spec import Spec
 from .blocks import flows, volume
@@ -26,7 +27,9 @@ EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks
 Planner = Callable[[Spec, Spec], Plan]
 
 
-def plan_across(src: Spec, dst: Spec, within: Planner, links: tuple[Links, Links]) -> Plan:
+def plan_across(
+    src: Spec, dst: Spec, within: Planner, links: tuple[Links, Links], memory_limit: int | None = None
+) -> Plan:
     """The cheapest of the ways reduce - transfer - spread.
 
     Args:
@@ -34,17 +37,29 @@ def plan_across(src: Spec, dst: Spec, within: Planner, links: tuple[Links, Links
         dst: on another.
         within: plans on one mesh.
         links: of the two meshes.
+        memory_limit: bytes at the worst moment of the transfer; `within` observes it on its own.
+
+    Raises:
+        RedistributeError: if no way stays within the limit.
     """
     best: Plan | None = None
+    leanest = 0
     for sent, received in product(_without_partials(src), _spread(dst)):
         first, last = within(src, sent), within(received, dst)
         step = _transfer(sent, received, links)
+        leanest = min(leanest or step.peak_bytes, step.peak_bytes)
+        if memory_limit is not None and step.peak_bytes > memory_limit:
+            continue
         seconds = first.seconds + step.seconds + last.seconds
         if best is None or seconds < best.seconds:
             peak = max(first.peak_bytes, step.peak_bytes, last.peak_bytes)
             total = first.bytes_sent + step.bytes + last.bytes_sent
             best = Plan(src, dst, (*first.steps, step, *last.steps), seconds, total, peak)
-    assert best is not None, "there is at least the direct way"
+    if best is None:
+        raise RedistributeError(
+            f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
+            f"the leanest needs {leanest}"
+        )
     return best
 
 

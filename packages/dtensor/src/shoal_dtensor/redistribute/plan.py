@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
 
 from ..errors import RedistributeError
 from ..placements import Partial, Placement, Replicate
@@ -26,7 +26,7 @@ __all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "l
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
 
-def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: int | None = None) -> Plan:
+def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit: int | None = None) -> Plan:
     """The cheapest plan that turns `src` into `dst`.
 
     Args:
@@ -47,7 +47,7 @@ def plan(src: Spec, dst: Spec, *, topology: Links | None = None, memory_limit: i
         ['AllToAll']
     """
     if src.mesh is not dst.mesh and src.mesh != dst.mesh:
-        return _plan_across(src, dst, memory_limit)
+        return _plan_across(src, dst, links_of(src.mesh), links_of(dst.mesh), memory_limit)
     return _plan(src, dst, links_of(src.mesh, topology), memory_limit)
 
 
@@ -62,7 +62,7 @@ def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
 
 
 def alternatives(
-    src: Spec, dst: Spec, count: int = 4, *, topology: Links | None = None, memory_limit: int | None = None
+    src: Spec, dst: Spec, count: int = 4, *, topology: Topology | None = None, memory_limit: int | None = None
 ) -> list[Plan]:
     """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
     _check(src, dst)
@@ -76,7 +76,8 @@ def cache_info() -> object:
 
 
 def cache_clear() -> None:
-    """Forget all plans."""
+    """Forget all plans and topologies."""
+    _links.cache_clear()
     _plan_across.cache_clear()
     _plan.cache_clear()
 
@@ -89,21 +90,24 @@ def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
 
 
 @lru_cache(maxsize=CACHE_SIZE // 4)
-def _plan_across(src: Spec, dst: Spec, memory_limit: int | None) -> Plan:
+def _plan_across(src: Spec, dst: Spec, src_links: Links, dst_links: Links, memory_limit: int | None) -> Plan:
     _check(src, dst)
 
     def within(one: Spec, other: Spec) -> Plan:
-        return plan(one, other, memory_limit=memory_limit)
+        return _plan(one, other, src_links if one.mesh == src.mesh else dst_links, memory_limit)
 
-    return plan_across(src, dst, within, (links_of(src.mesh, None), links_of(dst.mesh, None)))
+    return plan_across(src, dst, within, (src_links, dst_links), memory_limit)
+
+
+def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
+    """Latency and bandwidth of every axis: the given ones, else the mesh's own."""
+    return _links(mesh, topology, 0 if topology is not None else topology_version())
 
 
 @lru_cache(maxsize=256)
-def links_of(mesh: DeviceMesh, topology: Links | None = None) -> Links:
-    """Latency and bandwidth of every axis: the given ones, else the mesh's own."""
-    if topology is not None:
-        return topology
-    return Links(tuple(mesh.shape), (10e-6,) * mesh.ndim, (50e9,) * mesh.ndim)
+def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
+    links = (topology_of(mesh) if topology is None else topology).links
+    return Links(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
 
 
 def _check(src: Spec, dst: Spec) -> None:

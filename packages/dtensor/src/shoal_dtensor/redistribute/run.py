@@ -21,6 +21,7 @@ from shoal_mesh import (
     all_reduce,
     all_to_all,
     all_to_all_v,
+    comm_over,
     reduce_scatter,
     reduce_scatter_v,
 )
@@ -116,7 +117,7 @@ def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Ten
 
 def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
     """The communicator that a collective runs over."""
-    return mesh.comm(collective.axes)
+    return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 
 
 def _identity(local: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..redistribute import Plan
-from ..redistribute.kernels import Collective, identity_of, kernel, members
-from ..redistribute.steps import Slice, Step
+from ..redistribute.kernels import Collective, identity_of, kernel, members, transfer_kernel
+from ..redistribute.steps import Slice, Step, Transfer
 from ..spec import Spec
 
 __all__ = ["coordinates", "global_value", "local_shards", "simulate"]
@@ -33,11 +33,11 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
     """What every rank holds after a plan.
 
     Args:
-        plan: from `redistribute.plan`, on one mesh.
-        shards: the local tensors of all ranks, row-major over the mesh.
+        plan: from `redistribute.plan`.
+        shards: the local tensors of all ranks of the source mesh, row-major.
 
     Returns:
-        The new local tensors in the same order.
+        The local tensors of all ranks of the destination mesh, row-major.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
@@ -48,29 +48,44 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
         >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
         [tensor([0., 1., 2.]), tensor([0., 1., 2.])]
     """
-    held = dict(zip(coordinates(plan.src), shards, strict=True))
+    held = dict(zip(_ranks(plan.src), shards, strict=True))
     for step in plan.steps:
-        held = _run(step, held)
+        held |= _run(step, held)
         if isinstance(step, Slice) and step is plan.steps[-1]:
-            held = {c: t.clone() for c, t in held.items()}
-    return list(held.values())
+            held = {rank: tensor.clone() for rank, tensor in held.items()}
+    return [held[rank] for rank in _ranks(plan.dst)]
 
 
-def _run(step: Step, held: dict[Coordinate, Tensor]) -> dict[Coordinate, Tensor]:
-    """One step on all ranks."""
-    kernels = {c: kernel(step, c) for c in held}
-    buffers = {c: k.prepare(held[c]) if k.prepare else held[c] for c, k in kernels.items()}
-    after: dict[Coordinate, Tensor] = {}
-    for c, k in kernels.items():
-        got = buffers[c]
-        if k.collective is not None:
-            group = members(step.src, k.collective.axes, c)
-            calls = [kernels[m].collective for m in group]
-            got = _COLLECTIVES[k.collective.kind](
-                [buffers[m] for m in group], group.index(c), [call for call in calls if call is not None]
-            )
-        after[c] = k.finish(got, held[c]) if k.finish else got
+def _ranks(spec: Spec) -> list[int]:
+    """Global ranks of the mesh, row-major."""
+    return [spec.mesh.rank_at(c) for c in coordinates(spec)]
+
+
+def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
+    """One step on all ranks of its mesh (of both meshes, for a transfer)."""
+    mesh = step.src.mesh
+    if isinstance(step, Transfer):
+        kernels = {rank: transfer_kernel(step, rank) for rank in step.ranks}
+        held = {rank: torch.empty(0, dtype=step.src.dtype) for rank in step.ranks} | held
+    else:
+        kernels = {mesh.rank_at(c): kernel(step, c) for c in coordinates(step.src)}
+    buffers = {rank: work.prepare(held[rank]) if work.prepare else held[rank] for rank, work in kernels.items()}
+    after: dict[int, Tensor] = {}
+    for rank, work in kernels.items():
+        got, call = buffers[rank], work.collective
+        if call is not None:
+            group = list(call.ranks) or _along(step.src, call.axes, rank)
+            calls = [other for m in group if (other := kernels[m].collective) is not None]
+            got = _COLLECTIVES[call.kind]([buffers[m] for m in group], group.index(rank), calls)
+        after[rank] = work.finish(got, held[rank]) if work.finish else got
     return after
+
+
+def _along(spec: Spec, axes: tuple[int, ...], rank: int) -> list[int]:
+    """Global ranks of the group that a rank is in, in the order of the collective's blocks."""
+    coordinate = spec.mesh.coordinate_of(rank)
+    assert coordinate is not None, "the rank takes part in a step of its mesh"
+    return [spec.mesh.rank_at(c) for c in members(spec, axes, coordinate)]
 
 
 def _all_gather(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
