@@ -71,12 +71,12 @@ def _distribute(
         for name, param in owner._parameters.items():
             if param is not None:
                 path = f"{prefix}.{name}" if prefix else name
-                placement = sharding.placement(path)
+                placement = sharding.placement(path, mesh.size())
                 owner._parameters[name] = _distributed(path, param, placement, mesh, src_data_rank)
         for name, buffer in owner._buffers.items():
             if buffers and buffer is not None and not isinstance(buffer, DTensor):
                 path = f"{prefix}.{name}" if prefix else name
-                placement = sharding.placement(path)
+                placement = sharding.placement(path, mesh.size())
                 owner._buffers[name] = distribute_tensor(buffer, mesh, (placement,), src_data_rank=src_data_rank)
 
 

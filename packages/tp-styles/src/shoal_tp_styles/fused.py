@@ -22,7 +22,7 @@ from .style import DeclaredStyle, unsupported
 __all__ = ["PackedColwiseParallel"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PackedColwiseParallel(DeclaredStyle):
     """Cut each block of a fused Linear along its output features.
 

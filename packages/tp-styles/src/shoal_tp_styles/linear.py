@@ -15,7 +15,7 @@ from torch import nn
 from shoal_dtensor import Partial, Placement, Replicate, Shard
 
 from .errors import LayoutError
-from .sharding import Heads, ModuleSharding, Port
+from .sharding import HeadCut, Heads, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
 __all__ = ["COLWISE", "ROWWISE", "ColwiseParallel", "RowwiseParallel"]
@@ -57,7 +57,7 @@ def _features(style: str, table: dict[type[nn.Module], Features], module: nn.Mod
     raise unsupported(style, module, tuple(table))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ColwiseParallel(DeclaredStyle):
     """Cut a module along its output features: every rank computes some columns of the output.
 
@@ -116,14 +116,14 @@ class ColwiseParallel(DeclaredStyle):
             )
         return ModuleSharding(
             "ColwiseParallel",
-            {"weight": Shard(0, multiple_of=heads.size), "bias": Shard(0, multiple_of=heads.size)},
+            {"weight": HeadCut(0, heads), "bias": HeadCut(0, heads)},
             inputs=(Port(self.input_layouts or Replicate(), Replicate()),),
             outputs=(Port(Shard(-1), Shard(-1)),),
             options={"blocks": {"": heads}},
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RowwiseParallel(DeclaredStyle):
     """Cut a module along its input features: every rank computes a partial sum of the whole output.
 
@@ -144,14 +144,23 @@ class RowwiseParallel(DeclaredStyle):
     input_layouts: Placement | None = None
     output_layouts: Placement | None = None
     use_local_output: bool = True
+    of_heads: Heads | None = field(default=None, init=False)
+
+    def heads(self, count: int, size: int) -> Self:
+        """The same style for a projection from `count` heads of `size` features, cut as `ColwiseParallel.heads`."""
+        return self._with(of_heads=Heads(count, size))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         features = _features("RowwiseParallel", ROWWISE, module)
         desired: Placement = Replicate() if features.input is None else Shard(features.input)
         arriving = Shard(-1) if features.input is None else Shard(features.input)
+        cut = {
+            name: HeadCut(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
+            for name, dim in features.parameters.items()
+        }
         return ModuleSharding(
             "RowwiseParallel",
-            {name: Shard(dim, multiple_of=self.multiple_of) for name, dim in features.parameters.items()},
+            cut,
             inputs=(Port(self.input_layouts or arriving, desired),),
             outputs=(Port(Partial(), self.output_layouts or Replicate()),),
             local_outputs=self.use_local_output,

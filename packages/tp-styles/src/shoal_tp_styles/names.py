@@ -43,7 +43,7 @@ def style_named(name: str) -> ParallelStyle | None:
 
     Example:
         >>> style_named("rowwise")
-        RowwiseParallel(axis=None, multiple_of=1, input_layouts=None, output_layouts=None, use_local_output=True)
+        RowwiseParallel()
     """
     if name not in STYLE_NAMES:
         raise PlanError(f"unknown style {name!r}; known are {', '.join(sorted(STYLE_NAMES))}")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal_dtensor import Placement
+from shoal_dtensor import Placement, Replicate
 from shoal_mesh import DeviceMesh
 
 from .errors import LayoutError, PlanError, TiedWeightError
 from .match import Tree
 from .names import style_named
-from .sharding import ModuleSharding
+from .sharding import HeadCut, ModuleSharding
 from .style import DeclaredStyle, ParallelStyle
 
 __all__ = ["Plan", "Resolved", "Use", "axis_mesh", "resolve"]
@@ -82,14 +82,14 @@ class Resolved:
                 problems.append(f"one parameter shared under {len(names)} names must lie one way ({told})")
         return problems
 
-    def _placements(self) -> dict[str, tuple[Placement, str | int | None]]:
-        asked: dict[str, tuple[Placement, str | int | None]] = {}
+    def _placements(self) -> dict[str, tuple[Placement | HeadCut, str | int | None]]:
+        asked: dict[str, tuple[Placement | HeadCut, str | int | None]] = {}
         for use in self.uses:
             if use.sharding is None or not use.sharding.distributes:
                 continue
             for name, _ in use.module.named_parameters(remove_duplicate=False):
                 path = f"{use.path}.{name}" if use.path else name
-                asked[path] = use.sharding.placement(name), use.style.axis
+                asked[path] = use.sharding.parameters.get(name, Replicate()), use.style.axis
         return asked
 
     def check(self) -> None:

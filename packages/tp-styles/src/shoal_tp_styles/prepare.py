@@ -60,7 +60,7 @@ def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str
     }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareModuleInput(DeclaredStyle):
     """Bring the inputs of a module to the layouts it wants, before its forward runs.
 
@@ -95,7 +95,7 @@ class PrepareModuleInput(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareModuleOutput(DeclaredStyle):
     """Bring the outputs of a module to the layouts wanted outside, after its forward ran.
 
@@ -125,7 +125,7 @@ class PrepareModuleOutput(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PrepareModuleInputOutput(DeclaredStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one.
 

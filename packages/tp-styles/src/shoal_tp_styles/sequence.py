@@ -14,7 +14,7 @@ from .style import DeclaredStyle
 __all__ = ["SequenceParallel"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SequenceParallel(DeclaredStyle):
     """Run a module that treats every token alone on the ranks' own parts of the sequence.
 
@@ -28,7 +28,7 @@ class SequenceParallel(DeclaredStyle):
 
     Example:
         >>> from torch import nn
-        >>> SequenceParallel().sharding(nn.LayerNorm(8)).placement("weight")
+        >>> SequenceParallel().sharding(nn.LayerNorm(8)).placement("weight", 4)
         Replicate()
     """
 

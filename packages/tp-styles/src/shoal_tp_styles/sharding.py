@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_mesh import DeviceMesh
 
-__all__ = ["Heads", "ModuleSharding", "Port"]
+from .errors import LayoutError
+
+__all__ = ["HeadCut", "Heads", "ModuleSharding", "Port"]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
     """Features that come in heads, which must not be cut through.
 
-    With at least as many heads as ranks, each rank gets some.  With fewer (the key and value heads of grouped-query
-    attention), each head is held by several neighbouring ranks; the ranks must then be a multiple of the heads.
+    With at least as many heads as ranks, each rank gets some, as equally as possible (six heads on four ranks: 2, 2,
+    1, 1).  With fewer (the key and value heads of grouped-query attention), each head is held by several neighbouring
+    ranks; the ranks must then be a multiple of the heads.
 
     Attributes:
         count: number of heads.
@@ -48,8 +51,37 @@ class Heads:
 
     def placements(self, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
         """How a parameter with these features along `dim` lies on `self.mesh(mesh)`."""
-        cut = Shard(dim, multiple_of=self.size)
-        return (cut, Replicate()) if self.shared(mesh.size()) else (cut,)
+        if self.shared(mesh.size()):
+            return Shard(dim, multiple_of=self.size), Replicate()
+        return (HeadCut(dim, self).on(mesh.size()),)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCut:
+    """A parameter dim that is cut at heads, over a number of ranks that is known when the style is applied."""
+
+    dim: int
+    heads: Heads
+
+    def on(self, ranks: int) -> Shard:
+        """The placement over so many ranks.
+
+        Raises:
+            LayoutError: if there are fewer heads than ranks.
+
+        Example:
+            >>> HeadCut(0, Heads(6, 8)).on(4)
+            Shard(dim=0, sizes=(16, 16, 8, 8))
+        """
+        count, size = self.heads.count, self.heads.size
+        if count < ranks:
+            raise LayoutError(
+                f"{count} heads cannot be cut over {ranks} ranks; fewer heads than ranks are shared only where the "
+                "ranks are a multiple of the heads, and not by row-wise styles"
+            )
+        if count % ranks == 0:
+            return Shard(self.dim, multiple_of=size)
+        return Shard(self.dim, sizes=tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +114,7 @@ class ModuleSharding:
     """
 
     kind: str
-    parameters: Mapping[str, Placement] = field(default_factory=dict)
+    parameters: Mapping[str, Placement | HeadCut] = field(default_factory=dict)
     inputs: tuple[Port | None, ...] | None = None
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: tuple[Port | None, ...] | None = None
@@ -91,9 +123,14 @@ class ModuleSharding:
     strict: bool = False
     options: Mapping[str, object] = field(default_factory=dict)
 
-    def placement(self, name: str) -> Placement:
-        """The placement of a parameter or buffer."""
-        return self.parameters.get(name, Replicate())
+    def placement(self, name: str, ranks: int) -> Placement:
+        """The placement of a parameter or buffer over so many ranks."""
+        placement = self.parameters.get(name, Replicate())
+        return placement.on(ranks) if isinstance(placement, HeadCut) else placement
+
+    def cuts(self, name: str) -> bool:
+        """Whether a parameter is cut."""
+        return isinstance(self.parameters.get(name), Shard | HeadCut)
 
     @property
     def distributes(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from torch import nn
@@ -57,7 +57,7 @@ class ParallelStyle(ABC):
         return changed
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DeclaredStyle(ParallelStyle):
     """A style that is a pure function from a module to its `ModuleSharding`."""
 
@@ -65,6 +65,10 @@ class DeclaredStyle(ParallelStyle):
     axis: str | int | None = field(default=None, init=False)
     lower: bool = field(default=True, init=False, repr=False)
     multiple_of: int = field(default=1, init=False)
+
+    def __repr__(self) -> str:
+        changed = (f for f in fields(self) if f.repr and getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
 
     @abstractmethod
     def sharding(self, module: nn.Module) -> ModuleSharding:

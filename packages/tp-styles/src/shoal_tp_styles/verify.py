@@ -72,8 +72,9 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> Verification:
         >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
         >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()}, abstract_mesh((4,))))
         unmatched: plan entry '7' matches no module of Sequential: no child of the root matches '7'
-        uneven: 0.weight: dim 0 of 6 in parts of [2, 2, 2, 0] along 0
-        ...
+        empty: 0.weight: dim 0 of 6 in parts of [2, 2, 2, 0] along 0
+        empty: 0.bias: dim 0 of 6 in parts of [2, 2, 2, 0] along 0
+        unsharded: 1.weight (4, 6) stays whole on every rank (41% of all parameters)
     """
     try:
         resolved = resolve(model, plan)
@@ -98,9 +99,10 @@ def _parts(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
     if use.sharding is None or not use.sharding.distributes:
         return
     for name, param in use.module.named_parameters():
-        placement = use.sharding.placement(name)
-        if not isinstance(placement, Shard):
+        if not use.sharding.cuts(name):
             continue
+        placement = use.sharding.placement(name, mesh.size())
+        assert isinstance(placement, Shard), "a cut parameter is sharded"
         sizes = part_sizes(param.shape[placement.dim], placement, mesh.size())
         if len(set(sizes)) > 1:
             path = f"{use.path}.{name}" if use.path else name
@@ -124,7 +126,7 @@ def _unsharded(resolved: Resolved) -> Iterator[str]:
         for use in resolved.uses
         if use.sharding is not None and use.sharding.distributes
         for name, param in use.module.named_parameters()
-        if isinstance(use.sharding.placement(name), Shard)
+        if use.sharding.cuts(name)
     }
     total = sum(param.numel() for param in resolved.root.parameters()) or 1
     for name, param in resolved.root.named_parameters():
