@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal_mesh import DeviceMesh
 
-from ._torch import DataDependentError, OpOverload, decomposition_of, is_view, raw, shapes_of
+from ._torch import Build, DataDependentError, OpOverload, decomposition_of, direct, is_view, shapes_of
 from .assign import Assignment, Operands, assign
 from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
 from .policy import Scope
@@ -102,7 +102,8 @@ def decide(
     specs = (*_specs(args), *_specs(tuple(kwargs.values())))
     outs = tuple(_specs(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
     inputs = specs[: len(specs) - len(outs)]
-    metas = _global_outputs(op, args, kwargs)
+    build = _without_memory(args, kwargs)
+    metas = _global_outputs(op, build)
     tensors = tuple(spec.tensor_meta for spec in inputs)
     call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
     if rule is _LOCAL:
@@ -111,7 +112,7 @@ def decide(
         decided = _each(rule, call, inputs)
     else:
         decided = _assigned(rule, call, Operands(inputs, metas, _fixed(call), outs))
-    return _decision(rule, call, specs, decided, scope, copies)
+    return _decision(rule, call, specs, decided, _Request(scope, copies, build))
 
 
 def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
@@ -158,26 +159,32 @@ def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
     return Assignment(final, tuple(spec for spec in outputs if spec is not None))
 
 
-def _decision(
-    rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assignment, scope: Scope, copies: frozenset[int]
-) -> Decision:
+class _Request(NamedTuple):
+    """What a decision depends on besides the call: policies, marked inputs, and how to make the arguments anew."""
+
+    scope: Scope
+    copies: frozenset[int]
+    build: Build
+
+
+def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assignment, request: _Request) -> Decision:
     wanted = (*decided.inputs, *specs[len(decided.inputs) :])
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in pairs)
-    _obey(call.op, specs, plans, scope)
+    _obey(call.op, specs, plans, request.scope)
     writes = (*call.written, *range(len(decided.inputs), len(specs)))
-    if copies.intersection(writes):
+    if request.copies.intersection(writes):
         raise InPlaceError(
             f"{call.op} writes to a view whose base had to be redistributed to take it, so the write would not "
             f"reach the base; write to the base itself, or redistribute the base before taking the view"
         )
     local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
     aliased = _aliased(call, writes, len(decided.outputs))
-    copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(copies))
+    copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies))
     returned = [r.type.kind() for r in call.op._schema.returns]
     dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
     form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
-    function = raw(call.op) if local is None else local
+    function = direct(call.op, request.build, call.outputs) if local is None else local
     return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic)
 
 
@@ -240,12 +247,17 @@ def _as_the_first(call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
     return Assignment(inputs, outputs)
 
 
-def _global_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+def _without_memory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
+    """A function that makes the global arguments on a device, each tensor without memory."""
+
+    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return [_empty(value, device) for value in args], {name: _empty(v, device) for name, v in kwargs.items()}
+
+    return build
+
+
+def _global_outputs(op: OpOverload, build: Build) -> tuple[TensorMeta, ...]:
     """What the global tensor outputs are; none if that depends on data."""
-
-    def build(where: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return [_empty(value, where) for value in args], {name: _empty(value, where) for name, value in kwargs.items()}
-
     try:
         result = shapes_of(op, build)
     except DataDependentError:
