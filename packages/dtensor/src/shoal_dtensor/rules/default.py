@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from .attention import ATTENTION
+from .batchnorm import BATCHNORM
 from .cat import CAT
+from .conv import CONV
 from .create import CREATE
+from .distance import DISTANCE
 from .dynamic import DYNAMIC
 from .elementwise import ELEMENTWISE
 from .embed import EMBED
 from .embedding import EMBEDDING
 from .extreme import EXTREME
+from .fft import FFT
 from .gather import GATHER
+from .image import IMAGE
 from .index import INDEX
 from .linalg import LINALG
 from .loss import LOSS
 from .mask import MASK
+from .matrix import MATRIX
 from .norm import NORM
 from .optim import OPTIM
 from .reduce import REDUCE
@@ -35,20 +41,26 @@ __all__ = ["TABLE"]
 
 TABLE: Table = merge(
     attention=ATTENTION,
+    batchnorm=BATCHNORM,
     cat=CAT,
+    conv=CONV,
     create=CREATE,
+    distance=DISTANCE,
     dynamic=DYNAMIC,
+    elementwise=ELEMENTWISE,
     embed=EMBED,
     embedding=EMBEDDING,
     extreme=EXTREME,
+    fft=FFT,
     gather=GATHER,
+    image=IMAGE,
     index=INDEX,
     linalg=LINALG,
     loss=LOSS,
     mask=MASK,
+    matrix=MATRIX,
     norm=NORM,
     optim=OPTIM,
-    elementwise=ELEMENTWISE,
     reduce=REDUCE,
     scan=SCAN,
     scatter=SCATTER,

@@ -7,16 +7,16 @@ reduction that gives `x` for equal values `x`.  Scalars never influence a row, o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..placements import REDUCE_OPS
-from .local import across, cutting
+from ..spec import TensorMeta
+from .local import across, cutting, replacing
 from .notation import pointwise
-from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Table
+from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["ELEMENTWISE"]
@@ -40,9 +40,23 @@ def _number_operands(call: OpCall) -> int:
     return sum(isinstance(value, int | float | complex) for value in firsts)
 
 
+def _offset(decided: LocalCall) -> LocalFunction | None:
+    """Adding a number to a partial sum, or filling it with one: the first coordinate does it, the others take 0."""
+    call, made = decided.call, decided.outputs[0]
+    axes = [axis for axis, op in made.partials if op == "sum"]
+    if not axes or len(call.tensors) > 1 or not _number_operands(call):
+        return None
+    coordinate = made.coordinate
+    if coordinate is None or not any(coordinate[axis] for axis in axes):
+        return None
+    name = next(a.name for a in call.op._schema.arguments[:2] if not isinstance(call.get(a.name), TensorMeta))
+    return replacing(call, **{name: 0})
+
+
 def _sums(call: OpCall) -> Found:
     """`a + b`: partial sums on both sides; an average or extremum on one side and a fixed value on the other."""
-    found: Found = [(_all(call, op), P(op)) for op in (("avg",) if _number_operands(call) else ("sum", "avg"))]
+    listed = bool(_number_operands(call)) and call.op.__name__.startswith("_foreach")  # `_offset` is for one tensor
+    found: Found = [(_all(call, op), P(op)) for op in (("avg",) if listed else ("sum", "avg"))]
     weighted = "sub" in call.op.__name__ or "alpha" in call.kwargs or len(call.args) > 2
     for op in ("max", "min"):
         found += [(_only(call, i, op), P(op)) for i in range(1 if weighted else len(call.tensors))]
@@ -111,6 +125,8 @@ def _copied(call: OpCall) -> Found:
 def _filled(call: OpCall) -> Found:
     """`fill`: old values do not matter."""
     found: Found = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    if len(call.tensors) == 1:
+        found.append(((P("sum"),), P("sum")))
     return found + [(_all(call, op), P(op)) for op in REDUCE_OPS if len(call.tensors) == 2]
 
 
@@ -170,21 +186,23 @@ def _number_or(call: OpCall, index: int) -> Any:
     return call.bound[call.op._schema.arguments[index].name]
 
 
-def _equal(decided: LocalCall) -> LocalFunction:
-    """`torch.equal`: every rank's verdict on its own part, then all agree."""
-    spec = decided.inputs[0]
-    axes = tuple(sorted({axis for one in decided.inputs for axis in cutting(one)}))
+def _verdict(decided: LocalCall) -> LocalFunction:
+    """`equal` and `allclose`: every rank's verdict on its own part, then all agree."""
+    op = decided.call.op
+    axes = tuple(sorted({axis for spec in decided.inputs for axis in cutting(spec)}))
 
-    def run(a: torch.Tensor, b: torch.Tensor) -> bool:
-        same = torch.tensor(int(a.shape == b.shape and torch.equal(a, b)), device=a.device)
-        return bool(across(same, spec, axes, "min").item())
+    def run(a: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        same = torch.tensor(int(op(a, *args, **kwargs)), device=a.device)
+        return bool(across(same, decided.inputs[0], axes, "min").item())
 
     return run
 
 
-def _equal_rows(call: OpCall) -> Sequence[Row]:
+def _verdict_rows(call: OpCall) -> list[Row]:
     first, second = call.tensors
-    return [] if first.shape != second.shape else [r for r in _PLAIN.rows(call) if r.inputs[0] == r.inputs[1]]
+    if first.shape != second.shape:
+        return []
+    return [Row((S(d), S(d)), (), traffic=1) for d in range(first.ndim)]
 
 
 _PLAIN = pointwise()
@@ -192,7 +210,7 @@ _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
 _KEPT = pointwise(partial=_kept)
-_SUM = pointwise(partial=_sums)
+_SUM = replace(pointwise(partial=_sums), local=_offset)
 _EACH_GRADIENT = pointwise(linear=(0,))  # backward operators: linear in the gradient, their first operand
 
 _RULES: dict[str, Rule] = {
@@ -201,7 +219,7 @@ _RULES: dict[str, Rule] = {
     "_to_copy": pointwise(partial=_converted),
     "positive": _KEPT,
     "copy_ copy": pointwise(partial=_copied),
-    "fill": pointwise(partial=_filled),
+    "fill": replace(pointwise(partial=_filled), local=_offset),
     "zero": pointwise(partial=_zeroed),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_where),
     "where.Scalar": _PLAIN,
@@ -234,6 +252,7 @@ _RULES: dict[str, Rule] = {
     "eq ne lt le gt ge logical_and logical_xor bitwise_left_shift bitwise_right_shift": _PLAIN,
     "__lshift__ __ilshift__ __rshift__ __irshift__ copysign float_power floor_divide fmod gcd heaviside": _PLAIN,
     "hypot igamma igammac lcm ldexp logaddexp logaddexp2 nextafter pow remainder xlogy complex polar": _PLAIN,
+    "_prelu_kernel _prelu_kernel_backward special_gammaln special_psi": _PLAIN,
     "celu elu gelu hardshrink hardswish leaky_relu log_sigmoid log_sigmoid_forward mish selu silu": _PLAIN,
     "softshrink threshold logical_or": _PLAIN,
     "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr": _PLAIN,
@@ -252,7 +271,8 @@ _RULES: dict[str, Rule] = {
     "threshold_backward native_dropout_backward infinitely_differentiable_gelu_backward": _EACH_GRADIENT,
     "_masked_scale": _EACH_GRADIENT,
     "rrelu_with_noise_backward": _EACH_GRADIENT,
-    "equal": Rule(_equal_rows, _equal),
+    # -- one answer for all elements
+    "equal allclose": Rule(_verdict_rows, _verdict),
 }
 
 _FOREACH = (
@@ -263,5 +283,5 @@ _FOREACH = (
 _RULE_OF = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 ELEMENTWISE: Table = family(_RULES) | family(
-    {f"_foreach_{n}": replace(_RULE_OF[n], each=True) for n in _FOREACH.split()}
+    {f"_foreach_{n}": replace(_RULE_OF[n], each=True, local=None) for n in _FOREACH.split()}
 )

@@ -6,8 +6,13 @@ An added matrix (`addmm`) is then wanted as a partial sum too, so that it is cou
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+from .local import filling_out, or_empty
 from .notation import Pattern, factor_rows, parse, product
-from .rule import Entry, OpCall, P, R, Row, Rule, Table
+from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Table
 from .table import family
 
 __all__ = ["LINALG"]
@@ -19,6 +24,19 @@ def _with_added(call: OpCall, index: int, text: str) -> Pattern:
     (made,) = pattern.outputs
     dims = made[len(made) - call.tensors[index].ndim :]
     return Pattern(text, (*pattern.inputs[:index], dims, *pattern.inputs[index:]), pattern.outputs)
+
+
+def _without_sum(decided: LocalCall) -> LocalFunction | None:
+    """A rank without elements of a factor has only the added operand (the kernels do not agree on its shape then)."""
+    made, empty = decided.outputs[0], any(0 in spec.local_shape for spec in decided.inputs[1:])
+    if not empty or 0 in made.local_shape:
+        return or_empty(decided)
+    beta = decided.call["beta"]
+
+    def run(added: Tensor, *_: Any, **__: Any) -> Tensor:
+        return (added * beta).expand(made.local_shape).clone()
+
+    return None if decided.call.written else filling_out(decided.call, run)
 
 
 def _added(text: str, *, index: int = 0) -> Rule:
@@ -34,7 +52,7 @@ def _added(text: str, *, index: int = 0) -> Rule:
         ]
         return summed + _added_partials(len(call.tensors), index)
 
-    return Rule(rows)
+    return Rule(rows, _without_sum)
 
 
 def _added_partials(count: int, index: int) -> list[Row]:

@@ -13,7 +13,7 @@ from shoal_mesh import all_reduce
 from ..spec import Spec
 from .rule import LocalCall, LocalFunction, OpCall
 
-__all__ = ["across", "cutting", "filling_out", "or_empty", "replacing", "restored"]
+__all__ = ["across", "cutting", "filling_out", "or_empty", "replacing", "restored", "zeros"]
 
 
 def cutting(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -48,7 +48,8 @@ def replacing(call: OpCall, **changes: Any) -> LocalFunction:
 def filling_out(call: OpCall, function: LocalFunction) -> LocalFunction:
     """`function`, which knows the functional form, made fit for the operator's own form (`out=` or in-place)."""
     outs = tuple(argument.name for argument in call.op._schema.arguments if argument.is_out)
-    if not outs and call.written:
+    returns = call.op._schema.returns
+    if not outs and returns and returns[0].alias_info is not None:
         return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
     if not outs:
         return function
@@ -75,6 +76,19 @@ def or_empty(decided: LocalCall, function: LocalFunction | None = None) -> Local
         device = next(arg for arg in args if isinstance(arg, Tensor)).device
         empty = [torch.empty(spec.local_shape, dtype=spec.dtype, device=device) for spec in decided.outputs]
         return empty[0] if len(empty) == 1 else tuple(empty)
+
+    return filling_out(decided.call, run)
+
+
+def zeros(decided: LocalCall) -> LocalFunction:
+    """What a rank without elements adds to sums: zeros; None for the outputs that `output_mask` leaves out."""
+    specs = iter(decided.outputs)
+    mask = decided.call.get("output_mask") or [True] * len(decided.outputs)
+    wanted = [next(specs) if present else None for present in mask]
+
+    def run(first: Tensor, *_: Any, **__: Any) -> Any:
+        made = [None if s is None else first.new_zeros(s.local_shape, dtype=s.dtype) for s in wanted]
+        return made[0] if len(made) == 1 else tuple(made)
 
     return filling_out(decided.call, run)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..spec import TensorMeta
-from .local import across, cutting, filling_out, replacing
+from .local import across, cutting, filling_out, replacing, zeros
 from .notation import ELLIPSIS, factor_rows, parse, pointwise
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -63,6 +63,41 @@ def _loss_backward(decided: LocalCall) -> LocalFunction | None:
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
         return summed(*args, **kwargs).div_(count)
+
+    return run
+
+
+# -- losses of one sample each ---------------------------------------------------------------------------------------
+
+
+def _sample_rows(call: OpCall) -> list[Row]:
+    """`multi_margin_loss` and the like: the batch may be cut; classes belong together."""
+    source = call["self"]
+    if source.ndim < 2:
+        return []
+    names = _nll_names(call)
+    whole = call["reduction"] == NONE
+    inputs = tuple(R if n == "weight" or (n == "grad_output" and not whole) else S(0) for n in names)
+    made: Entry = S(0) if whole or "grad_output" in names else P("sum")
+    rest = [S(0)] * (len(call.outputs) - 1)
+    linear = [Row(tuple(P(o) if n == "grad_output" else R for n in names), (P(o),)) for o in ("sum", "avg")]
+    return [Row(inputs, (made, *rest)), *(linear if "grad_output" in names else [])]
+
+
+def _sample(decided: LocalCall) -> LocalFunction | None:
+    """A mean over a cut batch: this rank's sum over the global number of samples."""
+    call = decided.call
+    if not any(cutting(spec) for spec in decided.inputs):
+        return None
+    if any(0 in spec.local_shape for spec in decided.inputs):
+        return zeros(decided)
+    if call["reduction"] != MEAN:
+        return None
+    count, summed = call["self"].shape[0], replacing(call, reduction=SUM)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = summed(*args, **kwargs)
+        return result.div_(count) if isinstance(result, Tensor) else (result[0].div_(count), *result[1:])
 
     return run
 
@@ -117,7 +152,7 @@ def _nll(decided: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         losses, weights = pick(x, target, weight)
         if reduction == NONE:
-            return losses, x.new_zeros(())
+            return losses, across(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
         total = across(weights.sum(), spec, axes)
         loss = losses.sum()
         return (loss / total if reduction == MEAN else loss), total
@@ -189,7 +224,9 @@ def _nll_backward(decided: LocalCall) -> LocalFunction | None:
 LOSS: Table = family(
     {
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(_loss_rows, _loss),
-        "binary_cross_entropy": Rule(_loss_rows, _loss),
+        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(_loss_rows, _loss),
+        "multi_margin_loss multilabel_margin_loss_forward": Rule(_sample_rows, _sample),
+        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(_sample_rows, _sample),
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(_loss_backward_rows, _loss_backward),
         "soft_margin_loss_backward binary_cross_entropy_backward": Rule(_loss_backward_rows, _loss_backward),
         "nll_loss_forward nll_loss2d_forward": Rule(_nll_rows, _nll),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec, TensorMeta
-from .local import across, cutting, filling_out, or_empty, replacing
+from .local import across, cutting, filling_out, or_empty, replacing, zeros
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
@@ -210,20 +210,8 @@ def _group_local(decided: LocalCall) -> LocalFunction | None:
     if (batch, channels) == (call["N"], call["C"]):
         return None
     if not batch or not channels:
-        return _group_empty(decided)
+        return zeros(decided)
     return replacing(call, N=batch, C=channels, group=groups)
-
-
-def _group_empty(decided: LocalCall) -> LocalFunction:
-    """Zeros: a partial weight gradient of no elements is zero."""
-    wanted = iter(decided.outputs)
-    mask = decided.call.get("output_mask", [True] * 3)
-    made = [next(wanted) if want else None for want in mask]
-
-    def run(first: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
-        return tuple(None if s is None else first.new_zeros(s.local_shape, dtype=s.dtype) for s in made)
-
-    return filling_out(decided.call, run)
 
 
 NORM: Table = family(

@@ -178,6 +178,7 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
     return [
         Row(tuple(P(op) if j == i else R for j in range(inputs)), (P(op),) * outputs)
         for i in linear
+        if i < inputs
         for op in ("sum", "avg")
     ]
 

@@ -140,7 +140,7 @@ def _deviation(decided: LocalCall) -> LocalFunction | None:
 
 def _extremum(decided: LocalCall) -> LocalFunction | None:
     """The operator itself, except on an empty shard: there the value that never wins."""
-    if 0 not in decided.inputs[0].local_shape or 0 in decided.outputs[0].local_shape:
+    if 0 not in decided.inputs[0].local_shape:
         return None
     spec = decided.outputs[0]
     largest = "amax" in decided.call.op.__name__ or "max" in decided.call.op.__name__
@@ -158,6 +158,11 @@ def _lowest(dtype: torch.dtype) -> float:
 
 def _highest(dtype: torch.dtype) -> float:
     return inf if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _limited(call: OpCall) -> list[Row]:
+    """`renorm`: every slice along its dim has a norm of its own."""
+    return [Row((S(call.dim()),), (S(call.dim()),))]
 
 
 def _order(call: OpCall) -> float:
@@ -239,6 +244,7 @@ REDUCE: Table = family(
         "amin": _reduction("min", "min", local=_extremum),
         "max.default max.unary_out": _reduction("max", "max", local=_extremum),
         "min.default min.unary_out": _reduction("min", "min", local=_extremum),
+        "renorm": Rule(_limited),
         "any": _reduction("max"),
         "all": _reduction("min"),
         "count_nonzero": Rule(_counted),

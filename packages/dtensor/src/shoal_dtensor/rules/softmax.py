@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .local import across, cutting, filling_out
+from .local import across, cutting, filling_out, or_empty
 from .notation import linear_rows
 from .rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from .table import family
@@ -95,9 +95,18 @@ def _log_softmax_backward(decided: LocalCall) -> LocalFunction | None:
     return filling_out(decided.call, run)
 
 
+def _free_rows(call: OpCall) -> list[Row]:
+    """All dims but the normalised one."""
+    made = call.outputs[0]
+    return [Row((S(d),) * len(call.tensors), (S(d),)) for d in range(made.ndim) if d != call.dim()]
+
+
 SOFTMAX: Table = family(
     {
         "_softmax": Rule(_forward_rows, _softmax),
+        "_safe_softmax": Rule(_free_rows, or_empty),
+        "glu": Rule(_free_rows),
+        "glu_backward": Rule(lambda call: [*_free_rows(call), *linear_rows((0,), 2, 1)]),
         "_log_softmax": Rule(_forward_rows, _log_softmax),
         "_softmax_backward_data": Rule(_backward_rows, _softmax_backward),
         "_log_softmax_backward_data": Rule(_backward_rows, _log_softmax_backward),

@@ -1,0 +1,143 @@
+"""Sharding of pooling, resampling and sampling of images, on one mesh axis.
+
+Every plane is treated for itself, so the dims before the spatial ones are free; spatial dims are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .local import or_empty, replacing
+from .notation import linear_rows
+from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from .table import family
+
+__all__ = ["IMAGE"]
+
+
+def _planes(spatial: int, *, linear: bool = False) -> Callable[[OpCall], list[Row]]:
+    """Rows for the leading dims that all operands share."""
+
+    def rows(call: OpCall) -> list[Row]:
+        operands = (*call.tensors, *call.outputs)
+        count, made = len(call.tensors), len(call.outputs)
+        free = min(t.ndim for t in operands) - spatial
+        found = [
+            Row((S(d),) * count, (S(d),) * made)
+            for d in range(max(free, 0))
+            if len({t.shape[d] for t in operands}) == 1
+        ]
+        return found + (linear_rows((0,), count, made) if linear else [])
+
+    return rows
+
+
+def _resized_back(decided: LocalCall) -> LocalFunction | None:
+    """`upsample_*_backward` is told the input's size."""
+    made = decided.outputs[0]
+    if made.local_shape == made.shape:
+        return None
+    if 0 in made.local_shape:
+        return or_empty(decided)
+    return replacing(decided.call, input_size=list(made.local_shape))
+
+
+def _columns(call: OpCall) -> list[Row]:
+    """`im2col` and `col2im`: batch; channels, each with its whole window; spatial dims whole."""
+    (source,), (made,) = call.tensors, call.outputs
+    channel = source.ndim - (2 if "col2im" in call.op.__name__ else 3)
+    unit = max(source.shape[channel] // max(made.shape[channel], 1), 1)
+    times = max(made.shape[channel] // max(source.shape[channel], 1), 1)
+    rows = [Row((S(0),), (S(0),))] if channel else []
+    return [*rows, Row((S(channel, unit),), (S(channel, times),)), *linear_rows((0,), 1, 1)]
+
+
+def _sampled(call: OpCall) -> list[Row]:
+    """`grid_sampler`: batch, channels of the image, rows and columns of the grid."""
+    spatial = range(2, call.tensors[0].ndim)
+    rows = [Row((S(0), S(0)), (S(0),)), Row((S(1), R), (S(1),))]
+    rows += [Row((R, S(d - 1)), (S(d),)) for d in spatial]
+    return rows + linear_rows((0,), 2, 1)
+
+
+def _sampled_backward(call: OpCall) -> list[Row]:
+    mask = call["output_mask"]
+    spatial = range(2, call.tensors[0].ndim)
+    cases = [((S(0), S(0), S(0)), (S(0), S(0))), ((S(1), S(1), R), (S(1), P("sum")))]
+    cases += [((S(d), R, S(d - 1)), (P("sum"), S(d - 1))) for d in spatial]
+    cases += [((P(op), R, R), (P(op), P(op))) for op in ("sum", "avg")]
+    return [Row(inputs, tuple(e for e, wanted in zip(made, mask, strict=True) if wanted)) for inputs, made in cases]
+
+
+def _shuffled(call: OpCall) -> list[Row]:
+    """`channel_shuffle`: channels whole."""
+    (source,) = call.tensors
+    return [Row((S(d),), (S(d),)) for d in range(source.ndim) if d != 1]
+
+
+def _pixels(name: str, *, up: bool) -> Callable[[OpCall], list[Row]]:
+    """`pixel_shuffle` and back: a channel of the fine image is `factor` squared channels of the coarse one."""
+
+    def rows(call: OpCall) -> list[Row]:
+        factor, last = call[name], call.tensors[0].ndim - 1
+        pairs = [(S(d), S(d)) for d in range(last - 2)]
+        pairs += [(S(last - 2, factor**2), S(last - 2)), (S(last - 1), S(last - 1, factor)), (S(last), S(last, factor))]
+        ordered = pairs if up else [(fine, coarse) for coarse, fine in pairs]
+        return [*(Row((a,), (b,)) for a, b in ordered), *linear_rows((0,), 1, 1)]
+
+    return rows
+
+
+def _pool(spatial: int, *, linear: bool = False) -> Rule:
+    return Rule(_planes(spatial, linear=linear), or_empty)
+
+
+def _fractional(call: OpCall) -> list[Row]:
+    """`fractional_max_pool`: the random samples have batch and channels too, spelt (N, C, spatial)."""
+    source, samples = call.tensors
+    missing = 3 - samples.ndim
+    batched = source.ndim - (2 if "2d" in call.op.__name__ else 3) == 2
+    rows = []
+    for d in range(2 if batched else 1):
+        own = d + (0 if batched else 1) - missing
+        if samples.shape[own] == source.shape[d]:
+            rows.append(Row((S(d), S(own)), (S(d), S(d))))
+    return rows
+
+
+IMAGE: Table = family(
+    {
+        "max_pool2d_with_indices adaptive_max_pool2d max_unpool2d": _pool(2),
+        "max_pool3d_with_indices adaptive_max_pool3d max_unpool3d": _pool(3),
+        "adaptive_max_pool2d_backward max_pool2d_with_indices_backward": _pool(2, linear=True),
+        "adaptive_max_pool3d_backward max_pool3d_with_indices_backward": _pool(3, linear=True),
+        "fractional_max_pool2d fractional_max_pool3d": Rule(_fractional, or_empty),
+        "fractional_max_pool2d_backward": _pool(2, linear=True),
+        "fractional_max_pool3d_backward": _pool(3, linear=True),
+        "avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward": _pool(2, linear=True),
+        "avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward": _pool(3, linear=True),
+        "avg_pool1d": _pool(1, linear=True),
+        "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d": _pool(1, linear=True),
+        "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d": _pool(2, linear=True),
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _pool(2, linear=True),
+        "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": _pool(3, linear=True),
+        "upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward": Rule(
+            _planes(1, linear=True), _resized_back
+        ),
+        "upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward": Rule(
+            _planes(2, linear=True), _resized_back
+        ),
+        "upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": Rule(
+            _planes(2, linear=True), _resized_back
+        ),
+        "upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward": Rule(
+            _planes(3, linear=True), _resized_back
+        ),
+        "im2col col2im": Rule(_columns, or_empty),
+        "pixel_shuffle": Rule(_pixels("upscale_factor", up=True), or_empty),
+        "pixel_unshuffle": Rule(_pixels("downscale_factor", up=False), or_empty),
+        "channel_shuffle native_channel_shuffle": Rule(_shuffled, or_empty),
+        "grid_sampler_2d grid_sampler_3d": Rule(_sampled, or_empty),
+        "grid_sampler_2d_backward grid_sampler_3d_backward": Rule(_sampled_backward, or_empty),
+    }
+)

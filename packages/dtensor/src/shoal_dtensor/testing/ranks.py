@@ -1,0 +1,191 @@
+"""Ranks as threads of one process, without process groups: for checking local functions that communicate.
+
+A `ThreadMesh` is a mesh whose communicators meet at a barrier and pass tensors by reference.  Its groups answer the
+calls that `shoal_mesh.collectives` makes, so local functions run unchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from shoal_mesh import Comm
+
+__all__ = ["ThreadMesh", "on_threads", "thread_meshes"]
+
+TIMEOUT = 60.0  # seconds that a rank waits for the others
+
+FOLD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class Meeting:
+    """Where the members of one communicator exchange values."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self.values: list[Any] = [None] * size
+
+    def exchange(self, index: int, value: Any) -> list[Any]:
+        """Everybody's values, in index order."""
+        self.values[index] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+class Done:
+    """The handle of a collective that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class ThreadGroup(ProcessGroup):
+    """The process group of one member of a meeting."""
+
+    def __init__(self, meeting: Meeting, index: int) -> None:
+        super().__init__(index, len(meeting.values))
+        self.meeting, self.index = meeting, index
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        for tensor in tensors:
+            values = self.meeting.exchange(self.index, tensor.clone())
+            total = reduce(FOLD[_plain(op)], values)
+            tensor.copy_(total / len(values) if _plain(op) == ReduceOp.AVG else total)
+        return Done()
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+        values = self.meeting.exchange(self.index, tensor.clone())
+        output.copy_(torch.cat([value.reshape(-1) for value in values]).view(output.shape))
+        return Done()
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Done:
+        for parts, tensor in zip(outputs, tensors, strict=True):
+            for part, value in zip(parts, self.meeting.exchange(self.index, tensor.clone()), strict=True):
+                part.copy_(value.view(part.shape))
+        return Done()
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+        total = tensor.clone()
+        self.allreduce([total], opts)
+        output.copy_(total.view(-1).chunk(len(self.meeting.values))[self.index].view(output.shape))
+        return Done()
+
+    def alltoall_base(
+        self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Done:
+        count = len(self.meeting.values)
+        rows = list(sent) or [tensor.shape[0] // count] * count
+        blocks = self.meeting.exchange(self.index, tensor.clone().split(rows))
+        output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
+        return Done()
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+        for tensor in tensors:
+            tensor.copy_(self.meeting.exchange(self.index, tensor.clone())[opts.rootRank if opts else 0])
+        return Done()
+
+
+def _plain(op: Any) -> Any:
+    return next(known for known in FOLD if op == known)
+
+
+class ThreadMesh:
+    """A mesh of threads as one of them sees it."""
+
+    device_type = "cpu"
+    mesh_dim_names = None
+
+    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...], meetings: dict[Any, Meeting]) -> None:
+        self.shape, self.ndim, self.axis_names = shape, len(shape), tuple(map(str, range(len(shape))))
+        self._coordinate, self._meetings = coordinate, meetings
+        self._comms: dict[tuple[int, ...], Comm] = {}
+
+    def get_coordinate(self) -> tuple[int, ...]:
+        return self._coordinate
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def comm(self, axes: int | tuple[int, ...]) -> Comm:
+        """The communicator along some axes, index row-major over them in the order asked for."""
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        found = self._comms.get(axes)
+        if found is None:
+            found = self._comms[axes] = self._make(axes)
+        return found
+
+    def _make(self, axes: tuple[int, ...]) -> Comm:
+        fixed = tuple(-1 if axis in axes else c for axis, c in enumerate(self._coordinate))
+        size, index = prod(self.shape[axis] for axis in axes), 0
+        for axis in axes:
+            index = index * self.shape[axis] + self._coordinate[axis]
+        meeting = self._meetings.setdefault((axes, fixed), Meeting(size))
+        names = tuple(self.axis_names[axis] for axis in axes)
+        return Comm(
+            group=ThreadGroup(meeting, index),
+            name="threads",
+            axes=names,
+            size=size,
+            rank=index,
+            ranks=tuple(range(size)),
+            order=None,
+            backend="cpu:gloo",
+        )
+
+
+def thread_meshes(shape: tuple[int, ...]) -> list[ThreadMesh]:
+    """One mesh per coordinate, row-major, that communicate with each other."""
+    meetings: dict[Any, Meeting] = {}
+    return [ThreadMesh(shape, coordinate, meetings) for coordinate in product(*map(range, shape))]
+
+
+def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMesh]) -> list[Any]:
+    """What the functions return, each run on a thread of its own; the first failure is raised for all.
+
+    Raises:
+        Exception: what a function raised; the others are woken from the barriers they wait at.
+    """
+    results: list[Any] = [None] * len(functions)
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            with torch.no_grad():
+                results[index] = functions[index]()
+        except BaseException as error:
+            failures.append(error)
+            for meeting in list(meshes[index]._meetings.values()):
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
+    if failures:
+        raise (real or failures)[0]
+    return results

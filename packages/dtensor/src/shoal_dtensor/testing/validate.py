@@ -1,0 +1,373 @@
+"""`validate`: every row of an operator's rule against brute force, on plain tensors and without process groups.
+
+A row claims: inputs that lie so along a mesh axis give outputs that lie so.  The claim is tried for several axis sizes
+and cuts (even, uneven, ragged, with empty pieces) and for pairs of rows on two axes: the inputs are laid out as the
+rows say, the local function runs once per coordinate (on threads, so that it may communicate), and what the outputs'
+entries mean is compared with the operator on the global tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+
+from ..chunks import Cut, chunk_sizes
+from ..placements import Partial, Placement
+from ..rules import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten
+from ..rules.default import TABLE
+from ..spec import Spec, TensorMeta
+from .parts import deal, gather
+from .ranks import ThreadMesh, on_threads, thread_meshes
+
+__all__ = ["Report", "validate"]
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass
+class Report:
+    """What validating one call found.
+
+    Attributes:
+        checked: how many cases (rows, mesh shape, cuts) ran.
+        wrong: one line for each case whose result was not what the rows say.
+        missed: rows that would have been right but that the rule does not have; information, not an error.
+    """
+
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    missed: list[Row] = field(default_factory=list)
+
+
+def validate(
+    op: Any,
+    *args: Any,
+    rule: Rule | None = None,
+    ways: Sequence[int] = (2, 3, 4),
+    pairs: bool = True,
+    values: bool = True,
+    missed: bool = False,
+    **kwargs: Any,
+) -> Report:
+    """Check every row that a rule gives for one call.
+
+    Args:
+        op: an operator overload.
+        args: its global arguments.
+        rule: the rule; that of the standing tables when left out.
+        ways: sizes of the mesh axis to try.
+        pairs: whether to try pairs of rows on a 2 x 2 mesh too.
+        values: False compares shapes and dtypes only (operators whose values are undefined or random).
+        missed: whether to look for sharding rows that the rule lacks.
+        kwargs: its keyword arguments.
+
+    Example:
+        >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
+        []
+    """
+    trial = Trial(op, args, kwargs, rule or TABLE[op], values)
+    report = Report()
+    for row in trial.rows:
+        for n in ways:
+            for cut in _cuts(trial, row, (n,)):
+                trial.try_out(report, (n,), (row,), {0: cut})
+    for first, second in product(trial.rows, trial.rows) if pairs else ():
+        for cuts in _pair_cuts(trial, first, second):
+            trial.try_out(report, (2, 2), (first, second), cuts)
+    if missed:
+        report.missed = _missed(trial, ways[0])
+    return report
+
+
+def _cuts(trial: Trial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)) -> Iterator[Cut | None]:
+    """Cuts of a row's factor: as torch.chunk does, ragged, with empty pieces, everything on one coordinate."""
+    steps = trial.steps(row)
+    if steps is None:
+        yield None
+        return
+    n = prod(shape)
+    sizes = [chunk_sizes(steps, n), (*(0,) * (n - 1), steps), (steps - steps // 3, *(0,) * (n - 2), steps // 3)]
+    for one in dict.fromkeys(sizes):
+        if len(set(one)) == 1 or not row.even:
+            yield Cut(axes, shape, one)
+
+
+def _pair_cuts(trial: Trial, first: Row, second: Row) -> Iterator[dict[int, Cut | None]]:
+    if first is second:
+        for cut in _cuts(trial, first, (2, 2), (0, 1)):
+            yield {0: cut, 1: cut}
+    elif not _clash(first, second):
+        cuts = [*_cuts(trial, first, (2,), (0,))], [*_cuts(trial, second, (2,), (1,))]
+        for one, other in zip(*cuts, strict=False):
+            yield {0: one, 1: other}
+
+
+def _clash(first: Row, second: Row) -> bool:
+    """Whether two rows cut one dim of an operand, or ask for reductions of two kinds, which do not commute."""
+    for a, b in zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True):
+        if isinstance(a, S) and isinstance(b, S) and a.dim == b.dim:
+            return True
+        if isinstance(a, Partial) and isinstance(b, Partial) and a != b:
+            return True
+    return False
+
+
+def _missed(trial: Trial, n: int) -> list[Row]:
+    """Shardings of every input and output that the bare operator satisfies but no row says."""
+    known = {(row.inputs, row.outputs) for row in trial.rows}
+    found = []
+    options = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
+    made = [[R, P_SUM, *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]
+    for inputs in product(*options):
+        if all(entry is R for entry in inputs) or prod(map(len, options)) > 300:
+            continue
+        for outputs in product(*made):
+            row = Row(tuple(inputs), tuple(outputs))
+            steps = trial.steps(row)
+            if (row.inputs, row.outputs) in known or steps is None or steps < n:
+                continue
+            report = Report()
+            bare = Trial(trial.op, trial.args, trial.kwargs, Rule(lambda call: []), trial.values)
+            bare.try_out(report, (n,), (row,), {0: Cut((0,), (n,), chunk_sizes(steps, n))})
+            if report.checked and not report.wrong:
+                found.append(row)
+    return found
+
+
+P_SUM = Partial("sum")
+
+
+class Trial:
+    """One call of an operator with global tensors, to be run in pieces."""
+
+    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Rule, values: bool) -> None:
+        self.op, self.args, self.kwargs, self.rule, self.values = op, args, dict(kwargs), rule, values
+        self.outs = tuple(a.name for a in op._schema.arguments if a.is_out)
+        read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
+        self.tensors: list[Tensor] = [*flatten(read)]
+        self.results = self._run(self.tensors, [kwargs[name].clone() for name in self.outs])
+        metas = tuple(_meta(t) for t in self.tensors)
+        outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
+        self.call = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
+        self.rows = self._rows()
+
+    def _rows(self) -> list[Row]:
+        rows = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows(self.call)
+        return [row for row in rows if self._keeps_written(row)]
+
+    def _keeps_written(self, row: Row) -> bool:
+        """Whether written inputs already lie as the result does; the propagator refuses other rows."""
+        if not self.call.written or not row.outputs:
+            return True
+        aliased = [i for i, r in enumerate(self.op._schema.returns) if r.alias_info is not None]
+        return all(row.inputs[i] == row.outputs[o] for i, o in zip(self.call.written, aliased, strict=False))
+
+    def _run(
+        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], function: Callable[..., Any] | None = None
+    ) -> tuple[Any, list[Tensor]]:
+        """The result on copies of `tensors`, and the copies afterwards."""
+        copies = [t.clone() for t in tensors]
+        numbered = iter(copies)
+        args = _mapped(lambda a: next(numbered) if isinstance(a, Tensor) else a, self.args)
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in self.outs}
+        kwargs = _mapped(lambda a: next(numbered) if isinstance(a, Tensor) else a, kwargs)
+        for name, target in zip(self.outs, outs, strict=False):
+            kwargs[name] = target
+        return (function or self.op)(*args, **kwargs), copies
+
+    def steps(self, row: Row) -> int | None:
+        """How many steps the row's factor has; None if it cuts nothing."""
+        found = None
+        for tensor, entry in zip(self.tensors, row.inputs, strict=True):
+            if isinstance(entry, S):
+                found = tensor.shape[entry.dim] // entry.unit
+        return found
+
+    def try_out(
+        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], cuts: dict[int, Cut | None]
+    ) -> None:
+        """Run one case and note it."""
+        meshes = thread_meshes(shape)
+        coordinates = [mesh.get_coordinate() for mesh in meshes]
+        try:
+            inputs = [self._dealt(i, rows, cuts, shape, coordinates) for i in range(len(self.tensors))]
+        except NotImplementedError:
+            return
+        report.checked += 1
+        ranks = range(len(meshes))
+        functions = [
+            partial(
+                self._run,
+                [parts[coordinates[r]] for parts in inputs],
+                self._targets(meshes[r], rows, cuts),
+                self._local(meshes[r], rows, cuts),
+            )
+            for r in ranks
+        ]
+        try:
+            results = on_threads(functions, meshes)
+            problems = [*self._problems(results, meshes, rows, cuts)]
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            sizes = {axis: cut.sizes for axis, cut in cuts.items() if cut is not None}
+            report.wrong.append(f"{self.op} {_tell(self.call)} {_show(rows)} cut {sizes} on {shape}: {problems[0]}")
+
+    def _dealt(
+        self, index: int, rows: Sequence[Row], cuts: Mapping[int, Cut | None], shape: Coordinate, where: Any
+    ) -> dict[Coordinate, Tensor]:
+        entries = [row.inputs[index] for row in rows]
+        shares = deal(self.tensors[index], entries, shape)
+        spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, cuts)
+        boxes = {c: tuple(slice(start, stop) for start, stop in spec.box(c)) for c in where}
+        return {c: shares[c][boxes[c]].clone() for c in where}
+
+    def _targets(self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, Cut | None]) -> list[Tensor]:
+        """This rank's `out=` arguments."""
+        specs = [_spec(mesh, t, [row.outputs[i] for row in rows], cuts) for i, t in enumerate(self.call.outputs)]
+        return [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in specs] if self.outs else []
+
+    def _local(
+        self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, Cut | None]
+    ) -> Callable[..., Any] | None:
+        if self.rule.local is None:
+            return None
+        inputs = [_spec(mesh, t, [row.inputs[i] for row in rows], cuts) for i, t in enumerate(self.call.tensors)]
+        outputs = [_spec(mesh, t, [row.outputs[i] for row in rows], cuts) for i, t in enumerate(self.call.outputs)]
+        return self.rule.local(LocalCall(self.call, tuple(inputs), tuple(outputs)))
+
+    def _problems(
+        self, results: Sequence[Any], meshes: Sequence[ThreadMesh], rows: Sequence[Row], cuts: Mapping[int, Cut | None]
+    ) -> Iterator[str]:
+        """What differs: outputs first, then the inputs that the operator writes."""
+        expected = list(flatten([self.results[0]]))
+        got = [list(flatten([result[0]])) for result in results]
+        if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
+            yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
+        for i, value in enumerate(expected):
+            entries = [row.outputs[i] for row in rows]
+            yield from self._differences(f"output {i}", value, [one[i] for one in got], entries, meshes, cuts)
+        for i in self.call.written:
+            entries = [row.inputs[i] for row in rows]
+            after = [result[1][i] for result in results]
+            yield from self._differences(f"written input {i}", self.results[1][i], after, entries, meshes, cuts)
+
+    def _differences(
+        self,
+        name: str,
+        value: Tensor,
+        got: Sequence[Tensor],
+        entries: Sequence[Entry],
+        meshes: Sequence[ThreadMesh],
+        cuts: Mapping[int, Cut | None],
+    ) -> Iterator[str]:
+        coordinates = [mesh.get_coordinate() for mesh in meshes]
+        spec = _spec(meshes[0], _meta(value), entries, cuts)
+        for c, part in zip(coordinates, got, strict=True):
+            if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
+                yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
+                return
+        if not self.values:
+            return
+        totals = gather(dict(zip(coordinates, got, strict=True)), entries, meshes[0].shape)
+        for c, total in totals.items():
+            wanted = value[tuple(slice(start, stop) for start, stop in spec.box(c))]
+            if not torch.allclose(*_comparable(total, wanted), rtol=1e-6, atol=1e-7, equal_nan=True):
+                yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
+                return
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` on every leaf of nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return function(value)
+
+
+def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return a.to(wide), b.to(wide)
+
+
+def _meta(value: Any) -> Any:
+    return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _spec(mesh: ThreadMesh, meta: TensorMeta, entries: Sequence[Entry], cuts: Mapping[int, Cut | None]) -> Spec:
+    """The spec that entries mean for a tensor, given the cut of each axis's factor."""
+    placements: list[Placement] = []
+    order: dict[int, tuple[int, ...]] = {}
+    for axis, entry in enumerate(entries):
+        if not isinstance(entry, S):
+            placements.append(entry)
+            continue
+        cut = _fitting(cuts[axis], meta.shape[entry.dim] // entry.unit, entry)
+        own = entry.cut(cut) if entry.cut is not None else cut.scaled(entry.unit)
+        placements.append(own.placements(entry.dim)[axis])
+        order[entry.dim] = own.axes
+    return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, tuple(sorted(order.items())))
+
+
+def _fitting(cut: Cut | None, steps: int, entry: S) -> Cut:
+    """The cut; that of torch.chunk if the elements of a `foreach` call differ in size."""
+    assert cut is not None, "a row with sharded entries has a factor"
+    if entry.cut is not None or cut.length == steps:
+        return cut
+    return Cut(cut.axes, cut.axis_sizes, chunk_sizes(steps, len(cut.sizes)))
+
+
+def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
+    """Rows of a `foreach` call whose elements all take the row of the same number."""
+    values = [*call.args, *call.kwargs.values()]
+    names = [None] * len(call.args) + list(call.kwargs)
+    count = max(len(v) for v in values if isinstance(v, list))
+    each: list[list[Row]] = []
+    for i in range(count):
+        element = [v[i] if isinstance(v, list) and v else v for v in values]
+        tensors = tuple(flatten(element))
+        args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
+        kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
+        outputs = call.outputs[i : i + 1]
+        each.append(list(rule.rows(OpCall(call.op, args, kwargs, tensors, outputs))))
+    return [_joined(values, rows) for rows in zip(*each, strict=False)]
+
+
+def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
+    """One row of the whole call out of one row per element."""
+    entries = [iter(row.inputs) for row in rows]
+    inputs: list[Entry] = []
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], TensorMeta):
+            inputs += [next(one) for one in entries]
+        elif isinstance(value, TensorMeta):
+            shared = [next(one) for one in entries]
+            inputs.append(shared[0])
+    return Row(tuple(inputs), tuple(entry for row in rows for entry in row.outputs))
+
+
+def _tell(call: OpCall) -> str:
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
+    others = {n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)}
+    return f"({', '.join(shapes)}) {others}"
+
+
+def _show(rows: Sequence[Row]) -> str:
+    return " and ".join(f"{' '.join(map(_brief, row.inputs))} -> {' '.join(map(_brief, row.outputs))}" for row in rows)
+
+
+def _brief(entry: Entry) -> str:
+    if isinstance(entry, S):
+        return f"S({entry.dim})" if entry.unit == 1 else f"S({entry.dim},x{entry.unit})"
+    return str(entry)
