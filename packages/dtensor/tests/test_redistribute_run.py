@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor import Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
+from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.redistribute import plan, run, run_all, start
 from shoal_dtensor.testing import coordinates, draw_spec, local_shards
-from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 
@@ -92,6 +93,44 @@ def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
         for (src, dst, full), result in zip(cases, results, strict=True):
             assert torch.equal(result, mine(full, dst)), f"{name}: {src} {dst}"
     assert counts["together"] < counts["alone"] / 3, counts
+
+
+@on_ranks(4)
+def test_a_coalesced_block_of_dtensors_with_gradients() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    weights = [torch.randn(n, 6) for n in (3, 4, 5)]
+    parts = [distribute_tensor(w, mesh, [Shard(0), Shard(1)]).requires_grad_() for w in weights]
+    with CommDebugMode() as counted:
+        with coalesce():
+            whole = [part.redistribute(placements=[Replicate(), Replicate()]) for part in parts]
+        assert all(torch.equal(w.to_local(), plain) for w, plain in zip(whole, weights, strict=True))
+    assert counted.get_total_counts() <= 2
+    sum((w * w).sum() for w in whole).backward()
+    for part, plain in zip(parts, weights, strict=True):
+        assert part.grad is not None
+        assert part.grad.placements == part.placements
+        assert torch.allclose(part.grad.full_tensor(), 2 * plain)
+
+
+@on_ranks(4)
+def test_a_result_used_inside_the_block_is_there() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    part = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    with coalesce():
+        whole = part.redistribute(placements=[Replicate()])
+        assert torch.equal((whole + 1).to_local(), torch.arange(8.0) + 1)
+
+
+@on_ranks(4)
+def test_writing_to_a_queued_source_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    part = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    block = coalesce()
+    block.__enter__()
+    part.redistribute(placements=[Replicate()])
+    part.zero_()
+    with pytest.raises(RedistributeError, match="written to before it was sent"):
+        block.__exit__(None, None, None)
 
 
 @on_ranks(4)

@@ -18,6 +18,7 @@ from .factory import empty, full, ones, rand, randn, zeros
 from .local_map import local_map
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .policy import communication, implicit_replication, unknown_ops
+from .redistribute import coalesce
 from .register import register_rule, register_sharding
 from .spec import Spec, TensorMeta
 from .tensor import DTensor
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "cache_info",
     "clear_cache",
+    "coalesce",
     "communication",
     "distribute_module",
     "distribute_tensor",

@@ -17,7 +17,7 @@ from ._torch import apply, make_wrapper
 from .dispatch import wrap
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
-from .redistribute import InFlight, plan, run, start
+from .redistribute import InFlight, Plan, Queued, current_batch, plan, run, start
 from .spec import Spec
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "check_differentiable", "gradient_spec", "pending", "redistributed"]
@@ -37,12 +37,20 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
     local = tensor._local_tensor
     if source.same_layout(target):
         return wrap(cls, local, target)
+    return _moved(cls, tensor, plan(source, target), local, async_op)
+
+
+def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
+    """A DTensor of the local tensor that arrives: now, at its first use, or with the others of a `coalesce()` block."""
+    batch = current_batch()
+    if batch is not None:
+        return pending(cls, batch.add(way, local, tensor), way.dst, local.device)
     if async_op:
-        return pending(cls, start(plan(source, target), local), target, local.device)
-    return wrap(cls, run(plan(source, target), local), target)
+        return pending(cls, start(way, local), way.dst, local.device)
+    return wrap(cls, run(way, local), way.dst)
 
 
-def pending(cls: Any, in_flight: InFlight, spec: Spec, device: torch.device) -> Any:
+def pending(cls: Any, in_flight: InFlight | Queued, spec: Spec, device: torch.device) -> Any:
     """A DTensor whose local tensor arrives at its first use."""
     result = make_wrapper(cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device)
     cls.local_slot.__set__(result, in_flight)
@@ -125,9 +133,7 @@ class Redistribute(Function):
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
             return wrap(cls, local.view_as(local), spec)
-        if async_op:
-            return pending(cls, start(plan(source, spec), local), spec, local.device)
-        return wrap(cls, run(plan(source, spec), local), spec)
+        return _moved(cls, tensor, plan(source, spec), local, async_op)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

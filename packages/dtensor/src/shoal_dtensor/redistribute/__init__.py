@@ -1,8 +1,22 @@
 """From any placement to any placement: `plan` decides, `run` executes, neither knows the other."""
 
-from .coalesce import run_all
+from .coalesce import Queued, coalesce, current_batch, run_all
 from .plan import alternatives, cost, plan, seconds
 from .run import InFlight, run, start
 from .steps import Plan, Step
 
-__all__ = ["InFlight", "Plan", "Step", "alternatives", "cost", "plan", "run", "run_all", "seconds", "start"]
+__all__ = [
+    "InFlight",
+    "Plan",
+    "Queued",
+    "Step",
+    "alternatives",
+    "coalesce",
+    "cost",
+    "current_batch",
+    "plan",
+    "run",
+    "run_all",
+    "seconds",
+    "start",
+]

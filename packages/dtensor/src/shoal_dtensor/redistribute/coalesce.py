@@ -8,18 +8,21 @@ this rank holds, so all ranks merge alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
+from ..errors import RedistributeError
 from .kernels import Collective, Kernel
 from .run import bind, closing, comm_of, kernels_of
 from .steps import AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step, Transfer
 
-__all__ = ["merge", "run_all", "split"]
+__all__ = ["Batch", "Queued", "coalesce", "current_batch", "merge", "run_all", "split"]
 
 # What the members' pieces travel as when several tensors share one call.
 _MERGED = {
@@ -31,6 +34,102 @@ _MERGED = {
     "all_to_all": "all_to_all_v",
     "all_to_all_v": "all_to_all_v",
 }
+
+
+class Queued:
+    """A redistribution that is done together with the others of its batch; `wait()` gives the new local tensor."""
+
+    __slots__ = ("_batch", "_result", "_source", "_version", "local", "plan")
+
+    def __init__(self, batch: Batch, plan: Plan, local: Tensor, source: Tensor) -> None:
+        self._batch, self.plan, self.local = batch, plan, local
+        self._source, self._version = source, source._version
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result; the first of a batch to be asked runs them all."""
+        if self._result is None:
+            self._batch.flush()
+        assert self._result is not None, "a flush serves every member of the batch"
+        return self._result
+
+    def arrive(self, result: Tensor) -> None:
+        """Take the result; the source is needed no more."""
+        self._result = result
+        del self.local, self._source
+
+    @property
+    def stale(self) -> bool:
+        """Whether the source has been written to meanwhile."""
+        return self._source._version != self._version
+
+
+class Batch:
+    """Redistributions that have been asked for and not run yet."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: list[Queued] = []
+
+    def add(self, plan: Plan, local: Tensor, source: Tensor) -> Queued:
+        """Ask for one more; `source` is the tensor whose version shows writes to `local` (a DTensor, or itself)."""
+        self._queue.append(Queued(self, plan, local, source))
+        return self._queue[-1]
+
+    def flush(self) -> None:
+        """Run all that have been asked for.
+
+        Raises:
+            RedistributeError: if a source has been written to since it was asked for.
+        """
+        queue, self._queue = self._queue, []
+        for i, queued in enumerate(queue):
+            if queued.stale:
+                raise RedistributeError(
+                    f"coalesce(): the source of redistribution {i} ({queued.plan.src!r} to {queued.plan.dst!r}) "
+                    "was written to before it was sent; use the result first, or leave the block before writing"
+                )
+        results = run_all([queued.plan for queued in queue], [queued.local for queued in queue])
+        for queued, result in zip(queue, results, strict=True):
+            queued.arrive(result)
+
+
+_CURRENT: ContextVar[Batch | None] = ContextVar("shoal_dtensor_batch", default=None)
+
+
+def current_batch() -> Batch | None:
+    """The batch of the innermost `coalesce()`, None outside."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def coalesce() -> Iterator[Batch]:
+    """Have the redistributions of a block travel together, in as few collectives as possible.
+
+    They run when the block ends, or as soon as a result is used.  Like everything collective, all ranks must do the
+    same in the same order.  Sources must not be written to meanwhile.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import DTensor, Replicate, Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parts = [DTensor.from_local(torch.zeros(n), mesh, [Shard(0)]) for n in (1, 2, 3)]
+        ...     with coalesce():  # one all-gather
+        ...         whole = [part.redistribute(placements=[Replicate()]) for part in parts]
+        ...     [tuple(tensor.to_local().shape) for tensor in whole]
+        [(2,), (4,), (6,)]
+    """
+    batch = Batch()
+    token = _CURRENT.set(batch)
+    try:
+        yield batch
+    finally:
+        _CURRENT.reset(token)
+    batch.flush()
 
 
 @dataclass(slots=True)
