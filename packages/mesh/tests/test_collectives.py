@@ -30,3 +30,14 @@ def test_an_in_place_reduction_may_run_beside_other_work() -> None:
             pending = all_reduce_(own, (mesh, 0), async_op=True)
             assert pending.wait() is own
             assert torch.equal(own, expected)
+
+
+@on_ranks(4)
+def test_axes_find_their_groups_beside_groups_that_leave_this_rank_out() -> None:
+    import torch.distributed as dist
+
+    for ranks in ([0, 1], [2, 3]):
+        dist.new_group(ranks)
+    mesh = init_device_mesh("cpu", (2, 2))
+    assert len(dist.get_process_group_ranks(mesh.get_group(1))) == 2
+    assert all_reduce(torch.ones(()), (mesh, 0)).item() == 2
