@@ -308,3 +308,12 @@ def test_collectives_are_those_that_the_layout_needs() -> None:
         y.redistribute(placements=[S0])
     assert comm.get_comm_counts()[torch.ops._c10d_functional.reduce_scatter_tensor] == 1
     assert comm.get_total_counts() == 1
+
+
+@on_ranks(4)
+def test_a_local_tensor_that_requires_grad_can_be_gathered_inside_an_op_when_uneven() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    full = torch.arange(48.0).view(8, 6)
+    local = full[:, 2 * mesh.get_rank() : 2 * mesh.get_rank() + 2].contiguous().requires_grad_()
+    sharded = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(8, 6), stride=(6, 1))
+    assert torch.equal((sharded.t() @ sharded).full_tensor(), full.t() @ full)

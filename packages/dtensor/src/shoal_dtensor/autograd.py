@@ -74,7 +74,7 @@ class FromLocal(Function):
     ) -> Any:
         ctx.spec = spec
         ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        return wrap(cls, local.view_as(local), spec)
+        return wrap(cls, local.detach(), spec)  # what runs inside of a DTensor needs no history
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
