@@ -11,7 +11,6 @@ from .errors import PlacementError
 from .placements import Placement, Shard
 from .policy import current
 from .rules import Entry, OpCall, R, Row, Rule, S, overlay
-from .rules.default import TABLE
 from .rules.table import DuplicateRuleError
 from .spec import TensorMeta
 
@@ -34,6 +33,8 @@ def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace:
         >>> from shoal_dtensor.rules import pointwise
         >>> register_rule(torch.ops.aten.special_airy_ai.default, pointwise(), replace=True)
     """
+    from .rules.default import TABLE  # here: `import shoal_dtensor` does not build the tables
+
     for overload in _overloads(op):
         if overload in TABLE and not replace:
             raise DuplicateRuleError(f"{overload} has a rule already; pass replace=True to give it another")
