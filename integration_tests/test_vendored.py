@@ -1,0 +1,107 @@
+"""Covers: a layer as a copy inside another package, with one import prefix rewritten."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOST = "acme._vendor"
+SMOKE = {
+    "mesh": """
+from acme._vendor.shoal_mesh import abstract_mesh
+assert abstract_mesh((2, 2), ("data", "tensor"))["tensor"].size() == 2
+""",
+    "dtensor": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_mesh import init_device_mesh
+from acme._vendor.shoal_dtensor import Replicate, Shard, distribute_tensor
+import torch
+with fake_world(4):
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None)
+    assert x.relu().shape == (8, 4)
+    assert x.redistribute(placements=[Replicate()]).to_local().shape == (8, 4)
+""",
+    "tp-styles": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_mesh import init_device_mesh
+from acme._vendor.shoal_tp_styles import ColwiseParallel, parallelize_module
+import torch
+with fake_world(4):
+    mesh = init_device_mesh("cpu", (4,))
+    layer = parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel(), src_data_rank=None)
+    assert layer(torch.randn(3, 8)).shape == (3, 2)
+""",
+    "shard-api": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_shard_api import ChunkShardingSpec
+with fake_world(4):
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{i}/cpu" for i in range(4)])
+    assert spec.dim == 0
+""",
+}
+ALONE = """
+import sys
+strays = sorted(name for name in sys.modules if name.startswith("shoal_"))
+assert not strays, f"the copy imported the original: {strays}"
+"""
+
+
+def rewrite(folder: Path, tests: bool = False) -> None:
+    """Put the host's prefix before every import of a layer.  Tests may also say `import shoal_mesh`."""
+    for path in folder.rglob("*.py"):
+        text = re.sub(r"^(\s*)from (shoal_\w+)", rf"\1from {HOST}.\2", path.read_text(), flags=re.MULTILINE)
+        if tests:
+            text = re.sub(r"^(\s*)import (shoal_\w+)$", rf"\1import {HOST}.\2 as \2", text, flags=re.MULTILINE)
+        path.write_text(text)
+
+
+def vendor(layer: Any, layers: Any, home: Path) -> Path:
+    """A host package in `home` that holds copies of the layer and of those below it."""
+    target = home / "acme" / "_vendor"
+    target.mkdir(parents=True)
+    (home / "acme" / "__init__.py").touch()
+    (target / "__init__.py").touch()
+    for other in layers:
+        if other.name in (layer.name, *layer.below):
+            shutil.copytree(other.source, target / other.name, ignore=shutil.ignore_patterns("__pycache__"))
+    rewrite(target)
+    return target
+
+
+def run(home: Path, *args: str, timeout: float) -> None:
+    env = {**os.environ, "PYTHONPATH": str(home), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *args]
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+
+
+def test_a_copy_with_one_prefix_rewritten_works_without_the_original(layer: Any, layers: Any, tmp_path: Path) -> None:
+    vendor(layer, layers, tmp_path)
+    run(tmp_path, "-c", f"import acme._vendor.{layer.name}\n{SMOKE[layer.folder]}\n{ALONE}", timeout=120)
+
+
+def test_no_file_names_a_layer_in_any_other_way(layer: Any) -> None:
+    for path in layer.files:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            assert not re.match(r"\s*import shoal_", line), f"{path.name}:{number}: {line.strip()}"
+            dynamic = re.search(r"(import_module|__import__)\(\s*[\"']shoal_", line)
+            assert not dynamic, f"{path.name}:{number}: {line.strip()}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whole_suite_of_the_layer_passes_in_the_copy(layer: Any, layers: Any, root: Path, tmp_path: Path) -> None:
+    vendor(layer, layers, tmp_path)
+    tests = tmp_path / "tests"
+    shutil.copytree(layer.home / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    rewrite(tests, tests=True)
+    config = ("-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
+    run(tmp_path, "-m", "pytest", *config, "-m", "not parity and not slow", str(tests), timeout=1700)
