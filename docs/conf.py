@@ -19,6 +19,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # attributes stay in the class docstring: autodoc lists them as members already
 
 html_theme = "alabaster"
 html_theme_options = {"description": "Sharded tensors in four layers", "fixed_sidebar": True, "page_width": "1080px"}
