@@ -1,0 +1,241 @@
+"""Train a small Llama on a mesh of ranks, data-parallel by tensor-parallel, and check it against one process.
+
+    python docs/examples/train_llama.py                                   # 4 local ranks, a 2x2 mesh
+    python docs/examples/train_llama.py --mesh 1x4 --data corpus.txt --steps 300
+    torchrun --nproc-per-node 4 docs/examples/train_llama.py              # on the ranks that torchrun started
+
+The text is the source of Python's standard library, byte by byte. `parallelize` and `Trainer` are all there is to
+parallel training; the model (llama.py) does not know of it, and the reference is the same class with `mesh=None`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from job import Job, JobError, read_job
+from llama import Llama
+from pictures import draw_layout, draw_losses
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, all_reduce_coalesced, init_device_mesh, launch
+from shoal_tp_styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+# Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared gradient, so where a
+# gradient is near zero its step may differ by a good part of the learning rate: single weights feel it, losses hardly.
+# Such differences grow from step to step, as all training does; in float64 they stay where nobody sees them.
+LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative, at every step
+WEIGHT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}  # norm of the difference / distance from initialisation
+
+
+def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Cut the weights along the axis "tensor"; between attention and feed-forward, cut the sequence along it."""
+    split, whole = Shard(1), Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),  # rows of the vocabulary
+        "**.*norm": SequenceParallel(),
+        "blocks.*.attention": PrepareModuleInput(
+            input_layouts=(split, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "blocks.*.attention.w[qkv]": ColwiseParallel(),  # whole heads
+        "blocks.*.attention.wo": RowwiseParallel(output_layouts=split),
+        "blocks.*.feed_forward": PrepareModuleInput(input_layouts=split, desired_input_layouts=whole),
+        "blocks.*.feed_forward.gate": ColwiseParallel(),
+        "blocks.*.feed_forward.up": ColwiseParallel(),
+        "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=split),
+        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh["tensor"], plan)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            drop_as_one_process(module, mesh)
+    return model
+
+
+def drop_as_one_process(dropout: nn.Dropout, mesh: DeviceMesh) -> None:
+    """Show dropout its input as a part of the global activation: random ops on DTensors draw global values."""
+    cut = (Shard(0), Shard(1))  # the batch along "data", the sequence along "tensor"
+    dropout.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, cut, run_check=False))
+    dropout.register_forward_hook(lambda _, inputs, output: output.to_local())
+
+
+class Trainer:
+    """A model, its optimizer and how far the run is: on a mesh, or with `mesh=None` on one process."""
+
+    def __init__(self, job: Job, mesh: DeviceMesh | None) -> None:
+        torch.manual_seed(job.seed)  # on every rank: from here on, the program draws what one process would draw
+        model = Llama(job.config).to(job.device, job.dtype)
+        self.model = parallelize(model, mesh) if mesh else model
+        self.weights = dict(self.model.named_parameters())
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        for weight in self.weights.values():  # made now, not by the first step: a checkpoint needs a place to load to
+            moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+            self.optimizer.state[weight] = {"step": torch.zeros(()), **moments}
+        self.job, self.mesh, self.start = job, mesh, 0
+        self.losses: list[float] = []
+
+    def step(self, index: int) -> None:
+        """One step on global batch `index`."""
+        tokens = self.job.tokens(index)
+        if self.mesh:
+            tokens = tokens.chunk(self.job.mesh[0])[self.mesh.get_local_rank("data")]
+        with loss_parallel():  # the logits are cut along the vocabulary, and stay so
+            loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+        loss = whole(loss.detach())
+        if self.mesh:  # one collective averages all gradients over the data-parallel copies
+            gradients = [local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
+            means = all_reduce_coalesced(gradients, (self.mesh, "data"), op="avg")
+            for gradient, mean in zip(gradients, means, strict=True):
+                gradient.copy_(mean)
+            loss = all_reduce(loss, (self.mesh, "data"), op="avg")
+        nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        self.optimizer.param_groups[0]["lr"] = self.job.lr * min(1, (index + 1) / 10)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+    def run(self, until: int, title: str, save_at: int | None = None) -> float:
+        """Train up to step `until` under a progress bar; tokens per second."""
+        began, first = time.perf_counter(), self.start + len(self.losses)
+        with tqdm(range(first, until), desc=title, disable=not is_first_rank(), unit="step") as bar:
+            for index in bar:
+                if index == save_at:
+                    self.save(self.job.out / "checkpoint")
+                self.step(index)
+                speed = (index + 1 - first) * self.job.batch * self.job.seq / (time.perf_counter() - began)
+                bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {speed:.0f} tokens/s")
+        return speed
+
+    def state(self) -> dict[str, Any]:
+        """All that a run consists of. DTensors are saved by their parts, and load onto any other mesh."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": {name: self.optimizer.state[weight] for name, weight in self.weights.items()},
+            "step": torch.tensor(self.start + len(self.losses)),
+            "random": torch.cuda.get_rng_state() if self.job.device == "cuda" else torch.get_rng_state(),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write beside the old checkpoint, then swap: a crash leaves one of them whole."""
+        fresh = path.with_suffix(".new")
+        dcp.save(self.state(), checkpoint_id=fresh)
+        if is_first_rank():
+            shutil.rmtree(path, ignore_errors=True)
+            fresh.rename(path)
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        """Go on where the checkpoint was written."""
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        self.start = int(state["step"])
+        (torch.cuda if self.job.device == "cuda" else torch).set_rng_state(state["random"])
+
+
+def train(job: Job) -> bool:
+    """What every rank runs: train, resume from the checkpoint, compare with one process; whether all agrees."""
+    mesh = init_device_mesh(job.device, job.mesh, mesh_dim_names=("data", "tensor"))
+    trainer = Trainer(job, mesh)
+    if job.resume:
+        trainer.load(job.resume)
+    with CommDebugMode() as counted:
+        trainer.step(trainer.start)
+    late = max(trainer.start + 1, job.steps - max(1, job.steps // 10))
+    speed = trainer.run(job.steps, f"mesh {job.mesh[0]}x{job.mesh[1]}", save_at=late)
+
+    again = Trainer(job, mesh)  # a new model, as after a crash
+    again.load(job.out / "checkpoint")
+    again.run(job.steps, "resumed")
+    agrees = [again.losses == trainer.losses[late - trainer.start :]]  # bit for bit
+
+    weights = {name: whole(weight.detach()) for name, weight in trainer.weights.items()}
+    if is_first_rank():
+        print(f"\nresumed from step {late}: losses {'equal bit for bit' if agrees[0] else 'DIFFER'}")
+        print(
+            "collectives of one step:", ", ".join(f"{n} {op.__name__}" for op, n in counted.get_comm_counts().items())
+        )
+        agrees[0] &= compare(job, trainer, weights, speed)
+    dist.broadcast_object_list(agrees)
+    return agrees[0]
+
+
+def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float) -> bool:
+    """Train the same model on this process alone, report both, and draw the pictures."""
+    alone = Trainer(job, None)
+    before = {name: weight.detach().clone() for name, weight in alone.weights.items()}
+    speed_alone = alone.run(job.steps, "one process")
+    losses = alone.losses[trainer.start :]
+    loss_gap = max(abs(a - b) / b for a, b in zip(trainer.losses, losses, strict=True))
+    moved = norm(alone.weights[name] - before[name] for name in before)
+    weight_gap = norm(alone.weights[name] - weights[name] for name in before) / moved
+    print(f"{'':16}{'tokens/s':>10}{'parameter bytes':>18}{'optimizer bytes':>18}{'last loss':>12}")
+    for title, run, tokens in (("rank of the mesh", trainer, speed), ("one process", alone, speed_alone)):
+        moments = [moment for state in run.optimizer.state.values() for moment in state.values()]
+        sizes = f"{num_bytes(run.weights.values()):18,}{num_bytes(moments):18,}"
+        print(f"{title:16}{tokens:10.0f}{sizes}{run.losses[-1]:12.4f}")
+    print(f"largest relative difference of the losses   {loss_gap:.1e} (allowed {LOSS_TOLERANCE[job.dtype]:.0e})")
+    print(f"difference of the weights / distance moved  {weight_gap:.1e} (allowed {WEIGHT_TOLERANCE[job.dtype]:.0e})")
+    draw_losses(job.out / "losses.png", {f"{job.ranks} ranks": trainer.losses, "one process": losses}, trainer.start)
+    one_block = {name: weight for name, weight in trainer.weights.items() if not re.match(r"blocks\.[1-9]", name)}
+    draw_layout(job.out / "layout.png", one_block, trainer.mesh)
+    print(f"pictures and checkpoint are in {job.out}")
+    return loss_gap <= LOSS_TOLERANCE[job.dtype] and weight_gap <= WEIGHT_TOLERANCE[job.dtype]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The global value, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all elements together."""
+    return sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5
+
+
+def num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that this rank holds of some tensors."""
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def is_first_rank() -> bool:
+    """Whether this rank speaks."""
+    return dist.get_rank() == 0
+
+
+def main() -> None:
+    """Check the command line, then train."""
+    try:
+        job = read_job()
+    except JobError as error:
+        sys.exit(f"train_llama: {error}")
+    if not all(launch(train, job.ranks, job)):
+        sys.exit("train_llama: the runs disagree")
+
+
+if __name__ == "__main__":
+    main()
