@@ -17,6 +17,7 @@ from shoal_dtensor import (
     Placement,
     Replicate,
     Shard,
+    checked_replicas,
     communication,
     distribute_module,
     distribute_tensor,
@@ -34,7 +35,7 @@ from shoal_dtensor.errors import (
     NoRuleError,
     PlacementError,
 )
-from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -283,6 +284,31 @@ def test_distribute_module_keeps_shared_parameters_shared() -> None:
     assert module[0].weight is module[1].weight and isinstance(module[0].weight, DTensor)
     with pytest.raises(PlacementError, match="distributed before"):
         distribute_module(module, mesh)
+
+
+@on_ranks(4)
+def test_a_replicated_tensor_used_differently_per_rank_is_found_on_request() -> None:
+    mesh = mesh_1d()
+    for grad_placements, found in ((None, True), ([Partial()], False)):
+        w = spread(sample(3), mesh, [R]).requires_grad_()
+        with checked_replicas():
+            local = w.to_local(grad_placements=grad_placements)
+        loss = (local * (mesh.get_rank() + 1)).sum()
+        if found:
+            with pytest.raises(LockstepError, match="the gradient that to_local of"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert w.grad.to_local().tolist() == [10.0] * 3
+
+
+@on_ranks(4)
+def test_lockstep_errors_name_the_operator_that_communicates() -> None:
+    mesh = mesh_1d()
+    x, y = spread(sample(8, 4), mesh, [S0]), spread(sample(8, 4), mesh, [S1])
+    operation = torch.mul if mesh.get_rank() == 0 else torch.add
+    with lockstep(timeout=5), pytest.raises(LockstepError, match=r"aten\.(add|mul)"):
+        operation(x, y)
 
 
 @on_ranks(4)

@@ -17,11 +17,12 @@ from .explain import Explanation, explain
 from .factory import empty, full, ones, rand, randn, zeros
 from .local_map import local_map
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
-from .policy import communication, implicit_replication, unknown_ops
+from .policy import checked_replicas, communication, implicit_replication, unknown_ops
 from .redistribute import coalesce
 from .register import register_rule, register_sharding
-from .spec import Spec, TensorMeta
+from .spec import Spec, TensorMeta, compute_local_shape_and_global_offset
 from .tensor import DTensor
+from .visualize import draw_sharding, visualize_sharding
 
 __all__ = [
     "CommunicationForbiddenError",
@@ -43,11 +44,14 @@ __all__ = [
     "TensorMeta",
     "__version__",
     "cache_info",
+    "checked_replicas",
     "clear_cache",
     "coalesce",
     "communication",
+    "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
+    "draw_sharding",
     "empty",
     "explain",
     "full",
@@ -59,5 +63,6 @@ __all__ = [
     "register_rule",
     "register_sharding",
     "unknown_ops",
+    "visualize_sharding",
     "zeros",
 ]

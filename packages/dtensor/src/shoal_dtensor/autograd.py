@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from shoal_mesh import check_replicas
+
 from ._torch import apply, make_wrapper
 from .dispatch import wrap
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
+from .policy import current
 from .redistribute import InFlight, Plan, Queued, current_batch, plan, run, start
 from .spec import Spec
 
@@ -98,6 +101,7 @@ class ToLocal(Function):
         spec: Spec = tensor._spec
         ctx.cls = type(tensor)
         ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        ctx.checked = current().replicas_checked
         ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
         local: torch.Tensor = tensor._local_tensor
         return local.view_as(local)
@@ -105,6 +109,8 @@ class ToLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
+        if ctx.checked:
+            _check_replicas(grad, ctx.spec)
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec.with_(dtype=grad.dtype)
@@ -149,6 +155,13 @@ class Redistribute(Function):
             moved = redistributed(ctx.cls, grad, source)
         dtype = ctx.source.dtype
         return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
+
+
+def _check_replicas(grad: torch.Tensor, spec: Spec) -> None:
+    """Compare a local gradient over the ranks that are taken to hold the same."""
+    axes = tuple(axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate))
+    if axes and spec.coordinate is not None:
+        check_replicas(grad, spec.mesh.comm(axes), f"the gradient that to_local of {spec!r} got, global shape")
 
 
 def check_differentiable(spec: Spec) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shoal_mesh import purpose
+
 from ._torch import OpOverload, make_wrapper
 from .errors import MixedTensorError
 from .placements import Replicate
@@ -180,8 +182,9 @@ def _general(
     originals = [*_tensors([*args, *kwargs.values()])]
     if decision.plans:
         moved = [item._local_tensor if isinstance(item, cls) else item for item in originals]
-        for index, plan in decision.plans:
-            moved[index] = run(plan, moved[index])
+        with purpose(decision.reason):
+            for index, plan in decision.plans:
+                moved[index] = run(plan, moved[index])
         following = iter(moved)
         local = [_replace(value, following) for value in local]
         named = {name: _replace(value, following) for name, value in named.items()}

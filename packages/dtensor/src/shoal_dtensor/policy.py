@@ -12,7 +12,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-__all__ = ["DEFAULT", "Scope", "communication", "current", "implicit_replication", "unknown_ops", "within"]
+__all__ = [
+    "DEFAULT",
+    "Scope",
+    "checked_replicas",
+    "communication",
+    "current",
+    "implicit_replication",
+    "unknown_ops",
+    "within",
+]
 
 Unknown = Literal["replicate", "error", "local"]
 Communication = Literal["allow", "warn", "forbid"]
@@ -26,6 +35,7 @@ class Scope:
         unknown: what happens to an operator without a rule.
         communication: whether operators may redistribute their inputs.
         plain_is_replicated: whether plain tensors among DTensors count as replicated.
+        replicas_checked: whether gradients that count as replicated are compared over their ranks.
         overlays: rule tables that come before the standing one, innermost first.
         decisions: the cache of this scope, owned by the dispatcher.
         composite_decisions: the cache of operators inside decompositions, where plain tensors count as replicated.
@@ -34,6 +44,7 @@ class Scope:
     unknown: Unknown = "replicate"
     communication: Communication = "allow"
     plain_is_replicated: bool = False
+    replicas_checked: bool = False
     overlays: tuple[Mapping[Any, Any], ...] = ()
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
     composite_decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -105,6 +116,23 @@ def implicit_replication() -> Iterator[None]:
         ...     pass
     """
     with within(plain_is_replicated=True):
+        yield
+
+
+@contextmanager
+def checked_replicas() -> Iterator[None]:
+    """For debugging: inside the block, a gradient that counts as replicated is compared over its ranks in backward.
+
+    `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute different things with
+    them, each has a different part of the gradient, and `to_local(grad_placements=[Partial()])` is what says so.
+    No local information tells the two cases apart, so this costs one small collective for each such gradient; on a
+    difference every rank raises `shoal_mesh.LockstepError`.
+
+    Example:
+        >>> with checked_replicas():
+        ...     pass
+    """
+    with within(replicas_checked=True):
         yield
 
 

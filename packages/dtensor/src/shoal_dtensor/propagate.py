@@ -49,6 +49,7 @@ class Decision:
         copied: whether a view operator's output does not alias its input, because that had to be redistributed.
         dynamic: whether the outputs' shapes are known only afterwards.
         composite: whether `call` computes the operator by other operators.
+        reason: what the redistributions are for, as debug modes and errors of the mesh layer repeat it.
     """
 
     form: Form
@@ -59,6 +60,7 @@ class Decision:
     copied: bool = False
     dynamic: bool = False
     composite: bool = False
+    reason: str = ""
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -186,7 +188,8 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
     form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
     function = direct(call.op, request.build, call.outputs) if local is None else local
-    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic)
+    reason = f"{call.op}({', '.join(map(repr, specs))})" if plans else ""
+    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic, reason=reason)
 
 
 def _form(call: OpCall, aliased: tuple[int | None, ...]) -> Form:

@@ -17,7 +17,7 @@ from shoal_mesh import DeviceMesh
 from .chunks import Cut, ShardOrder, canonical_placements, cut_dim, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard
 
-__all__ = ["Box", "Spec", "TensorMeta", "contiguous_stride"]
+__all__ = ["Box", "Spec", "TensorMeta", "compute_local_shape_and_global_offset", "contiguous_stride"]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -244,6 +244,28 @@ class Spec:
         partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
         mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
         return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a tensor, and the global index of its first element.
+
+    Args:
+        global_shape: shape of the whole tensor.
+        mesh: the mesh.
+        placements: one per mesh axis.
+
+    Raises:
+        PlacementError: if the placements do not fit.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> compute_local_shape_and_global_offset((5, 4), abstract_mesh((2,), rank=1), [Shard(0)])
+        ((2, 4), (3, 0))
+    """
+    spec = Spec(mesh, tuple(placements), global_shape)
+    return tuple(spec.local_shape), spec.local_offset
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch import Tensor
-from torch._ops import OpOverload
 
+from .._torch import OpOverload
 from ..chunks import Cut
 from ..placements import Partial, Replicate
 from ..spec import Spec, TensorMeta
