@@ -180,7 +180,7 @@ Table = dict[OpOverload, Rule]
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors (or `TensorMeta`s) in an argument or result, in order; lists and tuples are walked, None is skipped."""
+    """The tensors (or `TensorMeta`s) in an argument or result, in order; lists are walked, None is skipped."""
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):
