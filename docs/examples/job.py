@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import sysconfig
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,8 +80,9 @@ def read_job(argv: list[str] | None = None) -> Job:
     corpus = read_corpus(asked.data)
     if len(corpus) <= asked.seq:
         raise JobError(f"{asked.data} has {len(corpus)} bytes, fewer than a sequence of {asked.seq} and its successor")
-    if asked.resume is not None:
-        check_checkpoint(asked.resume, config)
+    start = 0 if asked.resume is None else check_checkpoint(asked.resume, config)
+    if asked.steps < start + 2:
+        raise JobError(f"a run from step {start} needs --steps of at least {start + 2}, got {asked.steps}")
     data, tensor = asked.mesh
     device = "cuda" if torch.cuda.device_count() >= data * tensor else "cpu"
     return Job(
@@ -100,8 +102,8 @@ def check_mesh(asked: argparse.Namespace) -> None:
         raise JobError(f"{shape}: a batch of {asked.batch} does not split into {data} equal parts")
     if asked.kv_heads % tensor:
         raise JobError(f"{shape}: {asked.kv_heads} key-value heads do not split over {tensor} ranks")
-    if asked.steps < 1 or asked.batch < 1 or asked.seq < 1:
-        raise JobError(f"steps, batch and seq must be positive, got {asked.steps}, {asked.batch} and {asked.seq}")
+    if asked.batch < 1 or asked.seq < 1:
+        raise JobError(f"batch and seq must be positive, got {asked.batch} and {asked.seq}")
 
 
 def read_corpus(path: Path) -> Tensor:
@@ -119,8 +121,8 @@ def read_corpus(path: Path) -> Tensor:
     return torch.frombuffer(text[:CORPUS_BYTES], dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
-def check_checkpoint(path: Path, config: LlamaConfig) -> None:
-    """Refuse a checkpoint that is not there or holds another model, before anything is loaded."""
+def check_checkpoint(path: Path, config: LlamaConfig) -> int:
+    """The step at which a checkpoint was written; refuses one that is not there or holds another model."""
     if not (path / ".metadata").is_file():
         raise JobError(f"there is no checkpoint at {path}")
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -133,6 +135,10 @@ def check_checkpoint(path: Path, config: LlamaConfig) -> None:
                 f"the checkpoint at {path} holds another model: {name.removeprefix('model.')} is "
                 f"{found.get(name, 'missing')} there and {wanted.get(name, 'missing')} here"
             )
+    step = torch.tensor(0)
+    with warnings.catch_warnings(action="ignore"):  # it is meant: this process alone reads one number
+        dcp.load({"step": step}, checkpoint_id=path, no_dist=True)
+    return int(step)
 
 
 def mesh_shape(text: str) -> tuple[int, int]:

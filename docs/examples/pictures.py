@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 from shoal_dtensor import DTensor
-from shoal_mesh import DeviceMesh
 
 
 def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -> None:
@@ -32,8 +33,12 @@ def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -
     _save(figure, path)
 
 
-def draw_layout(path: Path, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
+def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]) -> None:
     """Each parameter as a rectangle, cut as its axis "tensor" cuts it, with the ranks that hold each part."""
+    parameters = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+    blocks = [name for name in parameters if re.match(r"blocks\.[1-9]", name)]
+    for name in blocks:  # the first block shows how all of them lie
+        del parameters[name]
     columns = math.ceil(math.sqrt(len(parameters) * 1.6))
     rows = math.ceil(len(parameters) / columns)
     figure, axes = plt.subplots(rows, columns, figsize=(2.3 * columns, 2.1 * rows), squeeze=False, layout="constrained")
@@ -44,11 +49,10 @@ def draw_layout(path: Path, parameters: Mapping[str, DTensor], mesh: DeviceMesh)
     _save(figure, path)
 
 
-def _draw_parameter(axis: Axes, name: str, weight: DTensor, mesh: DeviceMesh) -> None:
+def _draw_parameter(axis: Axes, name: str, weight: DTensor, mesh: tuple[int, int]) -> None:
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for copy in mesh.mesh.tolist():
-        for coordinate, rank in enumerate(copy):
-            holders.setdefault(weight._spec.box((coordinate,)), []).append(rank)
+    for rank in range(mesh[0] * mesh[1]):
+        holders.setdefault(weight._spec.box((rank % mesh[1],)), []).append(rank)
     height, width = (weight.shape[0], weight.shape[1] if weight.ndim > 1 else max(1, weight.shape[0] // 8))
     for number, (box, ranks) in enumerate(sorted(holders.items())):
         (top, bottom), (left, right) = box[0], box[1] if len(box) > 1 else (0, width)

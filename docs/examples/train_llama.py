@@ -10,7 +10,6 @@ parallel training; the model (llama.py) does not know of it, and the reference i
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import time
@@ -171,9 +170,8 @@ def train(job: Job) -> bool:
     weights = {name: whole(weight.detach()) for name, weight in trainer.weights.items()}
     if is_first_rank():
         print(f"\nresumed from step {late}: losses {'equal bit for bit' if agrees[0] else 'DIFFER'}")
-        print(
-            "collectives of one step:", ", ".join(f"{n} {op.__name__}" for op, n in counted.get_comm_counts().items())
-        )
+        counts = (f"{count} {op.__name__}" for op, count in counted.get_comm_counts().items())
+        print("collectives of one step:", ", ".join(counts))
         agrees[0] &= compare(job, trainer, weights, speed)
     dist.broadcast_object_list(agrees)
     return agrees[0]
@@ -188,16 +186,17 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
     loss_gap = max(abs(a - b) / b for a, b in zip(trainer.losses, losses, strict=True))
     moved = norm(alone.weights[name] - before[name] for name in before)
     weight_gap = norm(alone.weights[name] - weights[name] for name in before) / moved
-    print(f"{'':16}{'tokens/s':>10}{'parameter bytes':>18}{'optimizer bytes':>18}{'last loss':>12}")
-    for title, run, tokens in (("rank of the mesh", trainer, speed), ("one process", alone, speed_alone)):
+    print(
+        f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes per rank':>28}{'optimizer, bytes per rank':>27}"
+    )
+    for title, run, tokens in ((f"{job.ranks} ranks", trainer, speed), ("one process", alone, speed_alone)):
         moments = [moment for state in run.optimizer.state.values() for moment in state.values()]
-        sizes = f"{num_bytes(run.weights.values()):18,}{num_bytes(moments):18,}"
-        print(f"{title:16}{tokens:10.0f}{sizes}{run.losses[-1]:12.4f}")
+        sizes = f"{num_bytes(run.weights.values()):28,}{num_bytes(moments):27,}"
+        print(f"{title:12}{tokens:10.0f}{run.losses[-1]:11.4f}{sizes}")
     print(f"largest relative difference of the losses   {loss_gap:.1e} (allowed {LOSS_TOLERANCE[job.dtype]:.0e})")
     print(f"difference of the weights / distance moved  {weight_gap:.1e} (allowed {WEIGHT_TOLERANCE[job.dtype]:.0e})")
     draw_losses(job.out / "losses.png", {f"{job.ranks} ranks": trainer.losses, "one process": losses}, trainer.start)
-    one_block = {name: weight for name, weight in trainer.weights.items() if not re.match(r"blocks\.[1-9]", name)}
-    draw_layout(job.out / "layout.png", one_block, trainer.mesh)
+    draw_layout(job.out / "layout.png", trainer.weights, job.mesh)
     print(f"pictures and checkpoint are in {job.out}")
     return loss_gap <= LOSS_TOLERANCE[job.dtype] and weight_gap <= WEIGHT_TOLERANCE[job.dtype]
 
