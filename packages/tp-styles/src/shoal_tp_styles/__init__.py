@@ -14,6 +14,7 @@ from .errors import (
 )
 from .fused import PackedColwiseParallel
 from .linear import ColwiseParallel, RowwiseParallel
+from .loading import Loaded, load_sharded
 from .lora import LoRA, adapter_parameters, merge_adapters
 from .loss import loss_parallel
 from .parallelize import parallelize_module, unparallelize_module
@@ -30,6 +31,7 @@ __all__ = [
     "Heads",
     "LayoutError",
     "LoRA",
+    "Loaded",
     "ModuleSharding",
     "PackedColwiseParallel",
     "ParallelStyle",
@@ -53,6 +55,7 @@ __all__ = [
     "choose",
     "format_plan",
     "input_reshard",
+    "load_sharded",
     "loss_parallel",
     "losses",
     "merge_adapters",

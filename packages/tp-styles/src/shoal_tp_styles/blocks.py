@@ -19,7 +19,7 @@ from ._torch import pieces
 from .errors import TiedWeightError
 from .sharding import Heads, ModuleSharding
 
-__all__ = ["fuse_blocks", "split_blocks"]
+__all__ = ["block_rows", "fuse_blocks", "lay_side_by_side", "split_blocks"]
 
 
 def _blocks(sharding: ModuleSharding) -> Mapping[str, Heads]:
@@ -37,6 +37,27 @@ def _rows(whole: Tensor, blocks: Mapping[str, Heads]) -> Iterator[tuple[str, Hea
     for name, heads in blocks.items():
         yield name, heads, whole.narrow(0, start, heads.features)
         start += heads.features
+
+
+def block_rows(sharding: ModuleSharding) -> Iterator[tuple[str, tuple[str, int, int]]]:
+    """Parameter of each block -> (fused name, its first row in the fused whole, rows of the whole)."""
+    blocks = _blocks(sharding)
+    total = sum(heads.features for heads in blocks.values())
+    for kind in ("weight", "bias"):
+        start = 0
+        for name, heads in blocks.items():
+            yield _name(kind, name), (kind, start, total)
+            start += heads.features
+
+
+def lay_side_by_side(module: nn.Module, sharding: ModuleSharding) -> None:
+    """Put the local parts of a module's blocks into one buffer again, where they have been replaced."""
+    names = list(_blocks(sharding))
+    for kind in ("weight", "bias"):
+        params: list[Any] = [module._parameters[_name(kind, name)] for name in names]
+        if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
+            for param, part in zip(params, _side_by_side([param.detach() for param in params]), strict=True):
+                param.data = part
 
 
 def split_blocks(module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, src_data_rank: int | None) -> None:

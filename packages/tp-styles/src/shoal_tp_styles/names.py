@@ -7,6 +7,7 @@ from collections.abc import Callable
 from shoal_dtensor import Replicate
 
 from .errors import PlanError
+from .fused import PackedColwiseParallel
 from .linear import ColwiseParallel, RowwiseParallel
 from .sequence import SequenceParallel
 from .style import ParallelStyle
@@ -29,6 +30,8 @@ STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
     "local_rowwise": RowwiseParallel,
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "packed_colwise": lambda: PackedColwiseParallel(blocks=2),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     "replicate": _none,
     "replicated": _none,

@@ -46,8 +46,8 @@ class Heads:
         ranks = mesh.size()
         if not self.shared(ranks):
             return mesh
-        name = mesh.axis_names[0]
-        return mesh.unflatten(0, (self.count, ranks // self.count), (f"{name}_heads", f"{name}_sharing"))
+        names = mesh.mesh_dim_names and (f"{mesh.axis_names[0]}_heads", f"{mesh.axis_names[0]}_sharing")
+        return mesh.unflatten(0, (self.count, ranks // self.count), names)
 
     def placements(self, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
         """How a parameter with these features along `dim` lies on `self.mesh(mesh)`."""

@@ -15,7 +15,7 @@ from .boundary import Boundary
 from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
 from .forward import Lowered
 from .linear import ColumnLinear, RowLinear
-from .norm import TOKENWISE, Tokenwise
+from .norm import TOKENWISE, Tokenwise, is_norm
 from .packed import PackedColumn
 
 __all__ = ["LOWERINGS", "Boundary", "Lowered", "lowering_of"]
@@ -42,7 +42,7 @@ def lowering_of(sharding: ModuleSharding, module: nn.Module) -> type[Lowered] | 
     # Tokenwise looks its computation up by the exact type; the others only need the parent's forward.
     exact = LOWERINGS.get((kind, type(module)))
     if exact is not None or kind == "SequenceParallel":
-        return exact
+        return Tokenwise if exact is None and is_norm(module) else exact
     for parent in type(module).__mro__[1:]:
         found = LOWERINGS.get((kind, parent)) if issubclass(parent, nn.Module) else None
         if found is not None:

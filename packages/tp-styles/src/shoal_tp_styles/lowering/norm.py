@@ -18,7 +18,7 @@ from .boundary import arrive_local, wrap_like
 from .enter import enter
 from .forward import Lowered
 
-__all__ = ["TOKENWISE", "Tokenwise"]
+__all__ = ["TOKENWISE", "Tokenwise", "is_norm"]
 
 Params = dict[str, Tensor | None]
 
@@ -55,13 +55,32 @@ TOKENWISE: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
 }
 
 
+def _own_forward(module: Any, x: Tensor, p: Params) -> Tensor:
+    """The module's own forward, with its parameters' local parts in their place for the time of the call."""
+    held = dict(module._parameters)
+    try:
+        module._parameters.update(p)
+        out: Tensor = type(module).forward(module, x)
+    finally:
+        module._parameters.update(held)
+    return out
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module of another library is, by name and parameters, a norm over the last dim."""
+    name = type(module).__name__
+    params = {key: param for key, param in module._parameters.items() if param is not None}
+    plain = params.keys() <= {"weight", "bias"} and all(param.ndim == 1 for param in params.values())
+    return plain and name.endswith(("RMSNorm", "LayerNorm")) and not module._modules and not module._buffers
+
+
 class Tokenwise(Lowered):
     """Stand-in for a norm (or activation) under `SequenceParallel`."""
 
     __slots__ = ("compute",)
 
     def resolve(self) -> None:
-        self.compute = TOKENWISE[type(self.module)]
+        self.compute = TOKENWISE.get(type(self.module), _own_forward)
 
     def __call__(self, input: Tensor) -> Tensor:
         came: tuple[Any, ...] | None = None
