@@ -13,6 +13,7 @@ from .errors import (
     UnsupportedModuleError,
 )
 from .fused import PackedColwiseParallel
+from .heads import HeadParallel
 from .linear import ColwiseParallel, RowwiseParallel
 from .loading import Loaded, load_sharded
 from .lora import LoRA, adapter_parameters, merge_adapters
@@ -28,6 +29,7 @@ from .vocab import Vocab
 
 __all__ = [
     "ColwiseParallel",
+    "HeadParallel",
     "Heads",
     "LayoutError",
     "LoRA",

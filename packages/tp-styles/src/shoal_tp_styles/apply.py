@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Placement, Spec, distribute_tensor
 from shoal_mesh import DeviceMesh
 
-from .blocks import fuse_blocks, split_blocks
+from .blocks import block_rows, fuse_blocks, split_blocks
 from .errors import LayoutError, TiedWeightError
 from .lowering import Boundary, Lowered, lowering_of
 from .sharding import ModuleSharding
@@ -53,7 +53,7 @@ def apply_sharding(
     kind = lowering_of(sharding, module) if lower or "blocks" in sharding.options else None
     if "blocks" in sharding.options:
         split_blocks(module, sharding, mesh, src_data_rank)
-    elif sharding.distributes:
+    if sharding.distributes:
         _distribute(module, sharding, mesh, src_data_rank, buffers=kind is None)
     inner = module.__dict__.get("forward")
     if inner is not None and not isinstance(inner, Lowered):
@@ -67,10 +67,11 @@ def apply_sharding(
 def _distribute(
     module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, src_data_rank: int | None, *, buffers: bool
 ) -> None:
+    split = {name for name, _ in block_rows(sharding)} if "blocks" in sharding.options else set()
     for prefix, owner in module.named_modules():
         for name, param in owner._parameters.items():
-            if param is not None:
-                path = f"{prefix}.{name}" if prefix else name
+            path = f"{prefix}.{name}" if prefix else name
+            if param is not None and path not in split:
                 placement = sharding.placement(path, mesh.size())
                 owner._parameters[name] = _distributed(path, param, placement, mesh, src_data_rank)
         for name, buffer in owner._buffers.items():

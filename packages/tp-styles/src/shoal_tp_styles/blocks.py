@@ -28,6 +28,12 @@ def _blocks(sharding: ModuleSharding) -> Mapping[str, Heads]:
     return found
 
 
+def fused_names(sharding: ModuleSharding) -> tuple[str, str]:
+    """Names of the fused weight and bias."""
+    prefix = str(sharding.options.get("fused", ""))
+    return f"{prefix}weight", f"{prefix}bias"
+
+
 def _name(kind: str, block: str) -> str:
     return f"{kind}_{block}" if block else kind
 
@@ -43,7 +49,7 @@ def block_rows(sharding: ModuleSharding) -> Iterator[tuple[str, tuple[str, int, 
     """Parameter of each block -> (fused name, its first row in the fused whole, rows of the whole)."""
     blocks = _blocks(sharding)
     total = sum(heads.features for heads in blocks.values())
-    for kind in ("weight", "bias"):
+    for kind in fused_names(sharding):
         start = 0
         for name, heads in blocks.items():
             yield _name(kind, name), (kind, start, total)
@@ -53,7 +59,7 @@ def block_rows(sharding: ModuleSharding) -> Iterator[tuple[str, tuple[str, int, 
 def lay_side_by_side(module: nn.Module, sharding: ModuleSharding) -> None:
     """Put the local parts of a module's blocks into one buffer again, where they have been replaced."""
     names = list(_blocks(sharding))
-    for kind in ("weight", "bias"):
+    for kind in fused_names(sharding):
         params: list[Any] = [module._parameters[_name(kind, name)] for name in names]
         if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
             for param, part in zip(params, _side_by_side([param.detach() for param in params]), strict=True):
@@ -67,7 +73,7 @@ def split_blocks(module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, 
         TiedWeightError: if a parameter is a DTensor already.
     """
     blocks = _blocks(sharding)
-    for kind in ("weight", "bias"):
+    for kind in fused_names(sharding):
         param = module._parameters.get(kind)
         if isinstance(param, DTensor):
             raise TiedWeightError(
@@ -86,7 +92,7 @@ def split_blocks(module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, 
         for block, part in zip(blocks, _side_by_side(parts), strict=True):
             module.register_parameter(_name(kind, block), nn.Parameter(part, requires_grad=param.requires_grad))
     if "" not in blocks:
-        module.register_load_state_dict_pre_hook(_SplitOnLoad(blocks, mesh))  # type: ignore[no-untyped-call]  # torch
+        module.register_load_state_dict_pre_hook(_SplitOnLoad(blocks, mesh, fused_names(sharding)))  # type: ignore[no-untyped-call]  # torch
 
 
 def _part(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
@@ -108,9 +114,10 @@ class _SplitOnLoad:
 
     blocks: Mapping[str, Heads]
     mesh: DeviceMesh
+    fused: tuple[str, str]
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        for kind in ("weight", "bias"):
+        for kind in self.fused:
             whole = state_dict.get(prefix + kind)
             if whole is None or module._parameters.get(kind) is not None:
                 continue
@@ -124,7 +131,7 @@ def fuse_blocks(module: nn.Module, sharding: ModuleSharding) -> None:
     blocks = _blocks(sharding)
     if "" in blocks:
         return
-    for kind in ("weight", "bias"):
+    for kind in fused_names(sharding):
         parts = [module._parameters.pop(_name(kind, block)) for block in blocks]
         present = [part for part in parts if part is not None]
         if not present:

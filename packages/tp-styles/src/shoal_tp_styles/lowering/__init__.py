@@ -11,7 +11,9 @@ from torch import nn
 
 from ..sharding import ModuleSharding
 from .adapter import AdapterColumn, AdapterRow
+from .attention import AttentionHeads
 from .boundary import Boundary
+from .channels import ColumnChannels, RowChannels
 from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
 from .forward import Lowered
 from .linear import ColumnLinear, RowLinear
@@ -25,6 +27,8 @@ LOWERINGS: dict[tuple[str, type[nn.Module]], type[Lowered]] = {
     ("RowwiseParallel", nn.Linear): RowLinear,
     ("ColwiseParallel", nn.Embedding): ColumnEmbedding,
     ("RowwiseParallel", nn.Embedding): RowEmbedding,
+    **{("ColwiseParallel", kind): ColumnChannels for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)},
+    **{("RowwiseParallel", kind): RowChannels for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
     ("LoRA ColwiseParallel", nn.Linear): AdapterColumn,
     ("LoRA RowwiseParallel", nn.Linear): AdapterRow,
     ("ColwiseParallel", nn.EmbeddingBag): ColumnEmbeddingBag,
@@ -36,7 +40,7 @@ def lowering_of(sharding: ModuleSharding, module: nn.Module) -> type[Lowered] | 
     """The stand-in for a module under a style; None where there is none."""
     kind = sharding.kind
     if "blocks" in sharding.options:
-        return PackedColumn
+        return AttentionHeads if kind == "HeadParallel" else PackedColumn
     if "forward" in module.__dict__:
         return None
     # Tokenwise looks its computation up by the exact type; the others only need the parent's forward.

@@ -25,7 +25,7 @@ from .forward import Lowered
 from .linear import first_order_only
 from .regions import add_up, axis_dim, copy, gather_partial
 
-__all__ = ["PackedColumn", "joined"]
+__all__ = ["Blocks", "PackedColumn", "joined"]
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -72,14 +72,13 @@ class _Block:
     comm: Comm | None
 
 
-class PackedColumn(Lowered):
-    """Stand-in for a fused Linear, or one whose heads are shared by ranks."""
+class Blocks(Lowered):
+    """Base of the stand-ins for fused modules: their parameters, joined."""
 
     __slots__ = ("blocks", "where")
 
     def resolve(self) -> None:
-        port = self.port_in
-        self.where = axis_dim(port.layout, self.comm)
+        self.where = axis_dim(self.port_in.layout, self.comm)
         named: Any = self.sharding.options["blocks"]
         self.blocks = [_Block(name, self._sharing(heads)) for name, heads in named.items()]
 
@@ -87,6 +86,22 @@ class PackedColumn(Lowered):
         """The ranks that hold the same heads as this one."""
         shared = heads.mesh(self.mesh)
         return None if shared.ndim == 1 else shared.comm(1)
+
+    def join(self, kind: str) -> Tensor | None:
+        """The local matrix (or bias) of all blocks."""
+        params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
+        if params[0] is None:
+            return None
+        if not torch.is_grad_enabled():
+            return joined([param._local_tensor for param in params])
+        out: Tensor = _Join.apply(tuple(block.comm for block in self.blocks), *params)  # type: ignore[no-untyped-call] # torch
+        return out
+
+
+class PackedColumn(Blocks):
+    """Stand-in for a fused Linear, or one whose heads are shared by ranks."""
+
+    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         port = self.port_in
@@ -99,13 +114,3 @@ class PackedColumn(Lowered):
         weight = self.join("weight")
         assert weight is not None, "a Linear has a weight"
         return linear(input, weight, self.join("bias"))
-
-    def join(self, kind: str) -> Tensor | None:
-        """The local matrix (or bias) of all blocks."""
-        params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
-        if params[0] is None:
-            return None
-        if not torch.is_grad_enabled():
-            return joined([param._local_tensor for param in params])
-        out: Tensor = _Join.apply(tuple(block.comm for block in self.blocks), *params)  # type: ignore[no-untyped-call] # torch
-        return out
