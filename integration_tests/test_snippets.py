@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from shoal_mesh.testing import rank_pool
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -125,6 +125,13 @@ def test_placements_are_interned_values(placement: Placement) -> None:
         setattr(placement, "dim", 3)  # noqa: B010  # the point of the test
 
 
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_one_piece_of_a_shard(length: int, pieces: int) -> None:
+    sizes = chunk_sizes(length, pieces)
+    for rank in range(pieces):
+        assert Shard.local_shard_size_and_offset(length, pieces, rank) == (sizes[rank], sum(sizes[:rank]))
+
+
 def test_predicates() -> None:
     assert Shard(1).is_shard() and Shard(1).is_shard(1) and not Shard(1).is_shard(0)
     assert Partial("max").is_partial("max") and not Partial("max").is_partial("sum")

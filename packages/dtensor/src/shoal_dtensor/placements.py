@@ -106,6 +106,18 @@ class Shard(Placement):
         """The same cut on another tensor dim."""
         return self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
 
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Elements of piece `rank` of `num_chunks`, and the index of its first one, as `torch.chunk` cuts.
+
+        Example:
+            >>> Shard.local_shard_size_and_offset(10, 4, 3)
+            (1, 9)
+        """
+        step = -(-curr_local_size // num_chunks)
+        offset = min(rank * step, curr_local_size)
+        return min(step, curr_local_size - offset), offset
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _shard, (self.dim, self.sizes, self.multiple_of)
 
