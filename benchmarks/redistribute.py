@@ -1,16 +1,18 @@
 """Redistribution: quality of plans, planning time, real transfers and software overhead, beside torch's DTensor.
 
-    python benchmarks/redistribute.py [plans] [planning] [overhead] [real]
+    python benchmarks/redistribute.py [plans] [planning] [overhead] [real] [right]
 
 plans     all placement pairs on meshes of 1 to 3 axes: modelled time, bytes and collectives of shoal, of torch's greedy
           (its default) and min-cost planners (with every flattened mesh made beforehand), and the least that must move
 planning  seconds per fresh plan
 overhead  a redistribute of a tiny DTensor on the fake process group
 real      64 MiB tensors between four gloo ranks: time and peak memory
+right     random uneven, ragged, nested and reordered pairs, simulated and compared with the global value
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import statistics
 import sys
@@ -23,15 +25,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import report
+from _timing import race, report
 
-from shoal_dtensor import Partial, Placement, Replicate, Shard
-from shoal_dtensor.redistribute import plan
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from shoal_dtensor.redistribute import plan, run
 from shoal_dtensor.redistribute.plan import cache_clear, links_of
 from shoal_dtensor.redistribute.pricing import Links
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
 from shoal_dtensor.spec import Spec
-from shoal_mesh import abstract_mesh
+from shoal_dtensor.testing import global_value, local_shards, simulate, spec_pairs
+from shoal_mesh import abstract_mesh, init_device_mesh, launch
+from shoal_mesh.testing import fake_world
 
 PLAN_MESHES = ((4,), (2, 2), (4, 4), (2, 2, 2))
 SIZES = {"large": (8192, 8192), "small": (64, 64)}
@@ -41,7 +45,7 @@ PAIRS = 1200  # of a mesh; torch's min-cost search takes 40 ms a plan on three a
 # --- what torch would do ----------------------------------------------------------------------------------------------
 
 
-def torch_meshes() -> dict[tuple[int, ...], Any]:
+def torch_meshes(shapes: Sequence[tuple[int, ...]] = PLAN_MESHES) -> dict[tuple[int, ...], Any]:
     """Torch's meshes, with every flattened sub-mesh made, on a fake process group of 16."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,7 +53,7 @@ def torch_meshes() -> dict[tuple[int, ...], Any]:
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
     found = {}
-    for shape in PLAN_MESHES:
+    for shape in shapes:
         names = tuple(f"a{i}" for i in range(len(shape)))
         mesh = TorchMesh("cpu", torch.arange(prod(shape)).reshape(shape), mesh_dim_names=names)
         for count in range(2, len(shape) + 1):
@@ -168,6 +172,12 @@ def compare_plans() -> None:
     bar("sharding to sharding moves the least possible", sum(row[12] for row in rows) == 0)
 
 
+def leave_world() -> None:
+    """Forget the fake process group of torch's meshes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Of positive numbers."""
     return exp(sum(map(log, values)) / len(values))
@@ -183,7 +193,7 @@ def bar(text: str, met: bool) -> None:
 
 def time_planning() -> None:
     """Must show 2 of issue 5."""
-    meshes, rows = torch_meshes(), []
+    meshes, rows = torch_meshes((*PLAN_MESHES, (2, 2, 2, 2))), []
     cases = (((4,), 2, 1.0), ((4, 4), 2, 1.0), ((2, 2, 2), 3, 3.0), ((2, 2, 2, 2), 4, 10.0), ((4, 8, 4, 2), 4, 10.0))
     for mesh_shape, ndim, limit_ms in cases:
         rng, mesh = random.Random(1), abstract_mesh(mesh_shape)
@@ -195,7 +205,7 @@ def time_planning() -> None:
             theirs = (float("nan"), float("nan"))
             if mesh_shape in meshes:
                 torch_mesh = meshes[mesh_shape]
-                known = [s for s in specs if not s.partials][:40]
+                known = [s for s in specs if not s.partials][: 6 if ndim == 4 else 40]
                 theirs = clock(lambda a, b, m=torch_mesh, c=min_cost: torch_steps(m, a, b, min_cost=c), known)
             row += list(theirs)
         rows.append(row)
@@ -207,26 +217,181 @@ def time_planning() -> None:
 
 
 def clock(work: Any, specs: Sequence[Spec]) -> tuple[float, float]:
-    """Median and worst milliseconds over neighbouring pairs."""
+    """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached."""
     import gc
 
     spent = []
     gc.collect()
     gc.disable()
     for src, dst in pairwise(specs):
-        start = time.perf_counter()
+        cache_clear()
+        start = time.thread_time()
         work(src, dst)
-        spent.append((time.perf_counter() - start) * 1e3)
+        spent.append((time.thread_time() - start) * 1e3)
     gc.enable()
     return statistics.median(spent), max(spent)
 
 
-SECTIONS = {"plans": compare_plans, "planning": time_planning}
+# --- 3. real ranks ----------------------------------------------------------------------------------------------------
+
+REAL = (
+    ((4,), (Shard(0),), (Shard(1),)),
+    ((4,), (Partial(),), (Shard(0),)),
+    ((2, 2), (Shard(0), Shard(0)), (Replicate(), Replicate())),
+    ((2, 2), (Shard(0), Replicate()), (Replicate(), Shard(0))),
+)
+REAL_SHAPE = (4096, 4096)  # 64 MiB of float32
+
+
+def on_real_ranks() -> None:
+    """Must show 3 of issue 5, and the uneven nested gather of 5."""
+    leave_world()
+    measured = launch(rank_body, 4)
+    rows = []
+    for i, (mesh_shape, old, new) in enumerate(REAL):
+        by_rank = [rank[0][i] for rank in measured]
+        slowest = {name: max(r[name] for r in by_rank) for name in by_rank[0]}
+        rows.append([
+            "x".join(map(str, mesh_shape)), f"{', '.join(map(str, old))} -> {', '.join(map(str, new))}",
+            slowest["shoal s"] * 1e3, slowest["torch s"] * 1e3, slowest["torch s"] / slowest["shoal s"],
+            slowest["shoal MiB"], slowest["torch MiB"],
+        ])  # fmt: skip
+    header = ["mesh", "64 MiB", "shoal ms", "torch ms", "torch/shoal", "shoal peak MiB", "torch peak MiB"]
+    report("redistribute_real", header, rows)
+    right = {name: all(rank[1][name] for rank in measured) for name in measured[0][1]}
+    print(f"(5, 3) from S(0), S(0) to R, R on 2x2 with the mesh flattened before: right on all ranks: {right}")
+    bar("the uneven nested gather is right", right["shoal"])
+
+
+def rank_body() -> tuple[list[dict[str, float]], dict[str, bool]]:
+    """What one rank measures."""
+    from torch.distributed import tensor as theirs
+    from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found = []
+    for mesh_shape, old, new in REAL:
+        names = tuple(f"a{i}" for i in range(len(mesh_shape)))
+        mesh, other = init_device_mesh("cpu", mesh_shape), torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        local = torch.randn(Spec(mesh, old, REAL_SHAPE).local_shape)
+        ours = DTensor.from_local(local, mesh, old)
+        peer = theirs.DTensor.from_local(local, other, tuple(map(to_torch, old)), run_check=False)
+        target = tuple(map(to_torch, new))
+        rivals = {
+            "shoal": lambda t=ours, p=new: t.redistribute(placements=p).to_local(),
+            "torch": lambda t=peer, p=target: t.redistribute(placements=p).to_local(),
+        }
+        found.append(measure(rivals))
+    other = torch_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    other._flatten("ab")
+    full = torch.arange(15.0).reshape(5, 3)
+    both = (theirs.Shard(0),) * 2
+    peer = theirs.distribute_tensor(full, other, both).redistribute(placements=(theirs.Replicate(),) * 2)
+    ours = distribute_tensor(full, init_device_mesh("cpu", (2, 2)), (Shard(0), Shard(0)))
+    whole = ours.redistribute(placements=(Replicate(), Replicate()))
+    return found, {
+        "shoal": torch.equal(whole.to_local(), full),
+        "torch": torch.equal(peer.to_local(), full),
+    }
+
+
+def measure(rivals: dict[str, Any]) -> dict[str, float]:
+    """Best time of five, in turns, and the growth of this rank's memory at its worst, in MiB."""
+    found: dict[str, float] = {}
+    for name, work in rivals.items():
+        work()
+        dist.barrier()
+        before = reset_peak()
+        work()
+        found[f"{name} MiB"] = (peak() - before) / 2**20
+    for _ in range(5):
+        for name, work in rivals.items():
+            dist.barrier()
+            start = time.perf_counter()
+            work()
+            found[f"{name} s"] = min(found.get(f"{name} s", 1e9), time.perf_counter() - start)
+    return found
+
+
+def reset_peak() -> int:
+    """Forget the process's memory peak (Linux); bytes resident now."""
+    from pathlib import Path
+
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """Bytes that the process had resident at its worst since the last reset."""
+    from pathlib import Path
+
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+# --- 4. software overhead ---------------------------------------------------------------------------------------------
+
+
+def overhead() -> None:
+    """Must show 4 of issue 5: tiny tensors on a fake process group of 4."""
+    from torch.distributed import tensor as theirs
+    from torch.distributed.device_mesh import init_device_mesh as torch_mesh
+
+    cases = ((Shard(0), Replicate()), (Replicate(), Shard(0)), (Partial(), Replicate()), (Partial(), Shard(0)))
+    leave_world()
+    rows = []
+    with fake_world(4):
+        mesh, other = init_device_mesh("cpu", (4,)), torch_mesh("cpu", (4,))
+        for old, new in cases:
+            local = torch.randn(Spec(mesh, (old,), (8, 8)).local_shape)
+            ours = DTensor.from_local(local, mesh, (old,))
+            peer = theirs.DTensor.from_local(local, other, (to_torch(old),), run_check=False)
+            way, target = plan(ours._spec, Spec(mesh, (new,), (8, 8))), (to_torch(new),)
+            times = race({
+                "torch": lambda t=peer, p=target: t.redistribute(placements=p),
+                "shoal": lambda t=ours, p=(new,): t.redistribute(placements=p),
+                "run": lambda w=way, t=local: run(w, t),
+            })  # fmt: skip
+            ratio = times["shoal"].best / times["torch"].best
+            rows.append([f"{old} -> {new}", times["torch"].us, times["shoal"].us, times["run"].us, ratio, 0.25])
+    report("redistribute_overhead", ["redistribute", "torch us", "shoal us", "plan alone us", "ratio", "bar"], rows)
+    bar("overhead within 0.25 x torch", all(row[4] <= row[5] for row in rows))
+
+
+# --- 5. right on everything -------------------------------------------------------------------------------------------
+
+
+def all_right() -> None:
+    """Must show 5 of issue 5: random uneven, ragged, nested and reordered pairs, simulated and compared bit for bit."""
+    rows = []
+    for label, meshes in (("2-D", [(2, 2), (2, 3), (4, 2)]), ("3-D", [(2, 2, 2), (3, 2, 2), (2, 1, 3)])):
+        for ops in ((), ("sum",), ("max",), ("product",)):
+            wrong, count = 0, 0
+            for src, dst in spec_pairs(1, 1500, mesh_shapes=meshes, ops=ops, ragged=0.4):
+                generator = torch.Generator().manual_seed(count)
+                full = torch.randint(1, 9, tuple(src.shape), generator=generator).to(src.dtype)
+                shards = simulate(plan(src, dst), local_shards(full, src, generator))
+                wrong += not torch.equal(global_value(shards, dst), full)
+                count += 1
+            rows.append([label, ops[0] if ops else "no partials", count, wrong])
+    report("redistribute_right", ["mesh", "partials", "pairs", "wrong"], rows)
+    bar("bitwise right everywhere", not any(row[3] for row in rows))
+
+
+SECTIONS = {
+    "plans": compare_plans,
+    "planning": time_planning,
+    "overhead": overhead,
+    "real": on_real_ranks,
+    "right": all_right,
+}
 
 
 def main(asked: Sequence[str]) -> None:
     """Run the sections asked for; all by default."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     for name in asked or SECTIONS:
         SECTIONS[name]()

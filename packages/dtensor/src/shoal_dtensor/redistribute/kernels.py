@@ -101,6 +101,7 @@ def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coo
 
     Example:
         >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Shard
         >>> members(Spec(abstract_mesh((2, 2, 2)), [Shard(0)] * 3, (8,)), (2, 0), (0, 1, 0))
         [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
     """

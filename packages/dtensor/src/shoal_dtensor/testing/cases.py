@@ -37,7 +37,7 @@ def draw_spec(
 
     Example:
         >>> draw_spec(Random(0), abstract_mesh((2, 2)), (4, 6), ragged=0.0).placements
-        (Replicate(), Replicate())
+        (Shard(dim=1), Shard(dim=1, multiple_of=2))
     """
     kinds = ["replicate"] + ["shard"] * (3 if shape else 0) + ["partial"] * bool(ops)
     placements: list[Placement] = []
