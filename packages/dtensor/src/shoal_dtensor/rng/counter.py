@@ -1,0 +1,202 @@
+"""Values from a key and an element's global index alone, by Philox: the "counter" mode.
+
+The last tensor dim is cut into blocks of four values (two where a value needs more than 32 bits); the block's number
+and the number of its row, counted over the leading dims, are Philox's counter.  So a shard costs what the shard holds,
+and the mesh does not matter.  Arithmetic is in float64, so that CPU and CUDA round to the same float32 but for
+last-bit differences of their logarithms and cosines; uniform, Bernoulli and integer values are exactly equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..spec import Box
+from .fill import Fill
+from .philox import philox
+
+__all__ = ["fill_counter"]
+
+_CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
+_MASK: Final = 0xFFFFFFFF
+_WORD: Final = 2.0**-32
+# Bits of the significand: a uniform value is a multiple of 2 ** -bits, so that `[from, to)` stays half open.
+_BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+Words = list[Tensor]
+
+
+def fill_counter(
+    local: Tensor, shape: tuple[int, ...], box: Box, fill: Fill, key: tuple[int, int], *, operand: Tensor | None = None
+) -> None:
+    """Fill `local`, the box `box` of a tensor of shape `shape`.
+
+    Args:
+        local: the box.
+        shape: global shape.
+        box: global `(start, stop)` per dim.
+        fill: the distribution.
+        key: two 32-bit words.
+        operand: for `bernoulli_`, the box's probabilities.
+    """
+    if local.numel() == 0:
+        return
+    if local.is_complex():
+        if fill.name == "normal_":
+            fill = Fill("normal_", (_arg(fill, 0, 0.0), _arg(fill, 1, 1.0) / math.sqrt(2.0)))
+        local, shape, box = torch.view_as_real(local), (*shape, 2), (*box, (0, 2))
+    if not shape:
+        local, shape, box = local.unsqueeze(0), (1,), ((0, 1),)
+        operand = None if operand is None else operand.unsqueeze(0)
+    rows = _row_numbers(shape[:-1], box[:-1], local.device)
+    table = (len(rows), local.shape[-1])
+    target = local.view(table) if local.is_contiguous() else local.new_empty(table)
+    odds = None if operand is None else operand.reshape(table)
+    low, high = box[-1]
+    for left in range(low, high, _CHUNK):
+        right = min(left + _CHUNK, high)
+        step = max(1, _CHUNK // (right - left))
+        for top in range(0, len(rows), step):
+            at = (slice(top, top + step), slice(left - low, right - low))
+            values = _values(fill, rows[at[0]], (left, right), local.dtype, key)
+            target[at].copy_(values if odds is None else values < odds[at])
+    if not local.is_contiguous():
+        local.copy_(target.view(local.shape))
+
+
+def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dtype, key: tuple[int, int]) -> Tensor:
+    """Values of some rows, from one column to another."""
+    left, right = columns
+    per = 2 if _is_wide(fill, dtype) else 4
+    block = torch.arange(left // per, -(-right // per), device=rows.device)[None, :]
+    row = rows[:, None]
+    words = philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key)
+    lanes = partial(_lanes, skip=left % per, count=right - left)
+    return _MAKERS[fill.name](fill, words, dtype, lanes)
+
+
+def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+    """Global numbers of the rows of a box, rows counted over the leading dims `shape`."""
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for n, (start, stop) in zip(shape, box, strict=True):
+        rows = (rows[:, None] * n + torch.arange(start, stop, device=device)).reshape(-1)
+    return rows
+
+
+Lanes = Callable[[list[Tensor]], Tensor]
+
+
+def _lanes(block: list[Tensor], skip: int, count: int) -> Tensor:
+    """The values of each row's blocks side by side, cut to the columns wanted."""
+    return torch.stack(block, -1).flatten(1)[:, skip : skip + count]
+
+
+def _is_wide(fill: Fill, dtype: torch.dtype) -> bool:
+    """Whether a value needs two words."""
+    if fill.name == "random_":
+        return _integer_range(fill, dtype)[1] > 1 << 32
+    return dtype == torch.float64 or fill.name not in ("uniform_", "normal_", "bernoulli_")
+
+
+def _open(words: Words) -> list[Tensor]:
+    """Two values a block, in the open interval (0, 1), from 52 bits each."""
+    pairs = ((words[0], words[1]), (words[2], words[3]))
+    return [((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52) for high, low in pairs]
+
+
+def _uniform(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    start, stop = _arg(fill, 0, 0.0), _arg(fill, 1, 1.0)
+    bits = _BITS[dtype]
+    if bits > 32:
+        units = lanes([(words[0] << 21) + (words[1] >> 11), (words[2] << 21) + (words[3] >> 11)])
+    else:
+        units = lanes([word >> (32 - bits) for word in words])
+    values = units.double().mul_(2.0**-bits).mul_(stop - start).add_(start).to(dtype)
+    return values.masked_fill_(values >= stop, start) if stop > start else values
+
+
+def _standard_normal(words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    """Box and Muller's transform, in float64."""
+    if dtype == torch.float64:
+        radius, angle = _open(words)
+        pairs = [(radius, angle)]
+    else:
+        pairs = [(words[i].double().add_(0.5).mul_(_WORD), words[i + 1].double().mul_(_WORD)) for i in (0, 2)]
+    values = []
+    for uniform, turn in pairs:
+        radius = uniform.log().mul_(-2.0).sqrt_()
+        angle = turn * (2.0 * math.pi)
+        values += [angle.cos().mul_(radius), angle.sin().mul_(radius)]
+    return lanes(values)
+
+
+def _normal(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    return _standard_normal(words, dtype, lanes).mul_(_arg(fill, 1, 1.0)).add_(_arg(fill, 0, 0.0))
+
+
+def _log_normal(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    normal = _standard_normal(words, torch.float64, lanes)
+    return normal.mul_(_arg(fill, 1, 2.0)).add_(_arg(fill, 0, 1.0)).exp_()
+
+
+def _bernoulli(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    """Whether each value hits; with probabilities as an operand, the uniform values to hold against them."""
+    uniform = lanes(_open(words) if dtype == torch.float64 else [word.double().mul_(_WORD) for word in words])
+    return uniform < _arg(fill, 0, 0.5) if fill.args else uniform
+
+
+def _exponential(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    return lanes(_open(words)).log_().mul_(-1.0 / _arg(fill, 0, 1.0))
+
+
+def _cauchy(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    uniform = lanes(_open(words))
+    return uniform.sub_(0.5).mul_(math.pi).tan_().mul_(_arg(fill, 1, 1.0)).add_(_arg(fill, 0, 0.0))
+
+
+def _geometric(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    chance = _arg(fill, 0, 0.5)
+    if chance == 1.0:
+        return torch.ones_like(lanes(words))
+    return lanes(_open(words)).log_().div_(math.log1p(-chance)).ceil_().clamp_(min=1.0)
+
+
+def _random(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    start, count = _integer_range(fill, dtype)
+    if count <= 1 << 32:
+        return lanes(words).remainder_(count).add_(start)
+    if count >= 1 << 64:
+        return lanes([(words[0] << 32) | words[1], (words[2] << 32) | words[3]])
+    units = lanes([(words[0] << 31) | (words[1] >> 1), (words[2] << 31) | (words[3] >> 1)])
+    return (units if count == 1 << 63 else units.remainder_(count)).add_(start)
+
+
+def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
+    """First value and number of values of `random_`, as torch documents them."""
+    if fill.args and fill.args[-1] is not None:
+        start, stop = (0, int(fill.args[0])) if len(fill.args) == 1 else (int(fill.args[0]), int(fill.args[1]))
+        return start, stop - start
+    start = int(fill.args[0]) if fill.args else 0
+    last = (1 << _BITS[dtype]) if dtype in _BITS else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    return start, last - start + 1
+
+
+def _arg(fill: Fill, position: int, default: float) -> float:
+    return float(fill.args[position]) if position < len(fill.args) else default
+
+
+_MAKERS: Final[dict[str, Callable[[Fill, Words, torch.dtype, Lanes], Tensor]]] = {
+    "bernoulli_": _bernoulli,
+    "cauchy_": _cauchy,
+    "exponential_": _exponential,
+    "geometric_": _geometric,
+    "log_normal_": _log_normal,
+    "normal_": _normal,
+    "random_": _random,
+    "uniform_": _uniform,
+}

@@ -1,0 +1,149 @@
+"""`draw`: fill a rank's box of a global tensor with random numbers, as the mode in force says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import PlacementError
+from ..spec import Spec
+from .counter import fill_counter
+from .cpu import fill_cpu
+from .cuda import fill_cuda
+from .fill import Fill
+from .frame import Frame, frame_of
+from .modes import current_mode
+from .philox import philox
+from .state import check_in_step, generator_of, key_of
+
+__all__ = ["draw", "empty_box"]
+
+
+def draw(
+    spec: Spec,
+    fill: Fill,
+    generator: torch.Generator | None = None,
+    *,
+    out: Tensor | None = None,
+    operand: Tensor | None = None,
+) -> Tensor:
+    """This rank's box of a global random tensor; the same call on every rank makes one global tensor.
+
+    In the default mode its values, and the generator's state afterwards, are those of `fill` on the plain global
+    tensor, bit for bit.  Every rank of the program may call it, also one with an empty box or outside the mesh.
+
+    Args:
+        spec: of the global tensor.
+        fill: the distribution.
+        generator: where numbers come from; the device's default generator when left out.
+        out: the box to fill, of `spec.local_shape`; a new tensor on the mesh's device when left out.
+        operand: for `bernoulli_` with probabilities, the box's, of `spec.local_shape`.
+
+    Raises:
+        PlacementError: if the tensor is partial: random addends do not have the sum's distribution.
+        RandomStateError: if the ranks' generators are out of step (found at a mesh's first draw).
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from ..placements import Shard
+        >>> spec = Spec(abstract_mesh((2,), rank=1), (Shard(0),), (5,))
+        >>> _ = torch.manual_seed(0); part = draw(spec, Fill("normal_"))
+        >>> _ = torch.manual_seed(0); torch.equal(part, torch.randn(5)[3:])
+        True
+    """
+    if spec.partials:
+        raise PlacementError(f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}")
+    local = empty_box(spec) if out is None else out.detach()
+    if local.device.type == "meta":
+        return local
+    if not torch.compiler.is_compiling() and not _is_fake(local):
+        check_in_step(spec.mesh, generator_of(local.device) if generator is None else generator)
+    with torch.no_grad():
+        mode = current_mode()
+        if mode.mode == "counter":
+            box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
+            fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
+            return local
+        frame = frame_of(spec)
+        if mode.mode == "per_axis":
+            axes = _cutting_axes(spec, mode.axes)
+            if axes and spec.coordinate is None:
+                key_of(generator)
+                return local
+            if axes:
+                frame, generator = _own_stream(spec, frame, axes, local.device, generator)
+        _fill_stream(local, frame, fill, generator, operand)
+    return local
+
+
+def _fill_stream(
+    local: Tensor, frame: Frame, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+) -> None:
+    """Draw from a device's stream."""
+    if frame.whole and frame.arranged(local).is_contiguous() and local.is_contiguous() == frame.contiguous:
+        # The box is the tensor, laid out in memory as the global one is: the plain operator does it.
+        fill(local, generator, operand)
+    elif local.device.type == "cuda":
+        fill_cuda(local, frame, fill, generator, operand)
+    else:
+        fill_cpu(local, frame, fill, generator, operand)
+
+
+def empty_box(spec: Spec, device: torch.device | str | None = None) -> Tensor:
+    """Uninitialised memory for this rank's box, its dims in memory as the global stride has them."""
+    frame = frame_of(spec)
+    place = spec.mesh.device_type if device is None else device
+    if spec.coordinate is None:
+        return torch.empty(0, dtype=spec.dtype, device=place)
+    packed = torch.empty([stop - start for start, stop in frame.box], dtype=spec.dtype, device=place)
+    back = sorted(range(len(frame.order)), key=lambda position: frame.order[position])
+    return packed.permute(back)
+
+
+def _cutting_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
+    """Mesh axes among `asked` that cut the tensor."""
+    names = spec.mesh.axis_names
+    known = (axis for axis in asked if axis in names or axis in range(spec.mesh.ndim))
+    found = (names.index(axis) if isinstance(axis, str) else axis for axis in known)
+    return tuple(sorted({axis for axis in found if spec.placements[axis].is_shard()}))
+
+
+def _own_stream(
+    spec: Spec, frame: Frame, axes: tuple[int, ...], device: torch.device, generator: torch.Generator | None
+) -> tuple[Frame, torch.Generator]:
+    """What the ranks at this rank's coordinates on `axes` hold together, as one tensor with a generator of its own."""
+    key = key_of(generator)
+    coordinate = spec.coordinate
+    assert coordinate is not None, "a rank outside the mesh has no stream of its own"
+    shape, box = [], []
+    for dim in frame.order:
+        cut = spec.cuts[dim]
+        own, before, total = cut.index(coordinate), 0, 0
+        for piece, size in enumerate(cut.sizes):
+            if _agrees(piece, cut.axes, cut.axis_sizes, coordinate, axes):
+                before += size if piece < own else 0
+                total += size
+        shape.append(total)
+        box.append((before, before + cut.sizes[own]))
+    number = 0
+    for axis in axes:
+        number = number * spec.mesh.size(axis) + coordinate[axis]
+    low, high, *_ = philox((number, len(axes), 0, 0), key)
+    own_generator = torch.Generator(device)
+    own_generator.manual_seed((int(high) << 31) ^ int(low))
+    return Frame(frame.order, tuple(shape), tuple(box), frame.contiguous), own_generator
+
+
+def _agrees(
+    piece: int, axes: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], chosen: tuple[int, ...]
+) -> bool:
+    """Whether the coordinates of a piece of a cut equal `coordinate` on the chosen axes."""
+    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
+        piece, at = divmod(piece, size)
+        if axis in chosen and at != coordinate[axis]:
+            return False
+    return True
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return type(tensor) is not Tensor

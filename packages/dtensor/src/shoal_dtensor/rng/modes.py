@@ -1,0 +1,68 @@
+"""How random numbers relate to the mesh: a scoped setting, read when an operator draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["Mode", "RandomMode", "current_mode", "random_mode", "set_random_mode"]
+
+Mode = Literal["single_device", "counter", "per_axis"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomMode:
+    """A mode and, for "per_axis", the mesh axes that have streams of their own."""
+
+    mode: Mode = "single_device"
+    axes: tuple[int | str, ...] = ()
+
+
+_DEFAULT = RandomMode()
+_current: ContextVar[RandomMode] = ContextVar("shoal_dtensor_random_mode", default=_DEFAULT)
+current_mode = _current.get
+
+
+def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
+    if mode not in get_args(Mode):
+        raise ValueError(f"random mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+    if bool(axes) != (mode == "per_axis"):
+        raise ValueError(
+            f"random mode {mode!r}: axes are needed for 'per_axis' and for no other mode, got {list(axes)}"
+        )
+    return RandomMode(mode, tuple(axes))
+
+
+def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
+    """Set how random operators draw from here on, in this thread; see `random_mode`."""
+    _current.set(_checked(mode, axes))
+
+
+@contextmanager
+def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
+    """Inside the block, random operators on sharded tensors draw as `mode` says; blocks nest.
+
+    Args:
+        mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh (the default).
+            "counter": values that follow from the generator's state and the element's global index alone; not those of
+            one device, but the same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
+            "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as on one device.  An
+            axis that does not cut a tensor leaves it alone: replicas stay equal.
+        axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on one device.
+
+    Raises:
+        ValueError: if the mode is unknown, or axes are given or missing against it.
+
+    Example:
+        >>> with random_mode("per_axis", axes=("dp",)):
+        ...     current_mode().axes
+        ('dp',)
+    """
+    token = _current.set(_checked(mode, axes))
+    try:
+        yield
+    finally:
+        _current.reset(token)

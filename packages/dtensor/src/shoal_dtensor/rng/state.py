@@ -1,0 +1,129 @@
+"""What surrounds generators: keys taken from them, whether ranks agree on them, saving and restoring them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce
+
+from ..errors import RandomStateError
+from .cuda import default_generator
+
+__all__ = ["check_in_step", "forget_checks", "generator_of", "get_rng_state", "key_of", "set_rng_state"]
+
+_MASK = 0xFFFFFFFF
+_in_step: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
+    if device.type == "cuda":
+        return default_generator(device)
+    if device.type == "cpu":
+        return torch.default_generator
+    raise RandomStateError(f"random numbers on {device}: shoal knows the generators of cpu and cuda devices only")
+
+
+def key_of(generator: torch.Generator | None) -> tuple[int, int]:
+    """Two 32-bit words that follow from a generator's state, which moves on by one draw.
+
+    Without a generator they come from the default CPU generator whatever the tensor's device, so a
+    program draws the same keys on CPU and CUDA.
+    """
+    if generator is None or generator.device.type == "cpu":
+        words = torch.empty(2, dtype=torch.int64).random_(0, 1 << 32, generator=generator).tolist()
+        return words[0], words[1]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    mixed = hashlib.blake2b(f"{generator.initial_seed()} {offset}".encode(), digest_size=8).digest()
+    number = int.from_bytes(mixed, "little")
+    return number & _MASK, number >> 32
+
+
+def fingerprint(generator: torch.Generator) -> int:
+    """A 62-bit hash of a generator's state."""
+    state = bytes(generator.get_state().tolist())
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
+
+
+def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
+    """Raise on every rank of `mesh` unless all have the same generator state.
+
+    Checked at the first call for a mesh only (one small all-reduce per mesh axis), or `always`.  A mesh without process
+    groups, or that this rank is not in, is not checked.
+
+    Args:
+        mesh: the ranks that must agree.
+        generator: this rank's generator.
+        always: check again even if the mesh passed before.
+
+    Raises:
+        RandomStateError: if the states differ; it names the ranks.
+    """
+    if (mesh in _in_step and not always) or mesh.get_coordinate() is None or mesh.size() == 1:
+        return
+    own = fingerprint(generator)
+    extremes = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device_type)
+    try:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                extremes = all_reduce(extremes, mesh.comm(axis), "max")
+    except NoGroupError:
+        return
+    highest, lowest = extremes.tolist()
+    if highest != -lowest:
+        raise RandomStateError(_describe(mesh, own, generator))
+    _in_step[mesh] = True
+
+
+def forget_checks() -> None:
+    """Check every mesh again at its next random operator."""
+    _in_step.clear()
+
+
+def _describe(mesh: DeviceMesh, own: int, generator: torch.Generator) -> str:
+    prints = torch.tensor([own], dtype=torch.int64, device=mesh.device_type)
+    for axis in reversed(range(mesh.ndim)):
+        prints = all_gather(prints, mesh.comm(axis))
+    groups: dict[int, list[int]] = {}
+    for rank, value in zip(mesh.mesh.flatten().tolist(), prints.tolist(), strict=True):
+        groups.setdefault(value, []).append(rank)
+    found = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
+    return (
+        f"random numbers on the mesh of shape {tuple(mesh.shape)} (axes {', '.join(mesh.axis_names)}): the "
+        f"{generator.device} generators are out of step: {found}. Every rank must draw from the same state: call "
+        "shoal_dtensor.manual_seed(seed, mesh) or torch.manual_seed(seed) with one seed on every rank, and use "
+        'random_mode("per_axis", axes=...) where ranks shall differ'
+    )
+
+
+def get_rng_state(device: torch.device | str = "cuda") -> dict[str, Tensor]:
+    """The states of the default generators, as plain tensors for a checkpoint.
+
+    In the default mode every rank has the same state, so one rank's copy serves any number of ranks.
+
+    Args:
+        device: the CUDA device whose state is taken besides the CPU's, where there is one.
+    """
+    state = {"cpu": torch.default_generator.get_state()}
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
+    """Put back what `get_rng_state` returned; a CUDA part is left alone where there is no such device.
+
+    Raises:
+        RandomStateError: if the state has no CPU part.
+    """
+    if "cpu" not in state:
+        raise RandomStateError(f"set_rng_state: expected a state with the key 'cpu', got {sorted(state)}")
+    torch.default_generator.set_state(state["cpu"])
+    if "cuda" in state and torch.device(device).type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"], device)
