@@ -6,7 +6,8 @@ the global tensor, `cpu` and `cuda` follow that device's stream, `counter` makes
 Nothing here knows operators or DTensors.
 """
 
-from .draw import draw, empty_box
+from .cpu import law_of
+from .draw import draw, draw_dropout_mask, draw_rows, empty_box
 from .fill import Fill
 from .frame import Frame, frame_of
 from .modes import Mode, RandomMode, current_mode, random_mode, set_random_mode
@@ -20,9 +21,12 @@ __all__ = [
     "check_in_step",
     "current_mode",
     "draw",
+    "draw_dropout_mask",
+    "draw_rows",
     "empty_box",
     "frame_of",
     "get_rng_state",
+    "law_of",
     "random_mode",
     "set_random_mode",
     "set_rng_state",

@@ -18,7 +18,7 @@ from torch import Tensor
 from .fill import Fill
 from .frame import Frame, pieces
 
-__all__ = ["CHUNK", "Law", "fill_cpu", "law_of"]
+__all__ = ["CHUNK", "Law", "fill_cpu", "law_of", "skip_words"]
 
 CHUNK = 1 << 16  # elements; 256 KiB of float32 stay in the second-level cache
 _UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 complex ones
@@ -67,7 +67,8 @@ def fill_cpu(
             skipped += (stop - start) * law.words
             start = stop
             continue
-        skipped = _skip(skipped, generator)
+        skip_words(skipped, generator)
+        skipped = 0
         part = scratch[: stop - start]
         mine = list(pieces(frame.shape, frame.box, start, stop)) if stop > start else []
         if odds is not None and given is not None:
@@ -88,18 +89,16 @@ def _scratch(numel: int, like: Tensor, contiguous: bool) -> Tensor:
     return torch.empty((numel, 2), dtype=like.dtype, device=like.device)[:, 0]
 
 
-def _skip(words: int, generator: torch.Generator | None) -> int:
-    """Draw so many 32-bit words and forget them; returns 0, the number of words still to skip."""
-    if words:
-        scratch = torch.empty(min(words // 2, CHUNK), dtype=torch.int64)
-        pairs, odd = divmod(words, 2)
-        while pairs:
-            count = min(pairs, CHUNK)
-            scratch[:count].random_(-(2**63), None, generator=generator)
-            pairs -= count
-        if odd:
-            torch.empty(1, dtype=torch.uint8).random_(generator=generator)
-    return 0
+def skip_words(words: int, generator: torch.Generator | None) -> None:
+    """Draw so many 32-bit words and forget them."""
+    pairs, odd = divmod(words, 2)
+    scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64)
+    while pairs > 0:
+        count = min(pairs, CHUNK)
+        scratch[:count].random_(-(2**63), None, generator=generator)
+        pairs -= count
+    if odd:
+        torch.empty(1, dtype=torch.uint8).random_(generator=generator)
 
 
 @lru_cache(maxsize=512)
@@ -133,7 +132,7 @@ def _words(fill: Fill, like: Tensor, contiguous: bool, operand: torch.dtype | No
     _, after = _trial(fill, like, contiguous, operand, (0, count))
     for words in (1, 2, 4):
         generator = _primed()
-        _skip(count * words, generator)
+        skip_words(count * words, generator)
         if torch.equal(generator.get_state(), after):
             return words
     return None

@@ -54,13 +54,14 @@ def fill_cuda(
     target = frame.arranged(local)
     rounds = None
     if operand is None and frame.numel < _INDEX_LIMIT:
-        rounds = rounds_of(fill, local.dtype, local.device)
+        rounds = rounds_of(fill, local.dtype, local.device, frame.numel % fill.granule)
     if rounds is None or frame.numel <= rounds.size:
         _fill_at_once(target, frame, fill, generator, None if operand is None else frame.arranged(operand))
         return
     generator = default_generator(local.device) if generator is None else generator
     start = generator.get_offset()
-    flat = torch.empty(rounds.size, dtype=local.dtype, device=local.device)
+    # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many elements takes.
+    flat = torch.empty(rounds.size + frame.numel % fill.granule, dtype=local.dtype, device=local.device)
     first, last = frame.span
     for k in range(first // rounds.size, -(-last // rounds.size)):
         begin = k * rounds.size
@@ -94,8 +95,14 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @lru_cache(maxsize=512)
-def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device) -> Rounds | None:
-    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives."""
+def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0) -> Rounds | None:
+    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives.
+
+    Args:
+        fill: the distribution.
+        dtype: of the values; device: of the tensor.
+        residue: number of the tensor's elements modulo the distribution's granule.
+    """
     generator = _private_generator(device)
     scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)
     step = _advance(fill, scratch[:1], generator)
@@ -106,7 +113,7 @@ def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device) -> Rounds | 
         middle = (low + high) // 2
         low, high = (middle, high) if _advance(fill, scratch[:middle], generator) == step else (low, middle)
     rounds = Rounds(low, step)
-    return rounds if _holds(rounds, fill, scratch, generator) else None
+    return rounds if _holds(rounds, fill, scratch, generator, residue) else None
 
 
 def _private_generator(device: torch.device) -> torch.Generator:
@@ -122,16 +129,16 @@ def _advance(fill: Fill, scratch: Tensor, generator: torch.Generator) -> int:
     return after - before
 
 
-def _holds(rounds: Rounds, fill: Fill, scratch: Tensor, generator: torch.Generator) -> bool:
+def _holds(rounds: Rounds, fill: Fill, scratch: Tensor, generator: torch.Generator, residue: int) -> bool:
     """Whether a draw of two rounds and a bit equals its rounds, drawn one by one and last round first."""
-    numel = 2 * rounds.size + min(rounds.size, 1027)
+    numel = 2 * rounds.size + min(rounds.size, 1024 + (residue if fill.granule > 1 else 3))
     if numel > scratch.numel():
         return False
     start = generator.get_offset()
     fill(scratch[:numel], generator)
     if generator.get_offset() != start + 3 * rounds.step:
         return False
-    alone = torch.empty(rounds.size, dtype=scratch.dtype, device=scratch.device)
+    alone = torch.empty(rounds.size + residue, dtype=scratch.dtype, device=scratch.device)
     for k in (2, 0, 1):
         generator.set_offset(start + k * rounds.step)
         fill(alone, generator)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..errors import PlacementError
 from ..spec import Spec
 from .counter import fill_counter
-from .cpu import fill_cpu
+from .cpu import fill_cpu, skip_words
 from .cuda import fill_cuda
 from .fill import Fill
 from .frame import Frame, frame_of
@@ -16,7 +18,7 @@ from .modes import current_mode
 from .philox import philox
 from .state import check_in_step, generator_of, key_of
 
-__all__ = ["draw", "empty_box"]
+__all__ = ["draw", "draw_dropout_mask", "draw_rows", "empty_box"]
 
 
 def draw(
@@ -87,6 +89,37 @@ def _fill_stream(
         fill_cuda(local, frame, fill, generator, operand)
     else:
         fill_cpu(local, frame, fill, generator, operand)
+
+
+def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
+    """Fill this rank's box of the mask of a `native_dropout`: True where an element stays.
+
+    Args:
+        spec: of the mask.
+        chance: to drop an element.
+        dtype: of the input; on CUDA torch's kernel depends on it.
+        out: the box.
+    """
+    if out.device.type == "cuda" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
+        draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
+    else:
+        draw(spec, Fill("bernoulli_", (1.0 - chance,)), out=out)
+
+
+def draw_rows(spec: Spec, words: int, generator: torch.Generator | None, sample: Callable[[], None]) -> None:
+    """Run `sample`, which draws for this rank's rows only, at their place in the CPU stream of all rows.
+
+    Args:
+        spec: of a tensor cut along dim 0 only.
+        words: 32-bit words that each row takes.
+        generator: the generator that `sample` draws from.
+        sample: draws for the rows of this rank's box.
+    """
+    check_in_step(spec.mesh, torch.default_generator if generator is None else generator)
+    start, count = (spec.local_offset[0], spec.local_shape[0]) if spec.coordinate is not None else (0, 0)
+    skip_words(start * words, generator)
+    sample()
+    skip_words((spec.shape[0] - start - count) * words, generator)
 
 
 def empty_box(spec: Spec, device: torch.device | str | None = None) -> Tensor:

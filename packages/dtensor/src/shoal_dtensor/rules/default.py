@@ -23,6 +23,7 @@ from .mask import MASK
 from .matrix import MATRIX
 from .norm import NORM
 from .optim import OPTIM
+from .random import RANDOM
 from .reduce import REDUCE
 from .rule import Table
 from .scan import SCAN
@@ -61,6 +62,7 @@ TABLE: Table = merge(
     matrix=MATRIX,
     norm=NORM,
     optim=OPTIM,
+    random=RANDOM,
     reduce=REDUCE,
     scan=SCAN,
     scatter=SCATTER,
