@@ -275,6 +275,8 @@ def _empty(value: Any, device: torch.device) -> Any:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     if isinstance(value, torch.device):
         return device
+    if isinstance(value, torch.Generator):
+        return None  # shapes do not depend on it, and kernels without memory refuse one
     return [_empty(item, device) for item in value] if _is_list(value) else value
 
 

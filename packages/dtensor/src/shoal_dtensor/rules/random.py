@@ -55,7 +55,7 @@ def _filling(decided: LocalCall, fill: Fill) -> LocalFunction:
     def run_fill(
         like: Tensor, *_: Any, generator: Generator | None = None, out: Tensor | None = None, **__: Any
     ) -> Tensor:
-        target = like if in_place else kwargs.get("out")
+        target = like if in_place else out
         return draw(spec, fill, generator, out=empty_box(spec, like.device) if target is None else target)
 
     return run_fill
