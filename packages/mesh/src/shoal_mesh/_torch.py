@@ -66,10 +66,7 @@ __all__ = [
 functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
-
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export is tracing."""
-    return torch.compiler.is_compiling()
+is_compiling = torch.compiler.is_compiling
 
 
 def default_group() -> ProcessGroup | None:

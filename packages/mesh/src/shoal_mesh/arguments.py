@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from .errors import AxisError, BackendError, MeshError
 from .groups import BackendChoice
@@ -110,15 +111,25 @@ def _read_choice(axis: int | str, value: object) -> BackendChoice:
         case BackendChoice():
             return value
         case str():
-            return BackendChoice(backend=value)
+            return BackendChoice(backend=_read_backend(axis, value))
         case (str() as backend, options):
-            return BackendChoice(backend=backend, options=options)
+            return BackendChoice(backend=_read_backend(axis, backend), options=options)
         case tuple() | list() | dict() | None:
             raise BackendError(
                 f"backend_override of axis {axis!r} is {value!r}: give a backend, its options, or the pair of both"
             )
         case _:
             return BackendChoice(options=value)
+
+
+def _read_backend(axis: int | str, backend: str) -> str:
+    known = dist.Backend.backend_list
+    for part in backend.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise BackendError(
+                f"backend {backend!r} of axis {axis!r}: known are {', '.join(known)}, or cpu:gloo,cuda:nccl"
+            )
+    return backend
 
 
 def check_fits(shape: Sequence[int], world: int) -> None:

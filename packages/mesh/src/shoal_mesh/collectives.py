@@ -103,12 +103,12 @@ def plain_dim(tensor: Tensor, dim: int) -> int:
     return dim % tensor.ndim
 
 
-def _even(tensor: Tensor, dim: int, comm: Comm) -> None:
-    if tensor.shape[dim] % comm.size:
-        raise CollectiveError(
-            f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks on {comm.axes}: "
-            "use the form with sizes (ending in _v)"
-        )
+def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> None:
+    """CollectiveError: the dim does not divide."""
+    raise CollectiveError(
+        f"dim {dim} of shape {tuple(tensor.shape)} does not divide into {comm.size} equal blocks along "
+        f"{'x'.join(comm.axes)}: use the form with sizes (ending in _v)"
+    )
 
 
 @overload
@@ -131,7 +131,8 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op)
         return observed(event, lambda: all_reduce(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     how = reduction(tensor.dtype, op)
     return _reduce_own(tensor.clone(memory_format=torch.contiguous_format), comm, how, async_op)
 
@@ -167,7 +168,8 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op)
         return observed(event, lambda: all_reduce_(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     how = reduction(tensor.dtype, op)
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
@@ -192,7 +194,8 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_gather_into_tensor", comm, (tensor,))
         return observed(event, lambda: all_gather(tensor, comm, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     source = tensor.view(1) if tensor.ndim == 0 else tensor
     if dim:
         dim = plain_dim(source, dim)
@@ -228,13 +231,16 @@ def reduce_scatter(
     if observers and not inside_told() and comm.size > 1:
         event = Event("reduce_scatter_tensor", comm, (tensor,), op)
         return observed(event, lambda: reduce_scatter(tensor, comm, dim, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    refuse_gradient(tensor)
-    dim = plain_dim(tensor, dim)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
+    if dim:
+        dim = plain_dim(tensor, dim)
     how = reduction(tensor.dtype, op)
-    _even(tensor, dim, comm)
+    if tensor.shape[dim] % comm.size:
+        refuse_uneven(tensor, dim, comm)
     if comm.size == 1:
         return _result((tensor.clone(memory_format=torch.contiguous_format), None), async_op)
-    blocks = _blocks_first(tensor, comm.size, dim)
+    blocks = tensor.contiguous() if dim == 0 else _blocks_first(tensor, comm.size, dim)
     if how.dtype is None and not how.divide:
         return _result(kernels.reduce_scatter(blocks, comm, how.op), async_op)
     carrier = blocks if how.dtype is None else wire(blocks, how.dtype)
@@ -257,9 +263,11 @@ def all_to_all(
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (tensor,))
         return observed(event, lambda: all_to_all(tensor, comm, split_dim, concat_dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     split_dim, concat_dim = plain_dim(tensor, split_dim), plain_dim(tensor, concat_dim)
-    _even(tensor, split_dim, comm)
+    if tensor.shape[split_dim] % comm.size:
+        refuse_uneven(tensor, split_dim, comm)
     if comm.size == 1:
         return _result((tensor.clone(memory_format=torch.contiguous_format), None), async_op)
     started = kernels.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm)

@@ -8,6 +8,7 @@ whatever other groups they belong to.
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -51,8 +52,10 @@ def fingerprint(options: object | None) -> str:
             continue
         if name in {"group_name", "global_ranks_in_group"} or callable(value):
             continue
-        plain = fingerprint(value) if type(value).__module__.startswith("torch") else str(value)
-        parts.append(f"{name}={plain}")
+        if isinstance(value, bool | int | float | str | dt.timedelta | None):
+            parts.append(f"{name}={value}")
+        elif type(value).__module__.startswith("torch") and not type(value).__name__.startswith("_"):
+            parts.append(f"{name}={fingerprint(value)}")
     return f"{type(options).__name__}({', '.join(parts)})"
 
 
@@ -197,7 +200,7 @@ def _make(made: _Made, members: tuple[int, ...], choice: BackendChoice, descript
             options=choice.options,
             timeout=getattr(choice.options, "_timeout", None),
         )
-    except (ValueError, AssertionError) as error:
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         if choice.backend is None:
             raise
         raise BackendError(

@@ -101,7 +101,6 @@ def all_to_all(tensor: Tensor, comm: Comm) -> Started:
 
 def all_to_all_v(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Started:
     """1-D blocks of exact element counts."""
-    send, receive = list(send), list(receive)
     if comm.order is not None:
         flat = torch.cat(
             [block for _, block in sorted(zip(comm.order, torch.split(flat, send), strict=True), key=lambda p: p[0])]

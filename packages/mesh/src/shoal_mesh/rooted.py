@@ -23,7 +23,8 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     _check_index(src, comm)
     if observers and not inside_told() and comm.size > 1:
         return observed(Event("broadcast", comm, (tensor,)), lambda: broadcast(tensor, comm, src))
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     own = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:
         return own
@@ -48,9 +49,12 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         got = "None" if tensors is None else str(len(tensors))
         raise CollectiveError(f"scatter from rank {src} needs {comm.size} tensors there, got {got}")
     mine = tuple(tensors or ()) if comm.rank == src else ()
+    if any(t.dtype != out.dtype for t in mine):
+        raise CollectiveError(f"scatter into {out.dtype} of tensors of {sorted({str(t.dtype) for t in mine})}")
     if observers and not inside_told() and comm.size > 1:
         return observed(Event("scatter", comm, mine), lambda: scatter(tensors, comm, src, out=out))
-    refuse_gradient(out)
+    if out.requires_grad:
+        refuse_gradient(out)
     if comm.size == 1:
         return out.copy_(mine[0])
     send = [t.numel() for t in mine] or [0] * comm.size
@@ -65,7 +69,8 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
     _check_index(dst, comm)
     if observers and not inside_told() and comm.size > 1:
         return observed(Event("gather", comm, (tensor,)), lambda: gather(tensor, comm, dst))
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     if comm.size == 1:
         return [tensor.clone(memory_format=torch.contiguous_format)]
     send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
@@ -87,7 +92,8 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         raise CollectiveError(f"targets of permute name each of {comm.size} ranks once, got {tuple(targets)}")
     if observers and not inside_told() and comm.size > 1:
         return observed(Event("all_to_all_single", comm, (tensor,)), lambda: permute(tensor, comm, targets))
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
     receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
     if comm.size == 1:

@@ -37,7 +37,8 @@ def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0
     if observers and not inside_told():
         event = Event("all_gather_into_tensor", comm, (tensor,))
         return observed(event, lambda: all_gather_v(tensor, comm, sizes, dim))
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     largest, total = max(sizes), sum(sizes)
     if largest * comm.size > 2 * total:  # padding would more than double what is sent
         return _exchange_uneven(tensor, comm, sizes, dim)
@@ -67,7 +68,7 @@ def _numel_without(tensor: Tensor, dim: int) -> int:
 
 
 def _check_sizes(sizes: Sequence[int], comm: Comm) -> None:
-    if len(sizes) != comm.size or any(size < 0 for size in sizes):
+    if len(sizes) != comm.size or min(sizes) < 0:
         raise CollectiveError(f"sizes are one non-negative count for each of {comm.size} ranks, got {tuple(sizes)}")
 
 
@@ -91,7 +92,8 @@ def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int
     if observers and not inside_told():
         event = Event("reduce_scatter_tensor", comm, (tensor,), op)
         return observed(event, lambda: reduce_scatter_v(tensor, comm, sizes, dim, op))
-    refuse_gradient(tensor)
+    if tensor.requires_grad:
+        refuse_gradient(tensor)
     largest = max(sizes)
     if largest * comm.size > 2 * sum(sizes):  # padded blocks would send more than an all-reduce
         start = sum(sizes[: comm.rank])
@@ -121,7 +123,8 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (flat,))
         return observed(event, lambda: all_to_all_v(flat, comm, send_sizes, recv_sizes))
-    refuse_gradient(flat)
+    if flat.requires_grad:
+        refuse_gradient(flat)
     if comm.size == 1:
         return flat.clone()
     return exchange(flat.contiguous(), comm, send_sizes, recv_sizes)

@@ -1,0 +1,194 @@
+"""Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [create|groups|overhead|import]`.
+
+Every table prints torch, shoal and their ratio; times are the best of several, because this is about software overhead.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+import timeit
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shoal_mesh
+from shoal_mesh.testing import RankPool, fake_world
+
+SHAPES = [(4, 4, 4), (8, 8, 8), (8, 32, 8), (16, 128, 8)]
+NAMES = ("pp", "dp", "tp")
+
+
+def best(run: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of the fastest of several runs."""
+    times = []
+    for _ in range(repeats):
+        gc.collect()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Bytes that Python allocated at most while running."""
+    gc.collect()
+    tracemalloc.start()
+    run()
+    found = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return found
+
+
+def in_world(size: int, run: Callable[[], Any]) -> Any:
+    with fake_world(size):
+        return run()
+
+
+def measure_creation(make: Callable[..., Any], shape: tuple[int, ...]) -> dict[str, float]:
+    """Milliseconds of creation, slice and flatten, and KiB of creation, each in a world of its own."""
+    size = shape[0] * shape[1] * shape[2]
+    found: dict[str, float] = {"create": float("inf"), "slice": float("inf"), "flatten": float("inf")}
+    for _ in range(5):
+        with fake_world(size):
+            begin = time.perf_counter()
+            mesh = make("cpu", shape, mesh_dim_names=NAMES)
+            made = time.perf_counter()
+            part = mesh["dp", "tp"]
+            cut = time.perf_counter()
+            flat = part._flatten("dp_tp")
+            flat.get_group()
+            end = time.perf_counter()
+        for name, seconds in (("create", made - begin), ("slice", cut - made), ("flatten", end - cut)):
+            found[name] = min(found[name], seconds * 1e3)
+    found["memory"] = in_world(size, lambda: peak(lambda: make("cpu", shape, mesh_dim_names=NAMES))) / 1024
+    return found
+
+
+def creation() -> None:
+    """Must show 1: at most half of torch at 16,384 ranks."""
+    from torch.distributed.device_mesh import init_device_mesh as torchs
+
+    units = {"create": "ms", "slice": "ms", "flatten": "ms", "memory": "KiB"}
+    print(f"\n{'ranks':>7} {'what':<9} {'torch':>12} {'shoal':>12}  shoal/torch")
+    for shape in SHAPES:
+        ours, theirs = measure_creation(shoal_mesh.init_device_mesh, shape), measure_creation(torchs, shape)
+        for name, unit in units.items():
+            ranks, a, b = shape[0] * shape[1] * shape[2], theirs[name], ours[name]
+            print(f"{ranks:>7} {name:<9} {a:>8.3f} {unit:<3} {b:>8.3f} {unit:<3} {b / a:>8.3f}")
+
+
+def _count_groups(whose: str) -> tuple[int, int, int, float]:
+    """On a rank: groups after one mesh, after an equal second one, collective calls to make them, seconds."""
+    import torch.distributed.distributed_c10d as c10d
+
+    if whose == "torch":
+        from torch.distributed.device_mesh import init_device_mesh as make
+    else:
+        make = shoal_mesh.init_device_mesh  # type: ignore[assignment]  # the same signature
+    world = dist.group.WORLD
+    assert world is not None
+    before, calls = len(c10d._world.pg_names), world._get_sequence_number_for_group()
+    begin = time.perf_counter()
+    make("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    took = time.perf_counter() - begin
+    first = len(c10d._world.pg_names) - before
+    make("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    second = len(c10d._world.pg_names) - before - first
+    return first, second, world._get_sequence_number_for_group() - calls, took * 1e3
+
+
+def groups() -> None:
+    """Must show 2: two equal meshes create no second group."""
+    columns = f"{'groups':>8} {'of an equal one':>18} {'collectives of both':>24} {'first':>12}"
+    print(f"\n2x2 mesh on 4 gloo ranks {columns}")
+    for whose in ("torch", "shoal"):
+        with RankPool(4) as pool:
+            rows = pool.run(_count_groups, whose)
+        first, second, calls, took = rows[0]
+        print(f"  {whose:<22} {first:>8} {second:>18} {calls:>24} {took:>9.1f} ms")
+
+
+def per_call(run: Callable[[], object], number: int = 5_000) -> float:
+    """Microseconds of processor time of one call: other programs on the machine do not count."""
+    return min(timeit.repeat(run, number=number, repeat=9, timer=time.process_time)) / number * 1e6
+
+
+def _cases(mesh: Any) -> list[tuple[str, Callable[[], object], Callable[[], object]]]:
+    """Name, bare process-group call with the tensors it needs, our call."""
+    from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions
+
+    comm, group, x = mesh.comm(0), mesh.get_group(), torch.ones(64)
+    gather, reduce, scatter, a2a = AllgatherOptions(), AllreduceOptions(), ReduceScatterOptions(), AllToAllOptions()
+    whole: list[int] = []
+    split = [16] * 4
+
+    def bare_reduce() -> object:
+        out = x.clone()
+        return group.allreduce([out], reduce).wait()
+
+    def bare_gather() -> object:
+        out = x.new_empty((256,))
+        return group._allgather_base(out, x, gather).wait()
+
+    def bare_scatter() -> object:
+        out = x.new_empty((16,))
+        return group._reduce_scatter_base(out, x, scatter).wait()
+
+    def bare_a2a() -> object:
+        out = torch.empty_like(x)
+        return group.alltoall_base(out, x, whole, whole, a2a).wait()
+
+    def bare_a2a_v() -> object:
+        out = x.new_empty((64,))
+        return group.alltoall_base(out, x, split, split, a2a).wait()
+
+    def bare_broadcast() -> object:
+        out = x.clone()
+        return group.broadcast(out, 0).wait()
+
+    return [
+        ("all_reduce_", lambda: group.allreduce([x], reduce).wait(), lambda: shoal_mesh.all_reduce_(x, comm)),
+        ("all_reduce", bare_reduce, lambda: shoal_mesh.all_reduce(x, comm)),
+        ("all_gather", bare_gather, lambda: shoal_mesh.all_gather(x, comm)),
+        ("reduce_scatter", bare_scatter, lambda: shoal_mesh.reduce_scatter(x, comm)),
+        ("all_to_all", bare_a2a, lambda: shoal_mesh.all_to_all(x, comm, 0, 0)),
+        ("all_to_all_v", bare_a2a_v, lambda: shoal_mesh.all_to_all_v(x, comm, split, split)),
+        ("broadcast", bare_broadcast, lambda: shoal_mesh.broadcast(x, comm)),
+    ]
+
+
+def overhead() -> None:
+    """Must show 3: at most 2 us over the bare call on the fake backend."""
+    torch.set_num_threads(1)
+    print(f"\n{'us per call':<16} {'bare':>8} {'shoal':>8} {'added':>8}")
+    with fake_world(4):
+        mesh = shoal_mesh.init_device_mesh("cpu", (4,))
+        for name, bare, ours in _cases(mesh):
+            turns = [(per_call(bare), per_call(ours)) for _ in range(3)]
+            a, b = (min(column) for column in zip(*turns, strict=True))
+            print(f"{name:<16} {a:>8.2f} {b:>8.2f} {b - a:>8.2f}")
+
+
+def import_time() -> None:
+    """Must show 4: at most 60 ms above `import torch`."""
+    code = "import time, torch; a = time.process_time(); import shoal_mesh; print(time.process_time() - a)"
+    print(f"\nimport shoal_mesh above import torch: {_fastest(code) * 1e3:.1f} ms")
+
+
+def _fastest(code: str) -> float:
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    return min(float(run.stdout) for run in runs)
+
+
+if __name__ == "__main__":
+    tables = {"create": creation, "groups": groups, "overhead": overhead, "import": import_time}
+    asked = sys.argv[1] if len(sys.argv) > 1 else "all"
+    for name, show in tables.items():
+        if asked in ("all", name):
+            show()

@@ -1,0 +1,47 @@
+"""Covers: kernels.py while torch.compile traces: the collectives become functional ones, without graph breaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_mesh import all_gather, all_reduce, all_to_all, broadcast, differentiable, init_device_mesh, reduce_scatter
+from shoal_mesh.testing import on_ranks
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_collectives_trace_into_one_graph() -> None:
+    comm = init_device_mesh("cpu", (2,)).comm(0)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def program(x: Tensor) -> Tensor:
+        y = all_reduce(x, comm, "avg") + all_gather(x, comm, 1)[:, :4]
+        z = reduce_scatter(y, comm, 1)
+        z = all_to_all(z, comm, 0, 1)
+        return broadcast(z, comm, 1)
+
+    x = torch.arange(16.0).view(4, 4) + comm.rank
+    torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x), program(x))
+    names = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
+    for op in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
+        assert any(f"_c10d_functional.{op}" in name for name in names), (op, names)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_gradients_trace() -> None:
+    comm = init_device_mesh("cpu", (2,)).comm(0)
+
+    def program(x: Tensor) -> Tensor:
+        return (differentiable.all_gather(x * x, comm) * (comm.rank + 1)).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0] * 4

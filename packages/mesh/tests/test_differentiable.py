@@ -1,0 +1,80 @@
+"""Covers: differentiable.py: <A g, x> == <g, A' x> over the sum of all ranks, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_mesh import CollectiveError, Comm, DeviceMesh, all_reduce, init_device_mesh
+from shoal_mesh import differentiable as d
+from shoal_mesh.testing import fake_world, on_ranks
+
+SIZES = (3, 0, 2, 1)
+COUNTS = [[(i + 2 * j) % 3 for j in range(4)] for i in range(4)]
+
+# name -> (input shape on the rank with an index, map)
+MAPS: dict[str, tuple[Callable[[int], tuple[int, ...]], Callable[[Tensor, Comm], Tensor]]] = {
+    "all_reduce": (lambda i: (3, 2), lambda x, c: d.all_reduce(x, c)),
+    "all_reduce avg": (lambda i: (3, 2), lambda x, c: d.all_reduce(x, c, "avg")),
+    "all_gather": (lambda i: (2, 3), lambda x, c: d.all_gather(x, c, 1)),
+    "all_gather_v": (lambda i: (2, SIZES[i]), lambda x, c: d.all_gather_v(x, c, SIZES, 1)),
+    "reduce_scatter": (lambda i: (2, 4), lambda x, c: d.reduce_scatter(x, c, 1)),
+    "reduce_scatter avg": (lambda i: (4, 2), lambda x, c: d.reduce_scatter(x, c, 0, "avg")),
+    "reduce_scatter_v": (lambda i: (6, 2), lambda x, c: d.reduce_scatter_v(x, c, SIZES)),
+    "reduce_scatter_v avg": (lambda i: (6, 2), lambda x, c: d.reduce_scatter_v(x, c, SIZES, 0, "avg")),
+    "all_to_all": (lambda i: (4, 3), lambda x, c: d.all_to_all(x, c, 0, 1)),
+    "all_to_all_v": (
+        lambda i: (sum(COUNTS[i]),),
+        lambda x, c: d.all_to_all_v(x, c, COUNTS[c.rank], [row[c.rank] for row in COUNTS]),
+    ),
+    "broadcast": (lambda i: (3,), lambda x, c: d.broadcast(x, c, 2)),
+    "scatter": (lambda i: (4, 2), lambda x, c: d.scatter(x, c, 1)),
+    "gather": (lambda i: (2, 2), lambda x, c: d.gather(x, c, 3)),
+    "permute": (lambda i: (2, 2), lambda x, c: d.permute(x, c, [2, 0, 3, 1])),
+}
+
+
+@pytest.mark.parametrize("name", list(MAPS))
+@on_ranks(4)
+def test_the_gradient_is_the_adjoint(name: str) -> None:
+    shape_at, run = MAPS[name]
+    for comm in (init_device_mesh("cpu", (4,)).comm(0), DeviceMesh("cpu", [[3, 1], [0, 2]]).comm((1, 0))):
+        torch.manual_seed(comm.rank)
+        x = torch.randn(shape_at(comm.rank), dtype=torch.float64, requires_grad=True)
+        v = torch.randn(shape_at(comm.rank), dtype=torch.float64)
+        out = run(x, comm)
+        g = torch.randn(out.shape, dtype=torch.float64, requires_grad=True)
+        (back,) = torch.autograd.grad(out, x, g, create_graph=True)
+        sides = torch.stack([(g * run(v, comm)).sum(), (back * v).sum()])
+        left, right = all_reduce(sides.detach(), comm).tolist()
+        assert left == pytest.approx(right, abs=1e-12)
+        (again,) = torch.autograd.grad(back, g, v)  # the gradient is linear too: its gradient is the map
+        torch.testing.assert_close(again, run(v, comm))
+
+
+@on_ranks(4)
+def test_the_replicated_pair() -> None:
+    comm = init_device_mesh("cpu", (4,)).comm(0)
+    x = torch.full((2,), float(comm.rank), requires_grad=True)
+    out = d.all_reduce_replicated(x, comm)
+    assert out.tolist() == [6, 6]
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 1]
+    y = torch.ones(2, requires_grad=True)
+    (d.sum_gradients(y, comm) * comm.rank).sum().backward()
+    assert y.grad is not None
+    assert y.grad.tolist() == [6, 6]
+
+
+def test_what_has_no_adjoint_is_refused() -> None:
+    with fake_world(2):
+        comm = init_device_mesh("cpu", (2,)).comm(0)
+        for call in (d.all_reduce, d.reduce_scatter):
+            with pytest.raises(CollectiveError, match="not linear"):
+                call(torch.ones(2), comm, op="max")
+        with pytest.raises(CollectiveError, match="one block for each"):
+            d.scatter(torch.ones(3), comm)
