@@ -77,7 +77,8 @@ def default_group() -> ProcessGroup | None:
 def known_groups() -> list[ProcessGroup]:
     """Every live group that this rank is a member of, oldest first."""
     # new_group leaves a number there on ranks outside of the new group.
-    return [group for group in _c10d._world.pg_group_ranks if isinstance(group, ProcessGroup)]
+    known: list[object] = list(_c10d._world.pg_group_ranks)
+    return [group for group in known if isinstance(group, ProcessGroup)]
 
 
 def is_live(group: ProcessGroup) -> bool:

@@ -99,7 +99,7 @@ def all_to_all(tensor: Tensor, comm: Comm) -> Started:
     return out, comm.group.alltoall_base(as_bytes(out), as_bytes(tensor), _WHOLE, _WHOLE, _ALL_TO_ALL)
 
 
-def all_to_all_v(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Started:
+def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Started:
     """1-D blocks of exact element counts."""
     if comm.order is not None:
         flat = torch.cat(

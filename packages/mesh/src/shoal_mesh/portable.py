@@ -11,6 +11,7 @@ import builtins
 import importlib
 import importlib.util
 import marshal
+import os
 import pickle
 import sys
 from dataclasses import dataclass
@@ -90,14 +91,19 @@ def dump(function: Any) -> Reference:
     name, qualname = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name is None or qualname is None:
         raise TypeError(f"{function!r} is no function that another process could find: pass a plain function")
-    module = sys.modules.get(name)
-    file = getattr(module, "__file__", None)
+    file = _source(name)
     named = "<" not in qualname and (file is not None or name != "__main__")
     if named:
         return Reference(name, file, qualname)
     if not isinstance(function, FunctionType):
         raise TypeError(f"{function!r} has no importable name and is no plain function")
     return Reference(name, file, qualname, _dump_code(function, with_globals=file is None))
+
+
+def _source(module: str) -> str | None:
+    """The path of a module's source; None when there is none (a notebook, a program read from stdin)."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file if isinstance(file, str) and os.path.exists(file) else None
 
 
 def load(reference: Reference) -> Any:
@@ -171,7 +177,7 @@ def _dump_value(value: Any, seen: tuple[str, ...]) -> bytes:
         return pickle.dumps(("module", value.__name__))
     if isinstance(value, FunctionType):
         reference = Reference(value.__module__, None, value.__qualname__)
-        file = getattr(sys.modules.get(value.__module__), "__file__", None)
+        file = _source(value.__module__)
         if "<" in value.__qualname__ or (value.__module__ == "__main__" and file is None):
             return pickle.dumps(
                 ("code", _dump_code(value, with_globals=file is None, seen=seen), value.__module__, file)

@@ -132,7 +132,7 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
 
 def exchange(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """What `all_to_all_v` gives, for a contiguous tensor and checked sizes."""
-    value, work = kernels.all_to_all_v(flat, comm, send, receive)
+    value, work = kernels.all_to_all_v(flat, comm, list(send), list(receive))
     if work is not None:
         work.wait()
     return value if comm.order is None else torch.cat(kernels.split_ordered(value, comm, receive))
