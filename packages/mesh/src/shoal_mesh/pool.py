@@ -114,6 +114,7 @@ class RankPool:
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._folder: Path | None = None
+        self._printed: dict[int, int] = {}  # bytes that each rank had printed before this job
         self._lock = threading.RLock()
         self._parent = os.getpid()
         self._key = f"pool{os.getpid()}_{next(_IDS)}"
@@ -190,11 +191,12 @@ class RankPool:
             self.start()
             port = _Nursery.get().store.port
             store = (port, f"{self._key}/{next(self._jobs)}")
+            self._printed = {rank: self._log_size(rank) for rank in range(self.size)}
             job = pickle.dumps(Job(reference, payload, state, list(sys.path), os.getcwd(), store, self.backend))
             try:
                 answers, hung = self._collect(job, timeout)
             except BaseException:  # Ctrl-C: the ranks are in the middle of something
-                self.close()
+                self._kill()
                 raise
             failures = {rank: value for rank, (good, value) in answers.items() if not good}
         if failures or hung:
@@ -249,7 +251,7 @@ class RankPool:
             raise unittest.SkipTest(failures[0].message)
         stacks = self._stacks(hung)
         logs = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
-        self.close()
+        self._kill()
         texts: dict[int, str] = {rank: f.trace for rank, f in failures.items()}
         what = []
         if failures:
@@ -280,14 +282,28 @@ class RankPool:
 
     def _read(self, kind: str, rank: int) -> str:
         try:
-            return ((self._folder or Path()) / f"{kind}{rank}").read_text(errors="replace")
+            data = ((self._folder or Path()) / f"{kind}{rank}").read_bytes()
+            return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(errors="replace")
         except OSError:
             return ""
 
+    def _log_size(self, rank: int) -> int:
+        log = (self._folder or Path()) / f"log{rank}"
+        return log.stat().st_size if log.exists() else 0
+
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""
-        if self._parent != os.getpid():
-            return  # a fork of the parent does not own them
+        if self._parent == os.getpid():  # a fork of the parent does not own them
+            with contextlib.suppress(OSError):
+                for connection in self._connections:
+                    connection.send_bytes(b"")  # idle ranks leave by themselves
+                deadline = time.monotonic() + 1.0
+                for connection in self._connections:
+                    connection.poll(max(0.0, deadline - time.monotonic()))
+            self._kill()
+
+    def _kill(self) -> None:
+        """End the ranks at once, whatever they are doing."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:

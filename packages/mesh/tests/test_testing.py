@@ -1,0 +1,106 @@
+"""Covers: testing.py: the unittest base, skip helpers, with_comms."""
+
+from __future__ import annotations
+
+import os
+import unittest
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh.testing import (
+    RankTestCase,
+    default_world_size,
+    device_type,
+    on_ranks,
+    rank_pool,
+    skip_unless_backend,
+    skip_unless_gpus,
+    with_comms,
+)
+
+
+class TestOnRanks(RankTestCase):
+    world_size = 2
+    mesh: DeviceMesh
+
+    def setUp(self) -> None:
+        self.scale = 3
+
+    def set_up_rank(self) -> None:
+        self.mesh = self.build_mesh(names=("dp",))
+
+    def test_the_method_runs_on_ranks(self) -> None:
+        self.assertEqual(all_reduce(torch.ones(()), (self.mesh, "dp")).item() * self.scale, 6)  # noqa: PT009 - unittest
+        for i in range(2):
+            with self.subTest(i=i):
+                assert dist.get_world_size() == 2
+
+
+class Failing(RankTestCase):
+    world_size = 2
+    __test__ = False
+
+    def test_fails(self) -> None:
+        raise KeyError("on a rank")
+
+    def test_skips(self) -> None:
+        self.skipTest("no reason")
+
+
+@pytest.mark.parametrize(("method", "kind"), [("test_fails", "errors"), ("test_skips", "skipped")])
+def test_failures_and_skips_reach_unittest(method: str, kind: str) -> None:
+    result = unittest.TestResult()
+    Failing(method).run(result)
+    assert len(getattr(result, kind)) == 1
+    assert result.testsRun == 1
+    rank_pool(2).run(int)  # and the pool is well
+
+
+def test_what_is_here() -> None:
+    assert device_type() in {"cpu", "cuda"}
+    assert default_world_size() in {2, 3, 4}
+    gpus = torch.cuda.device_count()
+
+    @skip_unless_gpus(gpus + 1)
+    def needs_more() -> None:
+        raise AssertionError("ran")
+
+    with pytest.raises(unittest.SkipTest, match=f"needs {gpus + 1} GPU"):
+        needs_more()
+    skip_unless_backend("gloo")(lambda: None)()
+    with pytest.raises(unittest.SkipTest, match="no backend 'pigeon'"):
+        skip_unless_backend("pigeon")(lambda: None)()
+
+
+@with_comms
+def _size() -> int:
+    return dist.get_world_size()
+
+
+@on_ranks(2)
+def test_with_comms_uses_the_group_that_is_up() -> None:
+    assert _size() == 2
+    assert dist.is_initialized()
+
+
+def _makes_its_own(port: int) -> int:
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        size = _size()
+        assert not dist.is_initialized()
+    finally:
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    return size
+
+
+def test_with_comms_makes_and_destroys_a_group() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert rank_pool(2).run(_makes_its_own, port) == [2, 2]
