@@ -342,4 +342,5 @@ def test_a_local_tensor_that_requires_grad_can_be_gathered_inside_an_op_when_une
     full = torch.arange(48.0).view(8, 6)
     local = full[:, 2 * mesh.get_rank() : 2 * mesh.get_rank() + 2].contiguous().requires_grad_()
     sharded = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(8, 6), stride=(6, 1))
-    assert torch.equal((sharded.t() @ sharded).full_tensor(), full.t() @ full)
+    product: Any = sharded.t() @ sharded
+    assert torch.equal(product.full_tensor(), full.t() @ full)

@@ -29,7 +29,8 @@ class Block(nn.Module):
         q, k, v = (f(y).view(b, t, HEADS, WIDTH // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, WIDTH)
         x = x + self.o(a)
-        return x + self.down(F.silu(self.up(self.norm_2(x))))
+        y = self.down(F.silu(self.up(self.norm_2(x))))
+        return x + y  # type: ignore[no-any-return]  # modules return Any
 
 
 class Model(nn.Module):

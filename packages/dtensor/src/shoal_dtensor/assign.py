@@ -197,7 +197,7 @@ def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict
             return None
         known.append(row)
         by_dim[entry.dim] = both
-    placements = [
+    placements: list[Placement] = [
         by_dim[entry.dim].placements(entry.dim)[axis] if isinstance(entry, S) else entry
         for axis, entry in enumerate(entries)
     ]

@@ -61,9 +61,7 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, structure = pytree.tree_flatten(args)
-        for name, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
-            if given is not None and len(given) != len(flat):
-                raise PlacementError(f"local_map: {name} has {len(given)} entries, the function got {len(flat)} inputs")
+        _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
         mesh, uneven, local = device_mesh, False, []
         for i, item in enumerate(flat):
             wanted = in_placements[i] if in_placements is not None else None
@@ -81,6 +79,12 @@ def local_map(
         return _outputs(result, out_placements, mesh, uneven)
 
     return mapped
+
+
+def _check_counts(inputs: int, **given: Sequence[Placements] | None) -> None:
+    for name, entries in given.items():
+        if entries is not None and len(entries) != inputs:
+            raise PlacementError(f"local_map: {name} has {len(entries)} entries, the function got {inputs} inputs")
 
 
 def _placed(index: int, item: DTensor, wanted: Placements, redistribute: bool) -> DTensor:
