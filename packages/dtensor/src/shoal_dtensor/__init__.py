@@ -14,10 +14,19 @@ from .errors import (
     ShoalTensorError,
 )
 from .explain import Explanation, explain
-from .factory import empty, full, ones, rand, randn, zeros
+from .factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .local_map import local_map
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .policy import checked_replicas, communication, implicit_replication, unknown_ops
+from .random import (
+    check_random_state,
+    get_rng_state,
+    is_rng_supported_mesh,
+    manual_seed,
+    random_mode,
+    set_random_mode,
+    set_rng_state,
+)
 from .redistribute import coalesce
 from .register import register_rule, register_sharding
 from .spec import Spec, TensorMeta, compute_local_shape_and_global_offset
@@ -44,6 +53,7 @@ __all__ = [
     "TensorMeta",
     "__version__",
     "cache_info",
+    "check_random_state",
     "checked_replicas",
     "clear_cache",
     "coalesce",
@@ -55,13 +65,21 @@ __all__ = [
     "empty",
     "explain",
     "full",
+    "get_rng_state",
     "implicit_replication",
+    "is_rng_supported_mesh",
     "local_map",
+    "manual_seed",
     "ones",
     "rand",
+    "randint",
     "randn",
+    "random_mode",
+    "randperm",
     "register_rule",
     "register_sharding",
+    "set_random_mode",
+    "set_rng_state",
     "unknown_ops",
     "visualize_sharding",
     "zeros",

@@ -16,7 +16,7 @@ from .redistribute import plan, run
 from .spec import Spec
 from .tensor import DTensor
 
-__all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
+__all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 
 
 def _new(  # noqa: PLR0913  # torch's signature
@@ -144,29 +144,68 @@ def ones(  # torch's signature
     )
 
 
-def rand(  # torch's signature
+def rand(
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
 ) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
     made = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
-    made.uniform_()
+    made.uniform_(generator=generator)
     return made.requires_grad_(requires_grad)
 
 
-def randn(  # torch's signature
+def randn(
     *size: Any,
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
 ) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
     made = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
-    made.normal_()
+    made.normal_(generator=generator)
     return made.requires_grad_(requires_grad)
+
+
+def randint(  # noqa: PLR0913  # torch's arguments
+    low: int,
+    high: int,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.int64,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """Integers in `[low, high)`: the values that `torch.randint` draws on one device; the rest as for `empty`."""
+    made = empty(tuple(size), dtype=dtype, device_mesh=device_mesh, placements=placements)
+    made.random_(low, high, generator=generator)
+    return made
+
+
+def randperm(
+    n: int,
+    *,
+    dtype: torch.dtype = torch.int64,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    generator: torch.Generator | None = None,
+) -> DTensor:
+    """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; other arguments as for `empty`.
+
+    Every rank draws all of it, in O(n) memory, and keeps its part.
+    """
+    made = empty(n, dtype=dtype, device_mesh=device_mesh, placements=placements)
+    local = made._local_tensor
+    whole = torch.randperm(n, dtype=dtype, device=local.device, generator=generator)
+    if made._spec.coordinate is not None:
+        start = made._spec.local_offset[0]
+        local.copy_(whole[start : start + len(local)])
+    return made

@@ -11,7 +11,7 @@ from .draw import draw, draw_dropout_mask, draw_rows, empty_box
 from .fill import Fill
 from .frame import Frame, frame_of
 from .modes import Mode, RandomMode, current_mode, random_mode, set_random_mode
-from .state import check_in_step, get_rng_state, set_rng_state
+from .state import check_in_step, forget_checks, generator_of, get_rng_state, set_rng_state
 
 __all__ = [
     "Fill",
@@ -24,7 +24,9 @@ __all__ = [
     "draw_dropout_mask",
     "draw_rows",
     "empty_box",
+    "forget_checks",
     "frame_of",
+    "generator_of",
     "get_rng_state",
     "law_of",
     "random_mode",

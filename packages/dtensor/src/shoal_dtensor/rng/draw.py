@@ -58,10 +58,13 @@ def draw(
     local = empty_box(spec) if out is None else out.detach()
     if local.device.type == "meta":
         return local
-    if not torch.compiler.is_compiling() and not _is_fake(local):
+    mode = current_mode()
+    if mode.mode != "local" and not torch.compiler.is_compiling() and not _is_fake(local):
         check_in_step(spec.mesh, generator_of(local.device) if generator is None else generator)
     with torch.no_grad():
-        mode = current_mode()
+        if mode.mode == "local":
+            fill(local, generator, operand)
+            return local
         if mode.mode == "counter":
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
             fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)

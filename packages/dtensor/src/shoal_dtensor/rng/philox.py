@@ -34,7 +34,7 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
         >>> [f"{int(word):08x}" for word in philox((torch.tensor(0), 0, 0, 0), (0, 0))]
         ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
     """
-    c0, c1, c2, c3 = _on_one_device(counter)
+    c0, c1, c2, c3 = _broadcast(counter)
     k0, k1 = key
     for _ in range(ROUNDS):
         # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask drops the sign.
@@ -49,8 +49,8 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
     return [c0, c1, c2, c3]
 
 
-def _on_one_device(words: Sequence[Tensor | int]) -> list[Tensor]:
+def _broadcast(words: Sequence[Tensor | int]) -> list[Tensor]:
     device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
-    return [
-        word if isinstance(word, Tensor) else torch.tensor(word, dtype=torch.int64, device=device) for word in words
-    ]
+    tensors = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in words]
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]  # torch has no types
+    return [tensor.expand(shape) for tensor in tensors]

@@ -1,0 +1,221 @@
+"""Covers: random.py, rng/state.py and the random factories of factory.py, on four gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal_dtensor as sd
+from shoal_dtensor import DTensor, Replicate, Shard, Spec
+from shoal_dtensor.errors import RandomStateError
+from shoal_dtensor.random import OffsetBasedRNGTracker, check_random_state
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+
+def own(value: DTensor, expected: Tensor) -> Tensor:
+    box = value._spec.box(value.device_mesh.get_coordinate())
+    return expected[tuple(slice(start, stop) for start, stop in box)]
+
+
+def same(value: DTensor, expected: Tensor) -> bool:
+    return value.shape == expected.shape and torch.equal(value.to_local(), own(value, expected))
+
+
+@on_ranks(4)
+def test_factories_equal_one_device() -> None:
+    for shape in ((4,), (2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        for first in (Replicate(), Shard(0), Shard(1)):
+            placements = [first, Shard(0)][: len(shape)]
+            torch.manual_seed(1)
+            expected = [torch.rand(9, 5), torch.randn(9, 5, dtype=torch.float64), torch.randint(-3, 8, (9, 5))]
+            state = torch.get_rng_state()
+            torch.manual_seed(1)
+            got = [
+                sd.rand(9, 5, device_mesh=mesh, placements=placements),
+                sd.randn((9, 5), dtype=torch.float64, device_mesh=mesh, placements=placements),
+                sd.randint(-3, 8, (9, 5), device_mesh=mesh, placements=placements),
+            ]
+            assert torch.equal(torch.get_rng_state(), state)
+            assert all(same(a, b) for a, b in zip(got, expected, strict=True)), placements
+    generators = [torch.Generator().manual_seed(6) for _ in range(2)]
+    mesh = init_device_mesh("cpu", (4,))
+    drawn = sd.randperm(11, device_mesh=mesh, placements=[Shard(0)], generator=generators[0])
+    assert same(drawn, torch.randperm(11, generator=generators[1]))
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+@on_ranks(4)
+def test_generators_out_of_step_are_found() -> None:
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = dist.get_rank()
+    for attempt in range(2):
+        with pytest.raises(RandomStateError, match=r"ranks \[0, 1, 3\] agree; ranks \[2\] agree") as caught:
+            sd.manual_seed(7 if rank == 2 else 8, mesh)
+            sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
+        assert "axes dp, tp" in str(caught.value), attempt
+    sd.manual_seed(3, mesh)
+    check_random_state(mesh)
+    first = sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
+    torch.manual_seed(3)
+    assert same(first, torch.rand(8))
+    torch.manual_seed(rank)
+    with sd.random_mode("local"):
+        sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
+    with pytest.raises(RandomStateError, match="out of step"):
+        check_random_state(mesh)
+
+
+@on_ranks(4)
+def test_state_is_saved_and_restored() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    sd.manual_seed(5, mesh)
+    state = copy.deepcopy(sd.get_rng_state())
+    first = sd.randn(30, device_mesh=mesh, placements=[Shard(0)])
+    sd.set_rng_state(state)
+    again = sd.randn(30, device_mesh=mesh, placements=[Replicate()])
+    assert same(first, again.to_local())
+    with pytest.raises(RandomStateError, match="'cpu'"):
+        sd.set_rng_state({})
+
+
+@on_ranks(4)
+def test_tracker_has_torchs_interface() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(5)
+    tracker = OffsetBasedRNGTracker(mesh)
+    tracker.set_seed("parallel-rng", 12)
+    assert tracker.get_seed("parallel-rng") == 12
+    assert torch.equal(tracker.rng_states["parallel-rng"], torch.get_rng_state())
+    tracker.distribute_region_enabled = False
+    part = sd.rand(8, device_mesh=mesh, placements=[Shard(0)]).to_local()
+    tracker.distribute_region_enabled = True
+    torch.manual_seed(12)
+    assert torch.equal(part, torch.rand(2)), "outside the region every rank draws for itself"
+    with pytest.raises(RandomStateError, match="parallel-rng"):
+        tracker.get_seed("other")
+
+
+def in_plain_tensors_too(function: Any) -> Any:
+    """`function`, which makes index tensors of its own."""
+
+    def run(weight: Tensor) -> None:
+        with sd.implicit_replication():
+            function(weight)
+
+    return run
+
+
+INITS: dict[str, Any] = {
+    "uniform_": lambda w: nn.init.uniform_(w, -1, 1),
+    "normal_": lambda w: nn.init.normal_(w, 1, 2),
+    "trunc_normal_": lambda w: nn.init.trunc_normal_(w, std=0.5, a=-0.7, b=0.8),
+    "xavier_uniform_": nn.init.xavier_uniform_,
+    "xavier_normal_": nn.init.xavier_normal_,
+    "kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
+    "kaiming_normal_": lambda w: nn.init.kaiming_normal_(w, mode="fan_out"),
+    "orthogonal_": nn.init.orthogonal_,
+    "sparse_": in_plain_tensors_too(lambda w: nn.init.sparse_(w, 0.3)),
+    "eye_": nn.init.eye_,
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+@on_ranks(4)
+def test_initialisation_equals_one_device(name: str) -> None:
+    for shape in ((4,), (2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(0)], [Replicate(), Shard(1)]):
+            torch.manual_seed(1)
+            expected = nn.Parameter(torch.zeros(10, 9))
+            INITS[name](expected)
+            state = torch.get_rng_state()
+            torch.manual_seed(1)
+            weight = nn.Parameter(sd.zeros(10, 9, device_mesh=mesh, placements=placements[: len(shape)]))
+            INITS[name](weight)
+            assert same(weight.detach(), expected.detach()), f"{name} {placements}"
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5))
+
+
+@on_ranks(4)
+def test_meta_initialisation_equals_one_device() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(2)
+    expected = model()
+    with torch.device("meta"):
+        sharded = model()
+    for module in sharded.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placements = [Shard(0), Shard(parameter.ndim - 1)]
+            empty = sd.empty(parameter.shape, device_mesh=mesh, placements=placements)
+            module.register_parameter(name, nn.Parameter(empty))
+    torch.manual_seed(2)
+    for module in sharded.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    for (name, got), want in zip(sharded.named_parameters(), expected.parameters(), strict=True):
+        assert same(got.detach(), want.detach()), name
+
+
+DROPOUTS: dict[str, Any] = {
+    "Dropout": nn.Dropout(0.3),
+    "Dropout in place": nn.Dropout(0.3, inplace=True),
+    "Dropout1d": nn.Dropout1d(0.4),
+    "AlphaDropout": nn.AlphaDropout(0.3),
+    "FeatureAlphaDropout": nn.FeatureAlphaDropout(0.3),
+    "RReLU": nn.RReLU(),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+@on_ranks(4)
+def test_dropout_equals_one_device_with_its_gradient(name: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.linspace(-1, 1, 6 * 5 * 4).reshape(6, 5, 4)
+    for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(2)]):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        expected = DROPOUTS[name](leaf * 1)
+        (expected * expected).sum().backward()
+        state = torch.get_rng_state()
+        mine = sd.distribute_tensor(x, mesh, placements).requires_grad_()
+        torch.manual_seed(1)
+        got = DROPOUTS[name](mine * 1)
+        (got * got).sum().backward()
+        assert torch.equal(torch.get_rng_state(), state), name
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-6, atol=1e-6)
+        assert leaf.grad is not None
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.full_tensor(), leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_attention_dropout_equals_one_device() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(4, 6, 7, 8) for _ in range(3))
+    for causal in (False, True):
+        torch.manual_seed(1)
+        expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=causal)
+        state = torch.get_rng_state()
+        for placements in ([Shard(0), Shard(1)], [Replicate(), Shard(1)], [Shard(1), Shard(1)]):
+            mine = [sd.distribute_tensor(x, mesh, placements) for x in (q, k, v)]
+            torch.manual_seed(1)
+            # torch's math path makes the causal mask as a plain tensor.
+            with sd.implicit_replication():
+                got = F.scaled_dot_product_attention(*mine, dropout_p=0.3, is_causal=causal)
+            torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-5, atol=1e-5)
+            assert torch.equal(torch.get_rng_state(), state)
