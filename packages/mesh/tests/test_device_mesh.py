@@ -287,3 +287,18 @@ def test_backend_choices_are_part_of_the_value() -> None:
         assert chosen.flatten("f")._choices == (BackendChoice(),)
         assert chosen.unflatten("b", (2, 1), ("c", "d"))._choices[1:] == (BackendChoice("fake"),) * 2
         assert chosen["b"].flatten("g", backend_override="fake")._choices == (BackendChoice("fake"),)
+
+
+def test_mesh_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal_mesh import _mesh_resources
+
+    mesh = abstract_mesh((2, 2), ("a", "b"))
+    with pytest.raises(NoGroupError, match="no device mesh is current"):
+        _mesh_resources.get_current_mesh()
+    with mesh:
+        assert _mesh_resources.get_current_mesh() is mesh
+    assert _mesh_resources.get_root_mesh(mesh["a"]) is mesh
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with fake_world(8):
+        assert _mesh_resources.num_hosts("cpu") == 4
+    assert _mesh_resources.num_devices_per_host("cuda") == torch.cuda.device_count()

@@ -23,6 +23,7 @@ from .layout import Layout
 from .lockstep import check_replicas, lockstep
 from .observe import Event, Observer, observe, purpose, unobserve
 from .profiling import annotate_collectives
+from .resources import _mesh_resources as _mesh_resources
 from .rooted import broadcast, gather, permute, scatter
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology

@@ -80,9 +80,11 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
         with open(trace, "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
-            with Client(address, family="AF_UNIX") as connection:
-                connection.send((rank, os.getpid()))
-                _serve(connection, rank, size)
+            connection = Client(
+                address, family="AF_UNIX"
+            )  # closed by the kernel: the parent sees the end of the process
+            connection.send((rank, os.getpid()))
+            _serve(connection, rank, size)
         code = 0
     except (EOFError, ConnectionError):
         code = 0
@@ -119,10 +121,10 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
         sys.path[:] = job.path
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
+    function = load(job.function)  # as in any program: its imports run first, then communication starts
     _ensure_group(job, rank, size)
     torch.manual_seed(0)
     random.seed(0)
-    function = load(job.function)
     body = getattr(function, "__shoal_body__", function)
     args, kwargs = pickle.loads(job.payload)
     connection.send_bytes(b"")  # loaded: the parent's clock starts
