@@ -197,6 +197,9 @@ VIEW: Table = {
     aten.diagonal.default: rearrangement(diagonal_rows, None),
     aten.view_as_real.default: Rule(view_as_real_rows),
     aten.view_as_complex.default: Rule(view_as_complex_rows),
+    # Strides are about one storage, which no rank has: gathered, and so no view of its input.
+    aten.as_strided.default: Rule(lambda call: any_partial(1, 1)),
+    aten.as_strided_scatter.default: Rule(lambda call: any_partial(2, 1)),
     aten.diagonal_backward.default: Rule(diagonal_backward_rows, _with_input_sizes),
     aten.unfold_backward.default: Rule(unfold_backward_rows, _with_input_sizes),
 }

@@ -1,0 +1,348 @@
+"""Covers: rules/ of views, indices and data movement through DTensor, on real gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shoal_mesh.testing import on_ranks, rank_pool
+from torch import Tensor
+
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, communication, distribute_tensor
+from shoal_dtensor.errors import InPlaceError
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+RAGGED = Shard(0, sizes=(1, 4, 0, 3))
+ON_4: list[list[Placement]] = [[R], [S0], [S1], [RAGGED], [Shard(0, multiple_of=4)]]
+ON_2_2: list[list[Placement]] = [list(pair) for pair in product([R, S0, S1], repeat=2)]
+
+
+def mesh_of(placements: Sequence[Placement]) -> DeviceMesh:
+    return init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2))
+
+
+def sample(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def put(whole: Tensor, placements: Sequence[Placement]) -> DTensor:
+    return distribute_tensor(whole, mesh_of(placements), placements, src_data_rank=None)
+
+
+def full(x: Any) -> Tensor:
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole
+
+
+# --- writes through views: right, or refused --------------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "slice": lambda w: w[:2].zero_(),
+    "step": lambda w: w[1::3].mul_(3),
+    "row": lambda w: w[0].fill_(5),
+    "last row": lambda w: w[-1].copy_(w[2]),
+    "column": lambda w: w[:, 1].add_(1),
+    "chunk": lambda w: w.chunk(2)[0].mul_(3),
+    "split": lambda w: w.split([1, 5], 1)[1].neg_(),
+    "unbind": lambda w: w.unbind(0)[5].mul_(2),
+    "narrow": lambda w: w.narrow(1, 2, 3).sqrt_(),
+    "transposed": lambda w: w.t()[1:3].mul_(2),
+    "unsqueezed": lambda w: w.unsqueeze(1)[3:].mul_(2),
+    "permuted": lambda w: w.permute(1, 0)[2].zero_(),
+    "of a slice": lambda w: w[2:7][1:3][:, :4].zero_(),
+    "of a row": lambda w: w[2][1:3].mul_(2),
+    "expanded": lambda w: w.unsqueeze(0).expand(1, 8, 6).mul_(2),
+    "merged": lambda w: w.view(48)[10:20].zero_(),
+    "split view": lambda w: w.view(2, 4, 6)[1].zero_(),
+    "regrouped": lambda w: w.view(2, 24).mul_(2),
+    "diagonal": lambda w: w.diagonal().zero_(),
+    "element": lambda w: w[2, 3].mul_(2),
+    "fill_diagonal_": lambda w: w.fill_diagonal_(7),
+    "squeezed": lambda w: w[3:4].squeeze(0).mul_(2),
+}
+# What may need a gather to be taken, and must then be refused.
+REFUSABLE = {"merged", "regrouped", "diagonal", "element", "split view", "fill_diagonal_"}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@on_ranks(4)
+def test_a_write_through_a_view_reaches_the_base_or_is_refused(name: str) -> None:
+    write, refused = WRITES[name], 0
+    for placements in (*ON_4, *ON_2_2):
+        whole = sample(8, 6).abs()
+        expected = whole.clone()
+        write(expected)
+        w = put(whole, placements)
+        try:
+            write(w)
+        except InPlaceError:
+            refused += 1
+            assert name in REFUSABLE, placements
+            expected = whole
+        assert torch.equal(full(w), expected), placements
+        assert w.placements == put(whole, placements).placements
+    assert refused < len(ON_4) + len(ON_2_2)
+
+
+@pytest.mark.parametrize("name", sorted(set(WRITES) - {"chunk", "split", "unbind", "last row", "narrow"}))
+@on_ranks(4)
+def test_gradients_flow_through_writes(name: str) -> None:
+    for placements in (*ON_4, *ON_2_2):
+        grads = []
+        for make in (lambda t: t, lambda t: put(t, placements)):  # noqa: B023  called at once
+            x = make(sample(8, 6).abs()).requires_grad_()
+            y = x * 2
+            try:
+                WRITES[name](y)
+            except InPlaceError:
+                break
+            (y * make(sample(8, 6, seed=2))).sum().backward()
+            grads.append(x.grad)
+        if len(grads) == 2:
+            assert grads[1]._spec.cuts == put(sample(8, 6), placements)._spec.cuts
+            torch.testing.assert_close(full(grads[1]), grads[0])
+
+
+# --- assignment with every kind of index ------------------------------------------------------------------------------
+
+Index = Callable[[Callable[[Tensor], Any]], tuple[Any, Any]]
+ASSIGNMENTS: dict[str, Index] = {
+    "number": lambda p: (0, 1.0),
+    "negative number": lambda p: (-2, p(sample(6))),
+    "two numbers": lambda p: ((3, 4), 1.0),
+    "slice": lambda p: (slice(1, 6, 2), p(sample(3, 6))),
+    "slice, broadcast": lambda p: (slice(2, 6), p(sample(6))),
+    "slices": lambda p: ((slice(3), slice(2, None)), p(sample(3, 4))),
+    "number and slice": lambda p: ((slice(None), -1), p(sample(8))),
+    "ellipsis": lambda p: ((..., 2), 3.0),
+    "none": lambda p: ((None, slice(2)), p(sample(1, 2, 6))),
+    "everything": lambda p: (..., p(sample(8, 6))),
+    "tensor": lambda p: (p(torch.tensor([7, 0, 3])), p(sample(3, 6))),
+    "tensor of columns": lambda p: ((slice(None), p(torch.tensor([5, 0]))), p(sample(8, 2))),
+    "two tensors": lambda p: ((p(torch.tensor([7, 0, 3])), p(torch.tensor([1, -1, 2]))), p(sample(3))),
+    "tensor grid": lambda p: ((p(torch.tensor([[7], [0]])), p(torch.tensor([1, 2]))), p(sample(2, 2))),
+    "number and tensor": lambda p: ((2, p(torch.tensor([1, -1, 2]))), 4.0),
+    "slice and tensor": lambda p: ((slice(1, 7), p(torch.tensor([1, 5]))), 4.0),
+    "list": lambda p: ([0, 2], 5.0),
+    "mask": lambda p: (p(sample(8, 6) > 0), 1.0),
+    "mask of rows": lambda p: (p(sample(8) > 0), p(sample(6))),
+    "mask with values": lambda p: (p(sample(8, 6) > 0), p(sample(int((sample(8, 6) > 0).sum())))),
+    "mask of rows with values": lambda p: (p(sample(8) > 0), p(sample(int((sample(8) > 0).sum()), 6))),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+@on_ranks(4)
+def test_assignment_with_every_kind_of_index(name: str) -> None:
+    for placements in (*ON_4, *ON_2_2):
+        whole = sample(8, 6, seed=3)
+        w = put(whole, placements)
+        replicated = [R] * len(placements)
+        index, value = ASSIGNMENTS[name](lambda t: put(t, replicated))  # noqa: B023  called at once
+        w[index] = value
+        index, value = ASSIGNMENTS[name](lambda t: t)
+        whole[index] = value
+        assert torch.equal(full(w), whole), placements
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+@on_ranks(4)
+def test_reading_with_every_kind_of_index(name: str) -> None:
+    for placements in (*ON_4, *ON_2_2):
+        grads = []
+        values = []
+        for make, other in (
+            (lambda t: t, lambda t: t),
+            (lambda t: put(t, placements), lambda t: put(t, [R] * len(placements))),  # noqa: B023  called at once
+        ):
+            x = make(sample(8, 6, seed=3)).requires_grad_()
+            found = x[ASSIGNMENTS[name](other)[0]]
+            values.append(full(found))
+            (found * found).sum().backward()
+            grads.append(full(x.grad))
+        assert torch.equal(values[0], values[1]), placements
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+# --- what moves -------------------------------------------------------------------------------------------------------
+
+SILENT: dict[str, tuple[list[Placement], Callable[[Any], Any]]] = {
+    "slices": ([S0], lambda w: w[2:7]),
+    "steps": ([S0], lambda w: w[::3]),
+    "rows": ([S0], lambda w: w[5]),
+    "a row of two cut dims": ([S0, S1], lambda w: w[5]),
+    "chunks": ([S0], lambda w: w.chunk(3)),
+    "unbind": ([S0], lambda w: w.unbind(0)),
+    "heads": ([S1], lambda w: w.unflatten(1, (6, 1))),
+    "merged": ([S0], lambda w: w.flatten()),
+    "transposed": ([S0], lambda w: w.t().contiguous()),
+    "halves put together": ([S0], lambda w: torch.cat([-w[:, 3:], w[:, :3]], -1)),
+    "pad": ([S0], lambda w: torch.nn.functional.pad(w, (1, 1, 2, 2))),
+    "append": ([S0], lambda w: torch.cat([w, torch.zeros_like(w[:1]).redistribute(placements=[R])])),
+    "tril": ([S0, S1], lambda w: w.tril()),
+    "lookup": ([S0], lambda w: w.index_select(0, put(torch.tensor([1, 7]), [R]))),
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+@on_ranks(4)
+def test_these_need_no_communication(name: str) -> None:
+    placements, run = SILENT[name]
+    if name == "append":
+        w = put(sample(8, 6), placements)
+        zero = put(torch.zeros(1, 6, dtype=torch.float64), [R])
+        with communication("forbid"), CommDebugMode() as comm:
+            made = torch.cat([w, zero])
+        assert full(made).shape == (9, 6)
+    else:
+        w = put(sample(8, 6), placements)
+        put(torch.tensor([1, 7]), [R] * len(placements))
+        with communication("forbid"), CommDebugMode() as comm:
+            run(w)
+    assert comm.get_total_counts() == 0
+
+
+MOVING: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "cumsum": (lambda w: w.cumsum(0), 1),
+    "cummax": (lambda w: w.cummax(0)[0], 2),
+    "roll": (lambda w: w.roll(3, 0), 1),
+    "flip": (lambda w: w.flip(0, 1), 1),
+    "sort": (lambda w: w.sort(0)[0], 3),
+    "topk": (lambda w: w.topk(2, 0)[0], 2),
+    "argmax": (lambda w: w.argmax(0), 2),
+    "argmax of all": (lambda w: w.argmax(), 2),
+    "median": (lambda w: w.median(0)[0], 3),
+    "repeat": (lambda w: w.repeat(2, 1), 1),
+    "nonzero": (lambda w: (w > 0).nonzero(), 2),
+    "masked_select": (lambda w: w.masked_select(w > 0), 3),
+    "unique": (lambda w: w.round().unique(), 3),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+@on_ranks(4)
+def test_a_sharded_algorithm_and_no_gather_of_the_tensor(name: str) -> None:
+    run, most = MOVING[name]
+    for placements in ([S0], [Shard(0, sizes=(10, 0, 30, 8))]):
+        whole = sample(48, 5)
+        w = put(whole, placements)
+        with communication("forbid"), CommDebugMode() as comm:
+            result = run(w)
+        assert 0 < comm.get_total_counts() <= most
+        torch.testing.assert_close(full(result), run(whole))
+
+
+# --- random programs --------------------------------------------------------------------------------------------------
+
+Step = tuple[str, tuple[Any, ...]]
+
+
+def factorizations(n: int) -> st.SearchStrategy[list[int]]:
+    return st.sampled_from([[a, b, n // (a * b)] for a in divisors(n) for b in divisors(n // a)])
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def steps(draw: st.DrawFn, shape: list[int]) -> Step:
+    """An operator that fits a tensor of that shape."""
+    ndim = len(shape)
+    dim = draw(st.integers(0, ndim - 1))
+    size = shape[dim]
+    bounds = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=2)))
+    number = draw(st.integers(0, max(size - 1, 0)))
+    choices: list[Step] = [
+        ("slice", (dim, *bounds, draw(st.integers(1, 3)))),
+        ("permute", (draw(st.permutations(range(ndim))),)),
+        ("unsqueeze", (dim,)),
+        ("squeeze", ()),
+        ("flip", ((dim,),)),
+        ("roll", (draw(st.integers(-3, 3)), dim)),
+        ("cumsum", (dim,)),
+        ("tril", (draw(st.integers(-2, 2)),)) if ndim > 1 else ("neg", ()),
+        ("chunk", (draw(st.integers(1, 4)), dim)),
+        ("cat_self", (dim,)),
+        ("stack_self", (dim,)),
+        ("pad", (0, 0) * (ndim - 1 - dim) + (draw(st.integers(0, 2)), draw(st.integers(0, 2)))),
+        ("sum", (dim,)) if ndim > 1 else ("neg", ()),
+        ("mul", ()),
+        ("repeat", tuple(draw(st.lists(st.integers(1, 2), min_size=ndim, max_size=ndim)))),
+    ]
+    if 0 not in shape:
+        choices.append(("reshape", (draw(factorizations(torch.Size(shape).numel())),)))
+        choices.append(("flatten", (min(dim, ndim - 1), ndim - 1)))
+        choices.append(("index_select", (dim, [number, 0, number])))
+        if ndim > 1:
+            choices.append(("select", (dim, number)))
+            choices.append(("unbind", (dim, number)))
+    return draw(st.sampled_from(choices))
+
+
+def apply(step: Step, x: Any) -> Any:
+    """Run one step; the special names make other tensors out of x itself."""
+    name, args = step
+    if name == "slice":
+        dim, start, stop, by = args
+        return x[(slice(None),) * dim + (slice(start, stop, by),)]
+    if name in ("chunk", "unbind"):
+        return getattr(x, name)(*args[:-1], args[-1])[-1] if name == "chunk" else x.unbind(args[0])[args[1]]
+    if name == "cat_self":
+        return torch.cat([x, -x], args[0])
+    if name == "stack_self":
+        return torch.stack([x, x * 2], args[0])
+    if name == "pad":
+        return torch.nn.functional.pad(x, args)
+    if name == "index_select":
+        index = torch.tensor(args[1])
+        return x.index_select(args[0], put(index, [R] * len(x.placements)) if isinstance(x, DTensor) else index)
+    if name == "mul":
+        return x * x
+    return getattr(x, name)(*args)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[Step]]:
+    """A shape, how each mesh axis cuts it (-1: not), and up to six steps that fit."""
+    shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
+    axes = draw(st.sampled_from([1, 2]))
+    cuts = [("S", draw(st.integers(0, len(shape) - 1))) if draw(st.booleans()) else ("R", 0) for _ in range(axes)]
+    x = torch.zeros(shape)
+    program: list[Step] = []
+    for _ in range(draw(st.integers(1, 6))):
+        step = draw(steps(list(x.shape)))
+        x = apply(step, x)
+        program.append(step)
+        if not 0 < x.ndim <= 5 or x.numel() > 2000:
+            break
+    return shape, cuts, program
+
+
+def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Step]) -> None:
+    """On every rank: the program on one device and on DTensors, forward and backward."""
+    placements: list[Placement] = [Shard(dim) if kind == "S" else Replicate() for kind, dim in cuts]
+    values, grads = [], []
+    for make in (lambda t: t, lambda t: put(t, placements)):
+        x = make(sample(*shape)).requires_grad_()
+        y = x
+        for step in program:
+            y = apply(step, y)
+        values.append(full(y))
+        (y * y).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(values[1], values[0])
+    torch.testing.assert_close(full(grads[1]), grads[0])
+    assert grads[1]._spec.cuts == put(sample(*shape), placements)._spec.cuts
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_random_programs_equal_one_device(program: tuple[list[int], list[tuple[str, int]], list[Step]]) -> None:
+    rank_pool(4).run(run_program, *program)
