@@ -172,21 +172,21 @@ def test_reading_with_every_kind_of_index(name: str) -> None:
 
 # --- what moves -------------------------------------------------------------------------------------------------------
 
-SILENT: dict[str, tuple[list[Placement], Callable[[Any], Any]]] = {
-    "slices": ([S0], lambda w: w[2:7]),
-    "steps": ([S0], lambda w: w[::3]),
-    "rows": ([S0], lambda w: w[5]),
-    "a row of two cut dims": ([S0, S1], lambda w: w[5]),
-    "chunks": ([S0], lambda w: w.chunk(3)),
-    "unbind": ([S0], lambda w: w.unbind(0)),
-    "heads": ([S1], lambda w: w.unflatten(1, (6, 1))),
-    "merged": ([S0], lambda w: w.flatten()),
-    "transposed": ([S0], lambda w: w.t().contiguous()),
-    "halves put together": ([S0], lambda w: torch.cat([-w[:, 3:], w[:, :3]], -1)),
-    "pad": ([S0], lambda w: torch.nn.functional.pad(w, (1, 1, 2, 2))),
-    "append": ([S0], lambda w: torch.cat([w, torch.zeros_like(w[:1]).redistribute(placements=[R])])),
-    "tril": ([S0, S1], lambda w: w.tril()),
-    "lookup": ([S0], lambda w: w.index_select(0, put(torch.tensor([1, 7]), [R]))),
+SILENT: dict[str, tuple[list[Placement], Callable[[Any, Any, Any], Any]]] = {
+    "slices": ([S0], lambda w, row, index: w[2:7]),
+    "steps": ([S0], lambda w, row, index: w[::3]),
+    "rows": ([S0], lambda w, row, index: w[5]),
+    "a row of two cut dims": ([S0, S1], lambda w, row, index: w[5]),
+    "chunks": ([S0], lambda w, row, index: w.chunk(3)),
+    "unbind": ([S0], lambda w, row, index: w.unbind(0)),
+    "heads": ([S1], lambda w, row, index: w.unflatten(1, (6, 1))),
+    "merged": ([S0], lambda w, row, index: w.flatten()),
+    "transposed": ([S0], lambda w, row, index: w.t().contiguous()),
+    "rotated halves": ([S0], lambda w, row, index: torch.cat([-w[:, 3:], w[:, :3]], -1)),
+    "pad": ([S0], lambda w, row, index: torch.nn.functional.pad(w, (1, 1, 2, 2))),
+    "append": ([S0], lambda w, row, index: torch.cat([w, row])),
+    "tril": ([S0, S1], lambda w, row, index: w.tril()),
+    "lookup": ([S0], lambda w, row, index: w.index_select(0, index)),
 }
 
 
@@ -194,17 +194,10 @@ SILENT: dict[str, tuple[list[Placement], Callable[[Any], Any]]] = {
 @on_ranks(4)
 def test_these_need_no_communication(name: str) -> None:
     placements, run = SILENT[name]
-    if name == "append":
-        w = put(sample(8, 6), placements)
-        zero = put(torch.zeros(1, 6, dtype=torch.float64), [R])
-        with communication("forbid"), CommDebugMode() as comm:
-            made = torch.cat([w, zero])
-        assert full(made).shape == (9, 6)
-    else:
-        w = put(sample(8, 6), placements)
-        put(torch.tensor([1, 7]), [R] * len(placements))
-        with communication("forbid"), CommDebugMode() as comm:
-            run(w)
+    w = put(sample(8, 6), placements)
+    row, index = (put(t, [R] * len(placements)) for t in (sample(1, 6), torch.tensor([1, 7])))
+    with communication("forbid"), CommDebugMode() as comm:
+        run(w, row, index)
     assert comm.get_total_counts() == 0
 
 

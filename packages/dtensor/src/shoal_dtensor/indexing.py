@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["without_numbers"]
+__all__ = ["has_lists", "with_lists", "without_numbers"]
+
+
+def has_lists(index: Any) -> bool:
+    """Whether there is a list of numbers in an index."""
+    return type(index) is list or (type(index) is tuple and any(type(part) is list for part in index))
+
+
+def with_lists(index: Any, replicated: Callable[[Tensor], Any]) -> Any:
+    """The index with every list made a tensor; lists are written in the program, so every rank has the same ones.
+
+    Args:
+        index: with lists in it.
+        replicated: makes a tensor that all ranks have alike one that meets sharded tensors.
+    """
+    if type(index) is tuple:
+        return tuple(replicated(torch.tensor(part)) if type(part) is list else part for part in index)
+    return replicated(torch.tensor(index))
 
 
 def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch, wrap
 from .errors import PlacementError
-from .indexing import without_numbers
+from .indexing import has_lists, with_lists, without_numbers
 from .placements import Placement, Replicate
 from .spec import Spec
 
@@ -221,8 +221,18 @@ class DTensor(torch.Tensor):
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(with_lists(index, self._replicated) if has_lists(index) else index)
+
     def __setitem__(self, index: Any, value: Any) -> None:
+        if has_lists(index):
+            index = with_lists(index, self._replicated)
         super().__setitem__(*without_numbers(index, value, self.shape))
+
+    def _replicated(self, whole: torch.Tensor) -> Any:
+        mesh = self._spec.mesh
+        spec = Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype)
+        return wrap(DTensor, whole.to(self._local_tensor.device), spec)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))

@@ -55,14 +55,34 @@ def reshape_local(call: LocalCall) -> LocalFunction:
     return lambda x, *args: x.view(shape)
 
 
-def squeeze_local(call: LocalCall) -> LocalFunction:
-    """Squeeze what is 1 globally: locally other dims may be 1, and a dim of size 1 is empty beside its owner."""
-    source, shape = call.inputs[0], call.outputs[0].local_shape
-    asked = call.call.dims() if "dim" in call.call.bound else tuple(range(source.ndim))
-    dims = [d for d in asked if source.shape[d] == 1]
+def _squeezed(call: OpCall) -> list[int]:
+    """The dims that go: of those asked for, the ones that are 1 globally; locally others may be."""
+    (source,) = call.tensors
+    asked = call.dims() if "dim" in call.bound else tuple(range(source.ndim))
+    return [d for d in asked if source.ndim and source.shape[d] == 1]
+
+
+def squeeze_rows(call: OpCall) -> list[Row]:
+    """A dim that goes lies with one coordinate, which then holds everything: any other dim can say so."""
+    gone, ndim = _squeezed(call), call.tensors[0].ndim
+    kept = [d for d in range(ndim) if d not in gone]
+    left = call.outputs[0].shape
+    return kept_dims((d, i) for i, d in enumerate(kept)) + [
+        Row((S(d),), (S(o, n),)) for d in gone for o, n in enumerate(left) if n
+    ]
+
+
+def squeeze_local(call: LocalCall) -> LocalFunction | None:
+    source, shape, dims = call.inputs[0], call.outputs[0].local_shape, _squeezed(call.call)
     if all(source.local_shape[d] == 1 for d in dims):
         return lambda x, *args: aten.squeeze.dims(x, dims)
     return lambda x, *args: x.new_empty(shape)
+
+
+def unsqueeze_rows(call: OpCall) -> list[Row]:
+    ndim = call.tensors[0].ndim
+    dim = int(call["dim"]) % (ndim + 1)
+    return kept_dims((d, d + (d >= dim)) for d in range(ndim))
 
 
 def view_dtype_rows(call: OpCall) -> list[Row]:
@@ -178,13 +198,13 @@ def unfold_backward_rows(call: OpCall) -> list[Row]:
 
 
 RESHAPE = rearrangement(reshape_rows, reshape_local)
-SQUEEZE = rearrangement(reshape_rows, squeeze_local)
+SQUEEZE = rearrangement(squeeze_rows, squeeze_local)
 
 VIEW: Table = {
     aten.view.default: RESHAPE,
     aten._unsafe_view.default: RESHAPE,
     aten._reshape_alias.default: RESHAPE,
-    aten.unsqueeze.default: rearrangement(reshape_rows, None),
+    aten.unsqueeze.default: rearrangement(unsqueeze_rows, None),
     aten.squeeze.default: SQUEEZE,
     aten.squeeze.dim: SQUEEZE,
     aten.squeeze.dims: SQUEEZE,
