@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -20,6 +25,8 @@ __all__ = [
     "decomposition_of",
     "direct",
     "disabled_torch_function",
+    "in_backward",
+    "is_all_zero",
     "is_view",
     "make_wrapper",
     "pytree",
@@ -28,6 +35,17 @@ __all__ = [
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_all_zero(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has only zeros; while tracing, where values are not known, it is taken to have."""
+    return isinstance(tensor, FakeTensor) or not tensor.any()
+
 
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
 

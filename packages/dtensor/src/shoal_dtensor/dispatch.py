@@ -13,7 +13,7 @@ import torch
 
 from shoal_mesh import purpose
 
-from ._torch import OpOverload, make_wrapper
+from ._torch import OpOverload, in_backward, is_all_zero, make_wrapper
 from .errors import MixedTensorError
 from .placements import Replicate
 from .policy import Scope, current, within
@@ -121,7 +121,7 @@ def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa:
             key.append(type(arg))
         return local
     if isinstance(arg, torch.Tensor):
-        key.append((torch.Tensor, arg.shape, arg.stride(), arg.dtype))
+        key.append((torch.Tensor, arg.shape, arg.stride(), arg.dtype, _is_missing_gradient(arg)))
     elif isinstance(arg, torch.Generator):
         key.append(torch.Generator)
     else:
@@ -156,14 +156,22 @@ def _decided(
 
 
 def _replicated(op: OpOverload, tensor: torch.Tensor, meshes: Sequence[Any], scope: Scope) -> Spec:
-    """The spec of a plain tensor among DTensors: replicated if it has no dims or the scope says so."""
-    if tensor.ndim and not scope.plain_is_replicated:
+    """The spec of a plain tensor among DTensors: replicated if it has no dims, is no value, or the scope says so."""
+    if tensor.ndim and not scope.plain_is_replicated and not _is_missing_gradient(tensor):
         raise MixedTensorError(
             f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}; make it a DTensor with "
             f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
         )
     mesh = meshes[0]
     return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _is_missing_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor is what autograd puts in place of a gradient that an output did not get.
+
+    The formulas of split, unbind and their like make such zeros themselves, of the global shape on every rank.
+    """
+    return tensor.ndim > 0 and in_backward() and is_all_zero(tensor)
 
 
 def _general(
