@@ -186,12 +186,10 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
     loss_gap = max(abs(a - b) / b for a, b in zip(trainer.losses, losses, strict=True))
     moved = norm(alone.weights[name] - before[name] for name in before)
     weight_gap = norm(alone.weights[name] - weights[name] for name in before) / moved
-    print(
-        f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes per rank':>28}{'optimizer, bytes per rank':>27}"
-    )
+    print(f"{'':12}{'tokens/s':>10}{'last loss':>11}{'parameters, bytes/rank':>25}{'optimizer, bytes/rank':>24}")
     for title, run, tokens in ((f"{job.ranks} ranks", trainer, speed), ("one process", alone, speed_alone)):
         moments = [moment for state in run.optimizer.state.values() for moment in state.values()]
-        sizes = f"{num_bytes(run.weights.values()):28,}{num_bytes(moments):27,}"
+        sizes = f"{num_bytes(run.weights.values()):25,}{num_bytes(moments):24,}"
         print(f"{title:12}{tokens:10.0f}{run.losses[-1]:11.4f}{sizes}")
     print(f"largest relative difference of the losses   {loss_gap:.1e} (allowed {LOSS_TOLERANCE[job.dtype]:.0e})")
     print(f"difference of the weights / distance moved  {weight_gap:.1e} (allowed {WEIGHT_TOLERANCE[job.dtype]:.0e})")
