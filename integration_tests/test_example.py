@@ -1,0 +1,88 @@
+"""Covers: docs/examples/train_llama.py: small runs of it, and what it says to bad input."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "docs" / "examples" / "train_llama.py"
+TINY = ["--steps=4", "--batch=4", "--seq=16", "--dim=32", "--layers=1", "--heads=4", "--kv-heads=2", "--hidden=64"]
+
+
+def run(*args: str | Path, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={torchrun}"] if torchrun else []
+    command = [sys.executable, *launcher, str(SCRIPT), *map(str, args)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small run on a 2x2 mesh, with the two weights of embedding and head apart."""
+    out = tmp_path_factory.mktemp("untied")
+    done = run(*TINY, "--dtype", "float64", "--out", out)  # rounding is below 1e-9 there
+    assert done.returncode == 0, done.stdout + done.stderr
+    (out / "stdout").write_text(done.stdout)
+    return out
+
+
+def test_a_run_agrees_with_one_process_and_leaves_its_results(finished: Path) -> None:
+    said = (finished / "stdout").read_text()
+    assert "equal bit for bit" in said
+    assert "collectives of one step" in said
+    assert (finished / "losses.png").stat().st_size > 5_000
+    assert (finished / "layout.png").stat().st_size > 5_000
+    assert (finished / "checkpoint" / ".metadata").is_file()
+
+
+def test_a_run_with_tied_weights_under_torchrun(tmp_path: Path) -> None:
+    done = run(*TINY, "--tied", "--mesh", "1x2", "--out", tmp_path, torchrun=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal bit for bit" in done.stdout
+
+
+def test_a_checkpoint_is_resumed_on_another_mesh(finished: Path, tmp_path: Path) -> None:
+    changed = ("--steps=6", "--mesh=1x2", "--dtype=float64")
+    done = run(*TINY, *changed, "--resume", finished / "checkpoint", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed from step 5" in done.stdout
+
+
+BAD = {
+    "data that are not there": (["--data", "/nowhere"], "there are no data at /nowhere"),
+    "data that are too short": (["--data", "{short}"], "fewer than a sequence"),
+    "heads that do not fit": (["--heads", "5"], "does not split into 5 heads"),
+    "key-value heads that do not fit the mesh": (["--mesh", "1x4"], "do not split over 4 ranks"),
+    "a batch that does not fit the mesh": (["--batch", "3"], "does not split into 2 equal parts"),
+    "steps that were done already": (["--resume", "{finished}", "--steps", "3"], "at least 5, got 3"),
+    "no steps": (["--steps", "1"], "at least 2, got 1"),
+    "no mesh at all": (["--mesh", "2by2"], "a mesh is DATAxTENSOR"),
+    "a checkpoint that is not there": (["--resume", "{out}"], "there is no checkpoint at"),
+    "a checkpoint of another shape": (["--resume", "{finished}", "--hidden", "96"], "holds another model"),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input_ends_in_one_line(args: list[str], message: str, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("too short")
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    names = {"short": tmp_path / "short", "out": tmp_path / "out", "finished": finished / "checkpoint"}
+    done = run(*TINY, *(arg.format(**names) for arg in args), "--out", tmp_path / "out")
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("train_llama: ")
+    assert not (tmp_path / "out").exists()
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+
+
+def test_a_mesh_that_does_not_fit_the_world_is_refused_by_every_rank(tmp_path: Path) -> None:
+    done = run(*TINY, "--mesh", "2x2", "--out", tmp_path / "out", torchrun=3)
+    assert done.returncode != 0
+    assert done.stderr.count("a mesh of 2x2 has 4 ranks, but torchrun started 3") == 3
+    assert "Traceback (most recent call last):\n  File" not in done.stderr.split("torch.distributed.elastic")[0]
+    assert not (tmp_path / "out").exists()
