@@ -42,8 +42,8 @@ from shoal_tp_styles import (
 # Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared gradient, so where a
 # gradient is near zero its step may differ by a good part of the learning rate: single weights feel it, losses hardly.
 # Such differences grow from step to step, as all training does; in float64 they stay where nobody sees them.
-LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative, at every step
-WEIGHT_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}  # norm of the difference / distance from initialisation
+LOSS_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}  # relative, at every step
+WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}  # norm of the difference / distance from initialisation
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
