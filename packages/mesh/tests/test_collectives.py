@@ -181,7 +181,7 @@ def test_uneven_blocks(order: str) -> None:
                 _same(all_gather_v(blocks[me], comm, sizes, dim), torch.cat(blocks, dim))
                 shape[dim] = sum(sizes)
                 every = _every(comm, tuple(shape), dtype)
-                want = torch.stack(every).sum(0).to(dtype).split(sizes, dim)[me]
+                want = torch.split(torch.stack(every).sum(0).to(dtype), sizes, dim)[me]
                 _near(reduce_scatter_v(every[me], comm, sizes, dim), want.contiguous())
     counts = [[(i * n + j) % 3 for j in range(n)] for i in range(n)]  # i sends counts[i][j] to j
     for dtype in (torch.float32, torch.int16):

@@ -68,7 +68,7 @@ def test_collectives_of_others_count_too(mesh: DeviceMesh) -> None:
     with CommDebugMode() as comm:
         dist.all_reduce(x)
         dist.all_gather([torch.empty(4) for _ in range(4)], x)
-        dist.reduce_scatter(torch.empty(1), list(x.split(1)))
+        dist.reduce_scatter(torch.empty(1), list(torch.split(x, 1)))
         dist.broadcast(x, 0)
         dist.barrier()
         funcol.all_reduce(x, "sum", mesh.get_group("tp")).add(1)
@@ -90,7 +90,7 @@ class _Reduced(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch types it as *args
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return all_reduce(g, ctx.along), None
 
 
@@ -101,7 +101,7 @@ class _Block(nn.Module):
         self.along = (mesh, "tp")
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.lin(_Reduced.apply(x, self.along))
+        y: Tensor = self.lin(_Reduced.apply(x, self.along))  # type: ignore[no-untyped-call]  # torch has no types
         return y + all_reduce(y.detach(), self.along)
 
 
@@ -135,15 +135,17 @@ class _Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> _Wrapped:
-        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # private
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.whole = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # the stub is that of an instance method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         cls.seen += 1
-        plain = [a.inner if isinstance(a, cls) else a for a in args]
+        plain = [a.whole if isinstance(a, cls) else a for a in args]
         dist.all_reduce(plain[0])
         out = func(*plain)
         return cls(out) if isinstance(out, Tensor) else out

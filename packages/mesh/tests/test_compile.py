@@ -13,7 +13,8 @@ from shoal_mesh.testing import on_ranks
 @pytest.mark.slow
 @on_ranks(2, timeout=200)
 def test_collectives_trace_into_one_graph() -> None:
-    comm = init_device_mesh("cpu", (2,)).comm(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    comm = mesh.comm(0)
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -24,7 +25,7 @@ def test_collectives_trace_into_one_graph() -> None:
         y = all_reduce(x, comm, "avg") + all_gather(x, comm, 1)[:, :4]
         z = reduce_scatter(y, comm, 1)
         z = all_to_all(z, comm, 0, 1)
-        return broadcast(z, comm, 1)
+        return broadcast(z, (mesh, "tp"), 1)
 
     x = torch.arange(16.0).view(4, 4) + comm.rank
     torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x), program(x))
@@ -42,6 +43,6 @@ def test_gradients_trace() -> None:
         return (differentiable.all_gather(x * x, comm) * (comm.rank + 1)).sum()
 
     x = torch.ones(4, requires_grad=True)
-    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert x.grad is not None
     assert x.grad.tolist() == [6.0] * 4

@@ -136,6 +136,10 @@ def test_all_submeshes(cube: DeviceMesh) -> None:
     assert sum(m is cube["tp"] for m in every) == 1
     assert [m.get_coordinate() for m in every].count(None) == 5
     assert len(cube._get_all_submeshes("pp")) == 12
+    flat = [m.flatten() for m in cube.get_all_submeshes(("dp", "tp"))]
+    assert [m.ranks for m in flat] == [tuple(range(12)), tuple(range(12, 24))]
+    assert cube["dp_tp"] == flat[1]
+    assert cube[["tp", "pp"]] is cube["tp", "pp"]
 
 
 def test_several_factorisations_of_the_same_ranks() -> None:
@@ -223,7 +227,9 @@ def test_an_abstract_mesh_sends_nothing(cube: DeviceMesh) -> None:
         (lambda: init_device_mesh("cpu", (4,), backend_override={"x": "gloo"}), AxisError, "names axis 'x'"),
         (lambda: init_device_mesh("cpu", (4,), backend_override={2: "gloo"}), AxisError, "names axis 2"),
         (
-            lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a",), backend_override={"a": "fake", 0: "fake"}),
+            lambda: init_device_mesh(
+                "cpu", (4,), mesh_dim_names=("a",), backend_override=dict[Any, str]([("a", "fake"), (0, "fake")])
+            ),
             AxisError,
             "twice",
         ),

@@ -61,11 +61,11 @@ def test_the_replicated_pair() -> None:
     x = torch.full((2,), float(comm.rank), requires_grad=True)
     out = d.all_reduce_replicated(x, comm)
     assert out.tolist() == [6, 6]
-    out.sum().backward()
+    out.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
     y = torch.ones(2, requires_grad=True)
-    (d.sum_gradients(y, comm) * comm.rank).sum().backward()
+    (d.sum_gradients(y, comm) * comm.rank).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types here
     assert y.grad is not None
     assert y.grad.tolist() == [6, 6]
 

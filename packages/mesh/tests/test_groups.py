@@ -51,7 +51,9 @@ def test_equal_rank_sets_share_one_group() -> None:
 
 def _start(name: str) -> None:
     """A default group in the place of one that a test destroyed."""
-    store = dist.FileStore(f"/tmp/shoal_test_{dist_key()}_{name}", 4)
+    store = dist.FileStore(  # type: ignore[attr-defined]  # not in the stubs
+        f"/tmp/shoal_test_{dist_key()}_{name}", 4
+    )
     dist.init_process_group("gloo", store=store, rank=_rank(), world_size=4, timeout=timedelta(seconds=60))
 
 
@@ -174,7 +176,7 @@ def test_from_group() -> None:
         (lambda: DeviceMesh.from_group([rows, columns], "cpu", [[0, 1], [2, 3]]), "runs through ranks"),
     ):
         with pytest.raises(MeshError, match=text):
-            wrong()
+            wrong()  # type: ignore[no-untyped-call]  # a lambda
 
 
 def test_a_mesh_of_some_ranks_from_a_group_elsewhere() -> None:
@@ -221,7 +223,7 @@ def test_backends_and_options_per_axis() -> None:
         assert gloo.get_group("b") is not plain.get_group("b")
         assert gloo.comm("b").backend == "cpu:fake"
         assert _count() == before + 1
-        options = torch._C._distributed_c10d.FakeProcessGroup.Options()
+        options = torch._C._distributed_c10d.FakeProcessGroup.Options()  # type: ignore[call-arg]  # the stub asks for more
         chosen = {1: ("fake", options)}
         one = init_device_mesh("cpu", (2, 2), backend_override=chosen)
         two = init_device_mesh("cpu", (2, 2), backend_override={1: options})

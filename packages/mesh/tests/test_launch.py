@@ -74,7 +74,7 @@ SCRIPT = """
 
     def main(x):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        print("printed on", mesh.get_rank(), flush=True)
+        print(f"printed on {mesh.get_rank()}\\n", end="", flush=True)
         return add(all_reduce(torch.tensor(x), (mesh, "dp")).item())
 
     if __name__ == "__main__":

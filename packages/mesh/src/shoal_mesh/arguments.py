@@ -23,7 +23,9 @@ __all__ = [
     "read_shape",
 ]
 
-BackendOverride = Mapping[int | str, Any]  # axis -> "gloo" | Options | ("nccl", Options)
+BackendOverride = (
+    Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
+)  # axis -> "gloo" | Options | ("nccl", Options)
 
 
 def read_device_type(device_type: str) -> str:

@@ -203,18 +203,19 @@ class DeviceMesh(RankGrid):
         """The mesh that this one was derived from, itself for one that was constructed."""
         return self if self._root is None else self._root
 
-    def __getitem__(self, axes: AxisLike | tuple[AxisLike, ...]) -> DeviceMesh:
+    def __getitem__(self, axes: AxisLike | Sequence[AxisLike]) -> DeviceMesh:
         """The mesh of some axes, in the order asked for, through this rank; flattened axes by the name they were given.
 
         Args:
-            axes: a name or index, or a tuple of them.
+            axes: a name or index, or several.
 
         Raises:
             AxisError: unknown or repeated axis.
         """
-        found = self._derived.get(axes)
+        asked = (axes,) if isinstance(axes, int | str) else tuple(axes)
+        found = self._derived.get(asked)
         if found is None:
-            found = self._derived[axes] = self._slice((axes,) if isinstance(axes, int | str) else tuple(axes))
+            found = self._derived[asked] = self._slice(asked)
         return found
 
     def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
@@ -242,21 +243,20 @@ class DeviceMesh(RankGrid):
         """
         root = self._get_root_mesh()
         name = name or "_".join(self.axis_names)
-        if self.ndim == 1 and name in (self.axis_names[0], None) and backend_override is None:
+        if self.ndim == 1 and name == self.axis_names[0] and backend_override is None:
             return self
         if self._names is not None and name in root.axis_names and (root.ndim > 1 or root is not self):
             raise AxisError(f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name")
         choices = read_backends(None if backend_override is None else {0: backend_override}, None, 1)
         if backend_override is None and len(set(self._choices)) == 1:
             choices = self._choices[:1]
-        before = root._flattened.get(name)
         mesh = self._derive(self._layout.flatten(), (name,), choices, {})
-        if before is not None and before == mesh:
-            return before
-        if before is not None:
+        if self._coordinate is None and root._coordinate is not None:
+            return mesh  # a slice elsewhere in the mesh: the name stays for the one through this rank
+        before = root._flattened.setdefault(name, mesh)
+        if before != mesh:
             raise AxisError(f"{name!r} is already the name of {before!r}, flattened from the same mesh")
-        root._flattened[name] = mesh
-        return mesh
+        return before
 
     def unflatten(
         self,
@@ -314,8 +314,7 @@ class DeviceMesh(RankGrid):
             raise MeshError(f"two of {', '.join(map(repr, meshes))} run along the same ranks")
         named = [m._names for m in meshes if m._names is not None]
         names = tuple(n for part in named for n in part) if len(named) == len(meshes) else None
-        names = read_names(names, layout.ndim)
-        joined = root._derive(layout, names, tuple(c for m in meshes for c in m._choices), {})
+        joined = root._derive(layout, read_names(names, layout.ndim), tuple(c for m in meshes for c in m._choices), {})
         comms = [comm for mesh in meshes for comm in (mesh._comms.get((a,)) for a in range(mesh.ndim))]
         joined._comms.update(
             {(a,): c for a, c in enumerate(comms) if c is not None and c.axes == (joined.axis_names[a],)}
@@ -348,10 +347,7 @@ class DeviceMesh(RankGrid):
     ) -> DeviceMesh:
         return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
 
-    @staticmethod
-    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
-        return DeviceMesh.concatenate(device_mesh_list)
-
+    _concatenate = concatenate
     _get_all_submeshes = get_all_submeshes
     _get_mesh_dim_by_name = RankGrid.axis_index
 
