@@ -118,6 +118,15 @@ def test_gather_settles_the_slow_axis_while_pieces_are_small() -> None:
     assert found.seconds < links.over((0, 1)).seconds(8192 * 8192 * 4 * 15 / 16) / 2
 
 
+def test_a_fast_axis_does_what_a_slow_one_need_not() -> None:
+    links = Topology((Link(10e-6, 5e9), Link(10e-6, 400e9)))
+    found = plan(spec((4, 4), (R, S0)), spec((4, 4), (S0, S0)), topology=links)
+    assert [step.axes for step in found.steps if step.communicates] == [(1,)]
+    parked = plan(spec((4, 4), (P, S0)), spec((4, 4), (S0, S0)), topology=links)
+    slow = [step for step in parked.steps if step.communicates and 0 in step.axes]
+    assert [step.name for step in slow] == ["ReduceScatter"]
+
+
 def test_memory_limit_picks_a_leaner_plan_or_says_what_is_needed() -> None:
     src, dst = spec((4, 4), (P, R)), spec((4, 4), (R, R))
     free = plan(src, dst)

@@ -77,15 +77,32 @@ def _exchange(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...], ch
     links = space.links
     before, after = space.box(dims), space.box(goal)
     received = space.missing(dims, goal)
+    copied = 0 if changed == (0,) else before + after  # blocks of whole rows lie in memory as they travel
+    peak = 2 * (before + after)
     pair = _all_to_all(space, dims, goal, changed)
     if pair is not None:
         axes = tuple(t // 3 for t in dims[pair[0]][len(goal[pair[0]]) :])
-        kind, changed = "AllToAll", pair
-    else:
-        axes, kind = _involved(dims, goal, changed), "Exchange"
-    rows = changed == (0,)  # blocks of whole rows lie in memory as they travel
-    seconds = links.seconds(axes, received) + links.copy(0 if rows else before + after)
-    return Move(kind, axes, changed, goal, pending, seconds, received, 2 * (before + after))
+        seconds = links.seconds(axes, received) + links.copy(copied)
+        return Move("AllToAll", axes, pair, goal, pending, seconds, received, peak)
+    axes = _involved(dims, goal, changed)
+    moved = received
+    near = tuple(a for a in axes if any(t // 3 == a for tokens in dims for t in tokens))
+    if near != axes:
+        sent = _sent_among(space, goal, near, before, received)
+        if links.seconds(near, sent) <= links.seconds(axes, received):
+            axes, moved = near, sent
+    seconds = links.seconds(axes, moved) + links.copy(copied)
+    return Move("Exchange", axes, changed, goal, pending, seconds, moved, peak)
+
+
+def _sent_among(space: Space, goal: Dims, near: tuple[int, ...], before: int, received: int) -> int:
+    """Bytes of the busiest rank if an exchange stays among ranks that differ only along the axes that cut now.
+
+    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it.
+    """
+    cut = {t // 3 for tokens in goal for t in tokens}
+    copies = space.links.group(tuple(a for a in near if a not in cut))
+    return max(received, min(before * copies, (space.links.group(near) - 1) * received))
 
 
 def _all_to_all(space: Space, dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, int] | None:

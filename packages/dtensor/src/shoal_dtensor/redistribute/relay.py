@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from .moves import transition
 from .space import Dims, Move, Space, shared, valid_tokens
 
-__all__ = ["gathers", "relays"]
+__all__ = ["early", "gathers", "relays"]
 
 
 def relays(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
@@ -24,6 +24,48 @@ def relays(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
             if after not in seen:
                 seen.add(after)
                 yield tuple(transition(space, dims, after))
+    if _slow(space):
+        for after in _parked(space, dims):
+            if after not in seen:
+                seen.add(after)
+                yield tuple(transition(space, dims, after))
+
+
+def early(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[tuple[Move, ...]]:
+    """Before a reduction over a slow axis: bring what fast axes cut to where it belongs, or out of the way."""
+    if space.links.uniform:
+        return
+    wanted = tuple(
+        valid_tokens(tuple(t for t in new if t // 3 not in pending), old, new)
+        for old, new in zip(dims, space.goal, strict=True)
+    )
+    parked = _parked(space, dims) if _slow(space) else ()
+    for after in dict.fromkeys((wanted, *parked)):
+        if after != dims:
+            yield tuple(transition(space, dims, after, pending))
+
+
+def _slow(space: Space) -> bool:
+    """Whether the slowest axis is slower than others and the tensor so large that it matters."""
+    bandwidth, latency = space.links.bandwidth, space.links.latency
+    return not space.links.uniform and space.largest / min(bandwidth) > min(latency)
+
+
+def _parked(space: Space, dims: Dims) -> Iterator[Dims]:
+    """Cuts with all fast axes moved to the inside of some tensor dim.
+
+    From there they do not stand in the way of a slow one; those that are replicated take a part for free.
+    """
+    bandwidth = space.links.bandwidth
+    busy = {a for a, p in enumerate(space.placements[0]) if p.is_partial()}
+    free = [a for a, n in enumerate(space.links.sizes) if n > 1 and a not in busy]
+    for speed in sorted(set(bandwidth))[:-1]:
+        axes = tuple(a for a in free if bandwidth[a] > speed)
+        tail = tuple(3 * a for a in axes)
+        rest = [valid_tokens(tuple(t for t in old if t // 3 not in axes), old, old) for old in dims]
+        for dim in range(len(dims)):
+            if space.width(dim, rest[dim] + tail)[1]:
+                yield (*rest[:dim], rest[dim] + tail, *rest[dim + 1 :])
 
 
 def _first(space: Space, changing: frozenset[int]) -> Iterator[frozenset[int]]:

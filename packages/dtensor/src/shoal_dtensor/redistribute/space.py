@@ -58,6 +58,7 @@ class Space:
         start, goal: cuts of the two specs.
         pending: axes that are partial in `src` and have to be reduced.
         becoming: axes that are partial in `dst` but not (so) in `src`.
+        largest: bytes of the larger one of the two local tensors.
         bulky: whether copying a local tensor takes longer than starting a collective.
         scaled: axes that only change between sum and average.
         ranks: number of ranks over which data move: axes that stay partial count as separate tensors.
@@ -74,6 +75,7 @@ class Space:
         "bulky",
         "goal",
         "itemsize",
+        "largest",
         "links",
         "pending",
         "placements",
@@ -98,8 +100,8 @@ class Space:
         self.ranks = prod(n for a, n in enumerate(sizes) if a not in kept)
         self.start = self._tokens(src, AS_SRC, None)
         self.goal = self._tokens(dst, AS_DST, self.start)
-        largest = max(self.box(self.start), self.box(self.goal))
-        self.bulky = links.copy(largest) > min(links.latency, default=0.0)
+        self.largest = max(self.box(self.start), self.box(self.goal))
+        self.bulky = links.copy(self.largest) > min(links.latency, default=0.0)
         if self.pending or self.becoming:
             _check_ops(src, dst)
 
