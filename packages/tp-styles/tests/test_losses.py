@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,28 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Shard, distribute_tensor
-from shoal_mesh import Event, init_device_mesh, observe, unobserve
+from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import LayoutError, Vocab, choose, loss_parallel, losses
 
-
-class Counting:
-    """Collectives inside the block, by name."""
-
-    def __enter__(self) -> Counting:
-        self.found: Counter[str] = Counter()
-        observe(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        unobserve(self)
-
-    def before(self, event: Event) -> None:
-        """Count one."""
-        self.found[event.op] += 1
-
-    def after(self, event: Event) -> None:
-        """Nothing to do."""
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 
 
 def cut(full: Tensor, dim: int, plain: bool = False) -> tuple[Tensor, Any]:
@@ -73,15 +55,15 @@ def test_cross_entropy(shape: tuple[int, ...], reduction: Any, smoothing: float,
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
         expected = functional.cross_entropy(full, target, weight, **options)
         x, vocab = cut(full, dim, plain)
-        with Counting() as mode:
+        with CommDebugMode() as mode:
             loss = losses.cross_entropy(x, target, weight, vocab=vocab, **options)
-        assert mode.found == {"all_reduce": 2}
+        assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
         torch.testing.assert_close(loss, expected)
         seed = torch.randn_like(expected)
         expected.backward(seed)
-        with Counting() as mode:
+        with CommDebugMode() as mode:
             loss.backward(seed)
-        assert not mode.found
+        assert mode.get_total_counts() == 0
         gradient(x, dim, full)
 
 
@@ -180,9 +162,9 @@ def test_loss_parallel(smoothing: float) -> None:
     expected.backward()
     x, _ = cut(full, 1)
     with loss_parallel(), loss_parallel():
-        with Counting() as mode:
+        with CommDebugMode() as mode:
             loss = nn.CrossEntropyLoss(label_smoothing=smoothing)(x, target)
-        assert mode.found == {"all_reduce": 2}
+        assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
         assert isinstance(loss, DTensor)
         plain = functional.cross_entropy(full, target, label_smoothing=smoothing)
     torch.testing.assert_close(loss.full_tensor(), expected)

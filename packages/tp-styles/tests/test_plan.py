@@ -1,4 +1,4 @@
-"""Plans without a process group.  Covers: plan.py, names.py, verify.py, auto.py, style.py, linear.py, prepare.py."""
+"""Plans without a process group.  Covers: plan.py, names.py, findings.py, auto.py, style.py, linear.py, prepare.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ lowering/norm.py, lowering/boundary.py, lowering/share.py.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_mesh import Event, init_device_mesh, observe, unobserve
+from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -36,28 +35,19 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-class Counting:
-    """Collectives inside the block, by short name."""
-
-    def __enter__(self) -> Counting:
-        self.found: Counter[str] = Counter()
-        observe(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        unobserve(self)
-
-    def before(self, event: Event) -> None:
-        """Count one."""
-        self.found[event.op.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")] += 1
-
-    def after(self, event: Event) -> None:
-        """Nothing to do."""
+FUNCTIONAL = torch.ops._c10d_functional
 
 
-def counts(mode: Counting) -> dict[str, int]:
-    """Collectives by name."""
-    return dict(mode.found)
+def counts(mode: CommDebugMode) -> dict[str, int]:
+    """Collectives by short name."""
+    names = {
+        FUNCTIONAL.all_reduce: "all_reduce",
+        FUNCTIONAL.all_gather_into_tensor: "all_gather",
+        FUNCTIONAL.reduce_scatter_tensor: "reduce_scatter",
+        FUNCTIONAL.all_to_all_single: "all_to_all",
+        FUNCTIONAL.broadcast: "broadcast",
+    }
+    return {names[op]: count for op, count in mode.get_comm_counts().items() if count}
 
 
 def own(tensor: Tensor, dim: int) -> Tensor:
@@ -97,7 +87,7 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
     x = full.detach().clone() if layout == Replicate() else own(full, 0)
     x.requires_grad_()
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(x)
     assert counts(mode) == forward
     assert isinstance(out, DTensor) is not local
@@ -107,7 +97,7 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     torch.testing.assert_close(part, own(expected, 1))
     seed = torch.randn(8, 16, dtype=torch.double)
     expected.backward(seed)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         part.backward(own(seed, 1))
     assert counts(mode) == backward
     assert full.grad is not None
@@ -128,7 +118,7 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     )
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
     x = own(full, 1).requires_grad_()
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(x)
     assert counts(mode) == forward
     expected = single(full)
@@ -137,7 +127,7 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     torch.testing.assert_close(part, place(expected))
     seed = torch.randn(8, 12, dtype=torch.double)
     expected.backward(seed)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         part.backward(place(seed))
     assert counts(mode) == backward
     assert full.grad is not None
@@ -150,7 +140,7 @@ def test_colwise_embedding() -> None:
     axis, single = mesh(), nn.Embedding(8, 16, padding_idx=3).double()
     module = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
     tokens = torch.randint(8, (4, 2))
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(tokens)
         out.backward(own(torch.ones(4, 2, 16, dtype=torch.double), -1))
     single(tokens).sum().backward()
@@ -174,7 +164,7 @@ def test_rowwise_embedding(
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
     module = parallelize_module(copy.deepcopy(single), mesh(), style)
     tokens = torch.randint(vocab, (3, 8))
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(tokens)
     assert counts(mode) == forward
     expected = single(tokens)
@@ -182,7 +172,7 @@ def test_rowwise_embedding(
     torch.testing.assert_close(out, place(expected))
     seed = torch.randn_like(expected)
     expected.backward(seed)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out.backward(place(seed))
     assert counts(mode) == backward
     assert_same_gradients(module, single)
@@ -201,7 +191,7 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
     x: Tensor = distribute_tensor(full.detach(), axis, (placement,)).requires_grad_()
     if kind == "local":
         x = own(full, 1).requires_grad_()
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(x)
     assert counts(mode) == {}
     part = out if kind == "local" else out.to_local()
@@ -209,7 +199,7 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
     torch.testing.assert_close(part, own(expected, 1))
     seed = torch.randn_like(expected)
     expected.backward(seed)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         part.backward(own(seed, 1))
     # One reduction for all parameters of the norm; a replicated input gets its whole gradient by a gather.
     assert counts(mode) == ({"all_reduce": 1, "all_gather": 1} if kind == "replicated" else {"all_reduce": 1})
@@ -226,7 +216,7 @@ def test_prepare_module_input() -> None:
     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     module = parallelize_module(nn.Identity(), axis, style)
     full = torch.randn(8, 3)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out = module(own(full, 0))
     assert counts(mode) == {"all_gather": 1}
     torch.testing.assert_close(out.full_tensor(), full)
@@ -275,7 +265,7 @@ def test_prepare_output_and_both() -> None:
     )
     module = parallelize_module(nn.Identity(), axis, both)
     x = own(full, 0).requires_grad_()
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         torch.testing.assert_close(module(x), own(full, 0))
     assert counts(mode) == {"all_gather": 1}
     module(x).sum().backward()
@@ -342,7 +332,7 @@ def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     single(x, inplace).square().sum().backward()
     out = module(y, inplace)
-    with Counting() as mode:
+    with CommDebugMode() as mode:
         out.square().sum().backward()
     # After a write in between, q read another value than k and v: two reductions.
     assert counts(mode) == {"all_reduce": 2 if inplace else 1}

@@ -3,6 +3,7 @@
 from . import choose, losses
 from .__about__ import __version__
 from .auto import auto_plan, format_plan
+from .costs import Preview, preview
 from .errors import (
     LayoutError,
     PlanError,
@@ -12,6 +13,7 @@ from .errors import (
     UnmatchedPlanWarning,
     UnsupportedModuleError,
 )
+from .findings import Verification, verify
 from .fused import PackedColwiseParallel
 from .heads import HeadParallel
 from .linear import ColwiseParallel, RowwiseParallel
@@ -24,7 +26,6 @@ from .reshard import input_reshard
 from .sequence import SequenceParallel
 from .sharding import Heads, ModuleSharding, Port
 from .style import ParallelStyle
-from .verify import Verification, verify
 from .vocab import Vocab
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "Preview",
     "RowwiseParallel",
     "SecondOrderError",
     "SequenceParallel",
@@ -62,6 +64,7 @@ __all__ = [
     "losses",
     "merge_adapters",
     "parallelize_module",
+    "preview",
     "unparallelize_module",
     "verify",
 ]

@@ -22,7 +22,7 @@ from .parallelize import parallelize_module
 from .sequence import SequenceParallel
 from .style import ParallelStyle
 
-__all__ = ["MLP", "ModelArgs", "StackedMLP", "Transformer"]
+__all__ = ["MLP", "ModelArgs", "StackedMLP", "Transformer", "transformer_plan"]
 
 
 class MLP(nn.Module):
@@ -174,8 +174,12 @@ class Transformer(nn.Module):
 
         Loss and gradients equal the single-device model's; the embedding and a tied output stay one parameter.
         """
-        plan = _sequence_plan() if use_seq_parallel else _plan()
-        return parallelize_module(module, device_mesh, plan)
+        return parallelize_module(module, device_mesh, transformer_plan(use_seq_parallel))
+
+
+def transformer_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
+    """The plan of `Transformer`, with or without sequence parallelism."""
+    return _sequence_plan() if sequence else _plan()
 
 
 def _plan() -> dict[str, ParallelStyle]:

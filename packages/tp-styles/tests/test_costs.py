@@ -1,0 +1,60 @@
+"""Previews against counted collectives.  Covers: costs.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import DTensor
+from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import ColwiseParallel, Heads, PackedColwiseParallel, parallelize_module, preview
+from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+
+OPS = {
+    "all_reduce": torch.ops._c10d_functional.all_reduce,
+    "all_gather": torch.ops._c10d_functional.all_gather_into_tensor,
+    "reduce_scatter": torch.ops._c10d_functional.reduce_scatter_tensor,
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_foretold_happens(sequence: bool) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = Transformer(ModelArgs(dropout_p=0.0, n_layers=2))
+    tokens = torch.randint(8, (2, 8))
+    plan = transformer_plan(sequence)
+    told = preview(model, plan, mesh, tokens)
+    assert all(type(param) is nn.Parameter and not param.is_meta for param in model.parameters())
+    parallelize_module(model, mesh, plan)
+    with CommDebugMode() as mode:
+        out = model(tokens)
+    assert {op: told.count(op)[0] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    with CommDebugMode() as mode:
+        out.sum().backward()
+    assert {op: told.count(op)[1] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    held = {id(p): p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()}
+    assert told.parameter_bytes == sum(p.numel() * p.element_size() for p in held.values())
+
+
+def test_a_table_without_ranks() -> None:
+    mesh = abstract_mesh((8,), ("tp",))
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8))
+    plan: dict[str, Any] = {
+        "0": PackedColwiseParallel(blocks={"q": Heads(8, 8), "k": Heads(2, 8), "v": Heads(2, 8)}),
+        "1": ColwiseParallel(),
+    }
+    with torch.device("meta"):
+        x = torch.empty(4, 64, requires_grad=True)
+    told = preview(copy.deepcopy(model), plan, mesh, x)
+    packed = told.rows[0]
+    assert packed.parameter_bytes == 3 * 8 * 65 * 4  # one head each of q, k and v
+    assert told.count("all_reduce") == (0, 2)
+    text = str(told)
+    assert "all_reduce 1.0 KiB" in text and "ms of communication" in text
+    assert preview(MLP(), MLP.plan, abstract_mesh((1,)), torch.zeros(2, 10)).seconds == 0
