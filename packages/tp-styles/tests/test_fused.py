@@ -6,6 +6,7 @@ Covers: fused.py, blocks.py, lora.py, reshard.py, lowering/packed.py, lowering/a
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from shoal_tp_styles import (
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 
 
+@functools.cache
 def mesh() -> Any:
     """All ranks in a row."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shoal_tp_styles import (
 from shoal_tp_styles.testing import ModelArgs, Transformer
 
 
+@functools.cache
 def mesh() -> Any:
     """All ranks in a row."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,9 +18,14 @@ from shoal_tp_styles import LayoutError, Vocab, choose, loss_parallel, losses
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 
 
+@functools.cache
+def _mesh() -> Any:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
 def cut(full: Tensor, dim: int, plain: bool = False) -> tuple[Tensor, Any]:
     """Logits cut along `dim`, as DTensor or as plain local part with its Vocab."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = _mesh()
     sharded = distribute_tensor(full.detach(), mesh, (Shard(dim),), src_data_rank=None)
     if not plain:
         return sharded.requires_grad_(), None
@@ -131,7 +137,7 @@ def test_choices_are_those_of_the_full_logits() -> None:
     full[1] = 1.0
     x, _ = cut(full, 1)
     assert choose.argmax(x).tolist() == full.argmax(1).tolist()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = _mesh()
     drawn = {choose.sample(x, generator=torch.Generator().manual_seed(3)).tolist()[2] for _ in range(2)}
     assert len(drawn) == 1
     many = full[2].expand(4000, 11)

@@ -6,6 +6,7 @@ Covers: heads.py, lowering/channels.py, lowering/attention.py, lowering/embeddin
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import weakref
@@ -31,6 +32,7 @@ from shoal_tp_styles import (
 from shoal_tp_styles.testing import MLP
 
 
+@functools.cache
 def mesh() -> Any:
     """All ranks in a row."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))

@@ -7,6 +7,7 @@ lowering/norm.py, lowering/boundary.py, lowering/share.py.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from shoal_tp_styles import (
 from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer
 
 
+@functools.cache
 def mesh() -> Any:
     """All ranks in a row."""
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
