@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Replicate, Shard, Spec
+from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import RandomStateError
 from shoal_dtensor.random import OffsetBasedRNGTracker, check_random_state
-from shoal_mesh import init_device_mesh
+from shoal_mesh import init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -58,8 +58,8 @@ def test_generators_out_of_step_are_found() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rank = dist.get_rank()
     for attempt in range(2):
+        sd.manual_seed(7 if rank == 2 else 8, mesh)
         with pytest.raises(RandomStateError, match=r"ranks \[0, 1, 3\] agree; ranks \[2\] agree") as caught:
-            sd.manual_seed(7 if rank == 2 else 8, mesh)
             sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
         assert "axes dp, tp" in str(caught.value), attempt
     sd.manual_seed(3, mesh)
@@ -72,6 +72,20 @@ def test_generators_out_of_step_are_found() -> None:
         sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
     with pytest.raises(RandomStateError, match="out of step"):
         check_random_state(mesh)
+
+
+@on_ranks(4)
+def test_lockstep_checks_every_draw() -> None:
+    import torch.distributed as dist
+
+    mesh = init_device_mesh("cpu", (4,))
+    sd.manual_seed(5, mesh)
+    sd.rand(8, device_mesh=mesh, placements=[Shard(0)])
+    with lockstep():
+        sd.rand(8, device_mesh=mesh, placements=[Shard(0)])
+        torch.manual_seed(dist.get_rank() // 2)
+        with pytest.raises(RandomStateError, match=r"ranks \[0, 1\] agree; ranks \[2, 3\] agree"):
+            sd.rand(8, device_mesh=mesh, placements=[Shard(0)])
 
 
 @on_ranks(4)
@@ -219,3 +233,43 @@ def test_attention_dropout_equals_one_device() -> None:
                 got = F.scaled_dot_product_attention(*mine, dropout_p=0.3, is_causal=causal)
             torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(torch.get_rng_state(), state)
+
+
+def losses(parameters: list[Tensor], x: Tensor, y: Tensor) -> list[float]:
+    """Ten steps of an MLP with dropout on the input, the hidden layer and the output."""
+    first, bias, second = parameters
+    found = []
+    optimizer = torch.optim.SGD(parameters, lr=0.2)
+    for _ in range(10):
+        hidden = F.dropout(torch.relu(F.dropout(x, 0.1) @ first + bias), 0.5)
+        loss = (F.dropout(hidden @ second, 0.2) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()))
+    return found
+
+
+@on_ranks(4)
+def test_training_with_dropout_does_not_depend_on_the_mesh() -> None:
+    """Equal masks: loss curves differ by the order in which float32 sums are taken only."""
+    torch.manual_seed(3)
+    x, y = torch.randn(12, 9), torch.randn(12, 3)
+    start = [torch.randn(9, 16) / 3, torch.zeros(16), torch.randn(16, 3) / 4]
+    torch.manual_seed(4)
+    expected = losses([p.clone().requires_grad_() for p in start], x, y)
+    state = torch.get_rng_state()
+    for shape in ((4,), (2, 2), (1, 2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        data, tensor = [Replicate()] * (len(shape) - 1), [Shard(0)]
+        batch = [*([Shard(0)] * len(data)), Replicate()]
+        parts = [[*data, Shard(1)], [*data, Shard(0)], [*data, *tensor]]
+        weights = [
+            sd.distribute_tensor(p, mesh, placements).requires_grad_()
+            for p, placements in zip(start, parts, strict=True)
+        ]
+        inputs = sd.distribute_tensor(x, mesh, batch), sd.distribute_tensor(y, mesh, batch)
+        torch.manual_seed(4)
+        found = losses(weights, *inputs)
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)

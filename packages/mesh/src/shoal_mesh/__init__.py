@@ -20,7 +20,7 @@ from .errors import (
 from .groups import BackendChoice, Comm, comm_over
 from .launch import launch
 from .layout import Layout
-from .lockstep import check_replicas, lockstep
+from .lockstep import check_replicas, in_lockstep, lockstep
 from .observe import Event, Observer, observe, purpose, unobserve
 from .profiling import annotate_collectives
 from .resources import _mesh_resources as _mesh_resources
@@ -67,6 +67,7 @@ __all__ = [
     "differentiable",
     "errors",
     "gather",
+    "in_lockstep",
     "init_device_mesh",
     "launch",
     "lockstep",

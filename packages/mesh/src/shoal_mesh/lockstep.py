@@ -25,9 +25,9 @@ from ._torch import ProcessGroup, Store
 from .collectives import Along, all_gather, resolve
 from .errors import LockstepError
 from .groups import require_world
-from .observe import Event, observe, unobserve
+from .observe import Event, observe, observers, unobserve
 
-__all__ = ["check_replicas", "lockstep"]
+__all__ = ["check_replicas", "in_lockstep", "lockstep"]
 
 # How often each world was watched, so that no two blocks share keys; an entry goes with its group.
 _TIMES: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -56,6 +56,11 @@ def lockstep(*, timeout: float = 30.0) -> Iterator[None]:
     finally:
         watch.leave()
         unobserve(watch)
+
+
+def in_lockstep() -> bool:
+    """Whether a `lockstep` block is open, so that layers above may check more than they usually would."""
+    return any(isinstance(observer, _Watch) for observer in observers)
 
 
 class _Watch:

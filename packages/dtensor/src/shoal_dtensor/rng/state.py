@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce
+from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce, in_lockstep
 
 from ..errors import RandomStateError
 from .cuda import default_generator
@@ -54,8 +54,8 @@ def fingerprint(generator: torch.Generator) -> int:
 def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
     """Raise on every rank of `mesh` unless all have the same generator state.
 
-    Checked at the first call for a mesh only (one small all-reduce per mesh axis), or `always`.  A mesh without process
-    groups, or that this rank is not in, is not checked.
+    Checked at the first call for a mesh only (one small all-reduce per mesh axis), at every call inside a `lockstep()`
+    block, or `always`.  A mesh without process groups, or that this rank is not in, is not checked.
 
     Args:
         mesh: the ranks that must agree.
@@ -65,7 +65,7 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
     Raises:
         RandomStateError: if the states differ; it names the ranks.
     """
-    if (mesh in _in_step and not always) or mesh.get_coordinate() is None or mesh.size() == 1:
+    if (mesh in _in_step and not always and not in_lockstep()) or mesh.get_coordinate() is None or mesh.size() == 1:
         return
     own = fingerprint(generator)
     extremes = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device_type)
