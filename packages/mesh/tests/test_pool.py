@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 import unittest
 from pathlib import Path
@@ -9,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal_mesh import RankError
 from shoal_mesh.testing import RankPool, on_ranks, rank_pool
@@ -69,8 +75,6 @@ def _one_sleeps() -> None:
 
 def _one_dies() -> None:
     if dist.get_rank() == 1:
-        import os
-
         os._exit(3)
 
 
@@ -119,3 +123,41 @@ def test_what_cannot_be_sent_is_refused_here() -> None:
         rank_pool(2).run(_rank_and_seed, (i for i in range(2)))
     with pytest.raises(ValueError, match="at least one rank"):
         RankPool(0)
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 100))
+@on_ranks(2)
+def test_hypothesis_chooses_here_and_the_body_runs_there(x: int) -> None:
+    total = torch.tensor(x)
+    dist.all_reduce(total)
+    assert total.item() == 2 * x
+
+
+PARENT = """
+import os, sys, time
+from shoal_mesh.testing import RankPool
+pool = RankPool(2)
+print(*pool.run(os.getpid), flush=True)
+time.sleep(60)
+"""
+
+
+def test_ranks_end_with_their_parent() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
