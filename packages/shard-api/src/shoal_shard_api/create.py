@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import shoal_dtensor
+from shoal_dtensor import Shard as CutDim
+from shoal_dtensor import rand as draw_uniform
+from shoal_dtensor import randn as draw_normal
 
 from . import bridge
 from .errors import NotExpressibleError
@@ -52,12 +54,12 @@ def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """Uniform numbers in [0, 1); arguments as for ``empty``."""
-    return _drawn(shoal_dtensor.rand, empty(sharding_spec, *size, **properties))
+    return _drawn(draw_uniform, empty(sharding_spec, *size, **properties))
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """Normal numbers; arguments as for ``empty``."""
-    return _drawn(shoal_dtensor.randn, empty(sharding_spec, *size, **properties))
+    return _drawn(draw_normal, empty(sharding_spec, *size, **properties))
 
 
 def init_from_local_shards(
@@ -87,7 +89,7 @@ def _drawn(factory: Callable[..., Any], tensor: ShardedTensor) -> ShardedTensor:
     grid = grid_or_none(tensor)
     if grid is None:
         mesh = line_mesh(tensor.process_group, tensor.device.type)
-        placements: Any = (shoal_dtensor.Shard(0),)
+        placements: Any = (CutDim(0),)
     else:
         mesh, placements = bridge.mesh_for(tensor, grid), grid.placements
     if tensor.dim() == 0:
