@@ -25,7 +25,7 @@ TORCHS_OWN = (
 
 # Runs in a fresh process: the state of everything global that an import could change, before and after.
 PROBE = """
-import json, logging, os, signal, sys, threading, time, warnings
+import gc, json, logging, os, signal, sys, threading, time, warnings
 import torch, torch.distributed
 def state():
     return {
@@ -44,6 +44,8 @@ def state():
     }
 modules, before = set(sys.modules), state()
 times = []
+gc.collect()
+gc.freeze()  # a collection that walks all of torch's objects hits some layer by chance: it is not that layer's cost
 for name in sys.argv[1:]:
     start = time.process_time()
     __import__(name)
