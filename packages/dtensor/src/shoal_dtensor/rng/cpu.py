@@ -52,7 +52,9 @@ def fill_cpu(
         operand: for `bernoulli_`, the box's probabilities, of the shape of `local`.
     """
     law = Law(1, None)
-    if frame.numel > CHUNK:
+    if type(local) is not Tensor:
+        law = Law(None, None)  # traced by a compiler: nothing can be probed, and one draw is one node
+    elif frame.numel > CHUNK:
         law = law_of(fill, local.dtype, frame.contiguous, None if operand is None else operand.dtype)
     chunk = CHUNK if law.unit else frame.numel
     scratch = _scratch(min(chunk + (law.unit or 0), frame.numel), local, frame.contiguous)
