@@ -273,3 +273,23 @@ def test_training_with_dropout_does_not_depend_on_the_mesh() -> None:
         found = losses(weights, *inputs)
         assert torch.equal(torch.get_rng_state(), state)
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_compiled_operators_draw_as_eager_ones() -> None:
+    """Below and above the size of a chunk, traced without graph breaks."""
+    mesh = init_device_mesh("cpu", (4,))
+
+    def drop(x: Tensor) -> Tensor:
+        return F.dropout(x * 2, 0.5) + torch.rand_like(x)
+
+    for n in (30, 400):
+        x = torch.linspace(-1, 1, n * n).reshape(n, n)
+        torch.manual_seed(0)
+        expected = drop(x)
+        state = torch.get_rng_state()
+        sharded = sd.distribute_tensor(x, mesh, [Shard(0)])
+        torch.manual_seed(0)
+        got = torch.compile(drop, backend="aot_eager", fullgraph=True)(sharded)
+        assert same(got, expected)
+        assert torch.equal(torch.get_rng_state(), state)

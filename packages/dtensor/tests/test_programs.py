@@ -1,0 +1,197 @@
+"""Covers: the layer as a whole: random chains of operators on random shardings equal one device.
+
+Values, gradients and the generator are compared.  A program is plain data (hypothesis shrinks it): integers that the interpreter reduces modulo whatever is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import shoal_dtensor as sd
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import rank_pool
+
+Step = tuple[str, int, int, int]
+Program = tuple[tuple[int, ...], tuple[int, int], tuple[Step, ...]]
+
+
+@dataclass
+class Machine:
+    """Runs a program on plain tensors (no mesh) or on DTensors; every leaf that it makes gets a gradient."""
+
+    mesh: Any = None
+    leaves: list[Tensor] = field(default_factory=list)
+
+    def leaf(self, shape: Any, cut: int) -> Tensor:
+        """A leaf whose values follow from its shape and number; `cut` picks its placements."""
+        numel = torch.Size(shape).numel()
+        values = (torch.arange(numel, dtype=torch.float64) * (0.37 + len(self.leaves))).sin().reshape(shape)
+        if self.mesh is not None:
+            values = sd.distribute_tensor(values, self.mesh, self.placements(tuple(shape), cut))
+        made = values.requires_grad_()
+        self.leaves.append(made)
+        return made
+
+    def placements(self, shape: tuple[int, ...], cut: int) -> list[Any]:
+        """Replicate or a plain or ragged cut for every mesh axis, as the digits of `cut` say."""
+        found: list[Any] = []
+        taken: set[int] = set()
+        for axis in range(self.mesh.ndim):
+            cut, digit = divmod(cut, 2 * len(shape) + 1)
+            if digit == 0 or not shape:
+                found.append(Replicate())
+                continue
+            dim, ragged = divmod(digit - 1, 2)
+            ways = self.mesh.size(axis)
+            if ragged and dim not in taken and not any(p == Shard(dim) for p in found):
+                first = (cut + 1) % (shape[dim] + 1)
+                found.append(Shard(dim, sizes=[first, *[0] * (ways - 2), shape[dim] - first]))
+                taken.add(dim)
+            elif dim in taken:
+                found.append(Replicate())
+            else:
+                found.append(Shard(dim))
+        return found
+
+    def redistribute(self, x: Tensor, cut: int) -> Tensor:
+        if not isinstance(x, DTensor):
+            return x
+        return x.redistribute(placements=self.placements(tuple(x.shape), cut))
+
+    def run(self, program: Program) -> Tensor:
+        _, shape, steps = program
+        x = self.leaf(shape, steps[0][1])
+        for name, a, b, c in steps:
+            x = STEPS[name](self, x, a, b, c)
+            if x.numel() > 4000:
+                x = x.narrow(0, 0, 1)
+        return x
+
+
+def dim_of(x: Tensor, a: int) -> int:
+    return a % x.ndim
+
+
+def narrowed(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    dim = dim_of(x, a)
+    start = b % x.shape[dim]
+    return x.narrow(dim, start, c % (x.shape[dim] - start) + 1)
+
+
+def matmul(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    return x @ m.leaf((x.shape[-1], a % 6 + 1), b) / x.shape[-1]
+
+
+def linear(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    width = a % 5 + 1
+    return F.linear(x, m.leaf((width, x.shape[-1]), b), m.leaf((width,), c)) / x.shape[-1]
+
+
+def reshaped(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    """Dims joined, or one split by a divisor."""
+    if a % 2 == 0 and x.ndim > 1:
+        dim = b % (x.ndim - 1)
+        return x.flatten(dim, dim + 1)
+    dim = dim_of(x, b)
+    divisors = [k for k in range(1, x.shape[dim] + 1) if x.shape[dim] % k == 0]
+    return x.unflatten(dim, (divisors[c % len(divisors)], -1)) if x.ndim < 4 else x
+
+
+def written(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    """A copy, part of it written through a view."""
+    made = x * 1.0
+    dim = dim_of(x, a)
+    made.narrow(dim, b % x.shape[dim], 1).mul_(2.0).add_(0.5)
+    return made
+
+
+def indexed(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+    dim = dim_of(x, a)
+    picks = torch.tensor([b, c, b + c, c]) % x.shape[dim]
+    if isinstance(x, DTensor):
+        picks = sd.distribute_tensor(picks, m.mesh, [Replicate()] * m.mesh.ndim)
+    return x.index_select(dim, picks)
+
+
+STEPS: dict[str, Callable[[Machine, Tensor, int, int, int], Tensor]] = {
+    "gelu": lambda m, x, a, b, c: F.gelu(x),
+    "square": lambda m, x, a, b, c: x * x + 0.25,
+    "add row": lambda m, x, a, b, c: x + m.leaf(x.shape[-1:], a),
+    "multiply": lambda m, x, a, b, c: x * m.leaf(x.shape, a),
+    "matmul": matmul,
+    "linear": linear,
+    "softmax": lambda m, x, a, b, c: x.softmax(dim_of(x, a)),
+    "sum": lambda m, x, a, b, c: x.sum(dim_of(x, a), keepdim=True),
+    "mean": lambda m, x, a, b, c: x.mean(dim_of(x, a), keepdim=x.ndim == 1),
+    "var": lambda m, x, a, b, c: x.var(dim_of(x, a), correction=0, keepdim=True),
+    "maximum": lambda m, x, a, b, c: x.amax(dim_of(x, a), keepdim=True) + x,
+    "layer_norm": lambda m, x, a, b, c: F.layer_norm(x, x.shape[-1:], m.leaf(x.shape[-1:], a)),
+    "transpose": lambda m, x, a, b, c: x.transpose(dim_of(x, a), dim_of(x, b)),
+    "reshape": reshaped,
+    "narrow": narrowed,
+    "flip": lambda m, x, a, b, c: x.flip(dim_of(x, a)),
+    "roll": lambda m, x, a, b, c: x.roll(b, dim_of(x, a)),
+    "cumsum": lambda m, x, a, b, c: x.cumsum(dim_of(x, a)) / 4,
+    "cat": lambda m, x, a, b, c: torch.cat([x, x * 2], dim_of(x, a)),
+    "pad": lambda m, x, a, b, c: F.pad(x, (a % 2, b % 3)),
+    "sort": lambda m, x, a, b, c: x.sort(dim_of(x, a)).values,
+    "index": indexed,
+    "write": written,
+    "dropout": lambda m, x, a, b, c: F.dropout(x, 0.3),
+    "noise": lambda m, x, a, b, c: x + torch.randn_like(x),
+    "redistribute": lambda m, x, a, b, c: m.redistribute(x, a * 13 + b),
+}
+NUMBER = st.integers(0, 200)
+STEP = st.tuples(st.sampled_from(sorted(STEPS)), NUMBER, NUMBER, NUMBER)
+PROGRAM = st.tuples(
+    st.sampled_from([(4,), (2, 2)]),
+    st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    st.lists(STEP, min_size=3, max_size=8).map(tuple),
+)
+
+
+def compare(program: Program) -> None:
+    """One rank's part of a test: the program on one device, and on the mesh."""
+    plain, mesh = Machine(), init_device_mesh("cpu", program[0])
+    sharded = Machine(mesh)
+    outputs = []
+    states = []
+    for machine in (plain, sharded):
+        torch.manual_seed(7)
+        x = machine.run(program)
+        outputs.append(x)
+        states.append(torch.get_rng_state())
+        (x * x).sum().backward()
+    expected, got = outputs
+    assert isinstance(got, DTensor)
+    assert torch.equal(states[0], states[1]), "generator"
+    torch.testing.assert_close(got.detach().full_tensor(), expected.detach(), rtol=1e-8, atol=1e-9)
+    for one, other in zip(plain.leaves, sharded.leaves, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            assert isinstance(other.grad, DTensor)
+            assert other.grad.placements == other.placements, "a leaf's gradient lies as the leaf does"  # type: ignore[attr-defined]  # a DTensor
+            torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(PROGRAM)
+def test_random_programs_equal_one_device(program: Program) -> None:
+    rank_pool(4).run(compare, program)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(PROGRAM)
+def test_many_random_programs_equal_one_device(program: Program) -> None:
+    rank_pool(4).run(compare, program)
