@@ -37,7 +37,7 @@ def third_party(session: nox.Session) -> Path:
     digest = hashlib.sha256(told.encode()).hexdigest()
     if not stamp.exists() or stamp.read_text() != digest:
         session.log("installing third-party packages once for all sessions (torch is large: about a minute)")
-        session.run("virtualenv", "--clear", "--python", sys.executable, str(home), external=True, silent=True)
+        session.run(sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True)
         pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
         session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
         stamp.write_text(digest)
