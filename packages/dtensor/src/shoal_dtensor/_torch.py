@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = [
     "disabled_torch_function",
     "in_backward",
     "is_all_zero",
+    "is_nameless",
     "is_view",
     "make_wrapper",
     "pytree",
@@ -128,3 +130,34 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return op.decompose
     return decomposition_table.get(op)
+
+
+def is_nameless(tensor: torch.Tensor) -> bool:
+    """Whether no Python code but the dispatch in progress can refer to a plain tensor, nor to one that it is a view of.
+
+    Such a tensor was made by torch's own C++: the index that `x[[0, 1]]` becomes, zeros and ranges inside a composite
+    operator or a gradient formula.  It is the same on every rank.  What a user passes, even as a temporary, is also
+    referred to by the calling frame.  Call it on the parameter of a function that got it from a loop over arguments.
+    """
+    return sys.getrefcount(tensor) == _references_of_nameless() + 1 and not tensor._is_view()
+
+
+@cache
+def _references_of_nameless() -> int:
+    """References to such a tensor one call above `is_nameless`; measured, for it differs between versions of Python."""
+    seen: list[int] = []
+
+    def look(tensor: torch.Tensor) -> None:
+        seen.append(sys.getrefcount(tensor))
+
+    class Probe(torch.Tensor):
+        __torch_function__ = disabled_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for index in args[1]:
+                look(index)
+            return args[0]
+
+    make_wrapper(Probe, (2,))[[0]]
+    return seen[0] if seen else -1

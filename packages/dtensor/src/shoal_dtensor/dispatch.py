@@ -7,13 +7,13 @@ local function, wrap what comes out.  All thinking happens once per key, in `pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal_mesh import purpose
 
-from ._torch import OpOverload, in_backward, is_all_zero, make_wrapper
+from ._torch import OpOverload, in_backward, is_all_zero, is_nameless, make_wrapper
 from .errors import MixedTensorError
 from .placements import Replicate
 from .policy import Scope, current, within
@@ -28,6 +28,19 @@ MAX_DECISIONS = 4096
 
 _ONE, _SAME, _LIST, _OTHER = Form.ONE, Form.SAME, Form.LIST, Form.OTHER
 _NUMBERS = frozenset({int, float, bool, complex})
+
+
+class _Plain(NamedTuple):
+    """A plain tensor among the arguments, as part of a key.
+
+    Attributes:
+        own: whether torch itself made it, inside an operator or in place of a gradient that nobody gave.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    own: bool
 
 
 class _Decisions(dict[Any, Decision]):
@@ -121,7 +134,8 @@ def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa:
             key.append(type(arg))
         return local
     if isinstance(arg, torch.Tensor):
-        key.append((torch.Tensor, arg.shape, arg.stride(), arg.dtype, _is_missing_gradient(arg)))
+        own = arg.ndim > 0 and (is_nameless(arg) or (in_backward() and is_all_zero(arg)))
+        key.append(_Plain(arg.shape, arg.stride(), arg.dtype, own))
     elif isinstance(arg, torch.Generator):
         key.append(torch.Generator)
     else:
@@ -135,12 +149,13 @@ def _decided(
     """Decide a call that was not seen before, and remember it."""
     found = [item for item in _tensors([*args, *kwargs.values()]) if isinstance(item, cls)]
     meshes = dict.fromkeys(item._spec.mesh for item in found)
+    plain = (entry for entry in key if type(entry) is _Plain)
 
     def specs(value: Any) -> Any:
         if isinstance(value, cls):
             return value._spec
         if isinstance(value, torch.Tensor):
-            return _replicated(op, value, list(meshes), scope)
+            return _replicated(op, next(plain), list(meshes), scope)
         return [specs(item) for item in value] if isinstance(value, list | tuple) else value
 
     arguments = [specs(arg) for arg in args]
@@ -155,23 +170,15 @@ def _decided(
     return decision
 
 
-def _replicated(op: OpOverload, tensor: torch.Tensor, meshes: Sequence[Any], scope: Scope) -> Spec:
-    """The spec of a plain tensor among DTensors: replicated if it has no dims, is no value, or the scope says so."""
-    if tensor.ndim and not scope.plain_is_replicated and not _is_missing_gradient(tensor):
+def _replicated(op: OpOverload, tensor: _Plain, meshes: Sequence[Any], scope: Scope) -> Spec:
+    """The spec of a plain tensor among DTensors: replicated if it has no dims, is torch's own, or the scope says so."""
+    if tensor.shape and not tensor.own and not scope.plain_is_replicated:
         raise MixedTensorError(
             f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}; make it a DTensor with "
             f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
         )
     mesh = meshes[0]
-    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _is_missing_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor is what autograd puts in place of a gradient that an output did not get.
-
-    The formulas of split, unbind and their like make such zeros themselves, of the global shape on every rank.
-    """
-    return tensor.ndim > 0 and in_backward() and is_all_zero(tensor)
+    return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride, tensor.dtype)
 
 
 def _general(

@@ -315,6 +315,11 @@ class _LikeLeaf:
         self.spec = spec
 
     def __call__(self, grad: Any) -> Any:
+        if not isinstance(grad, DTensor):  # zeros that a formula made: the same on every rank
+            mesh = self.spec.mesh
+            grad = DTensor(
+                grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype), requires_grad=False
+            )
         found = grad._spec
         if found.cuts == self.spec.cuts and not found.partials and found.mesh is self.spec.mesh:
             return None
