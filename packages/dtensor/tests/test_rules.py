@@ -44,6 +44,8 @@ CASES: list[tuple[Any, ...]] = [
     (aten.div.Tensor_mode, real(5, 2), real(5, 2), {"rounding_mode": "floor"}),
     (aten.where.self, real(5, 2) > 0, real(5, 2), real(2)),
     (aten.masked_fill.Scalar, real(5, 2), real(5, 2) > 0, 0.5),
+    (aten.masked_fill_.Scalar, real(5, 2), real(5, 2) > 0, 0.5),
+    (aten.add.Tensor, real(5, 2), real(5, 2), {"alpha": 2}),
     (aten.clamp.default, real(5, 2), -0.5, 0.5),
     (aten._to_copy.default, real(5, 2), {"dtype": torch.int64}),
     (aten._to_copy.default, real(5, 2), {"dtype": torch.float32}),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..placements import REDUCE_OPS
-from ..spec import TensorMeta
 from .local import across, cutting, replacing
 from .notation import pointwise
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
@@ -41,15 +40,14 @@ def _number_operands(call: OpCall) -> int:
 
 
 def _offset(decided: LocalCall) -> LocalFunction | None:
-    """Adding a number to a partial sum, or filling it with one: the first coordinate does it, the others take 0."""
+    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
     call, made = decided.call, decided.outputs[0]
     axes = [axis for axis, op in made.partials if op == "sum"]
-    if not axes or len(call.tensors) > 1 or not _number_operands(call):
+    name = next(
+        (name for name in ("other", "value", "self") if isinstance(call.get(name), int | float | complex)), None
+    )
+    if not axes or name is None or made.coordinate is None or not any(made.coordinate[axis] for axis in axes):
         return None
-    coordinate = made.coordinate
-    if coordinate is None or not any(coordinate[axis] for axis in axes):
-        return None
-    name = next(a.name for a in call.op._schema.arguments[:2] if not isinstance(call.get(a.name), TensorMeta))
     return replacing(call, **{name: 0})
 
 
@@ -109,7 +107,9 @@ def _where(call: OpCall) -> Found:
 
 
 def _masked_fill(call: OpCall) -> Found:
-    found = [(inputs, P(op)) for op in IDEMPOTENT for inputs in (_only(call, 0, op),)]
+    found: Found = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    if len(call.tensors) == 2:
+        found.append(((P("sum"), R), P("sum")))
     if len(call.tensors) == 3:
         found += [((P(op), R, P(op)), P(op)) for op in REDUCE_OPS]
         found += [((R, R, P(op)), P(op)) for op in IDEMPOTENT]
@@ -223,7 +223,7 @@ _RULES: dict[str, Rule] = {
     "zero": pointwise(partial=_zeroed),
     "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_where),
     "where.Scalar": _PLAIN,
-    "masked_fill": pointwise(partial=_masked_fill),
+    "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
     # -- linear
     "add sub": _SUM,
     "rsub": pointwise(partial=_reversed_difference),
@@ -233,7 +233,9 @@ _RULES: dict[str, Rule] = {
     "lerp": pointwise(partial=_blended),
     "addcmul": pointwise(partial=_ternary_sum),
     "addcdiv": pointwise(partial=_ternary_quotient),
-    "conj_physical _conj_physical _conj _neg_view resolve_conj resolve_neg": _LINEAR,
+    "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
+    "_conj": replace(_LINEAR, local=lambda decided: torch.conj_physical),  # local tensors carry no pending conjugation
+    "_neg_view": replace(_LINEAR, local=lambda decided: torch.neg),
     "rad2deg deg2rad": _LINEAR_RISING,
     # -- increasing for all real numbers
     "relu relu6 exp exp2 expm1 tanh sigmoid atan asinh erf sinh ceil floor trunc sign": _RISING,
