@@ -55,6 +55,7 @@ def load(
             have, a size that differs.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
     group = resolve(process_group)
     flat = dict(_flat(state_dict))
@@ -64,7 +65,7 @@ def load(
     error: Exception | None = None
     try:
         dcp.load(staged, storage_reader=reader, planner=_planner(), process_group=process_group)
-    except Exception as found:  # noqa: BLE001, RUF100  # a broken file can raise anything while it is read
+    except (Exception, CheckpointException) as found:  # noqa: BLE001, RUF100  # a broken file can raise anything while it is read
         error = CheckpointError(f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_root(found)}")
     agree(group, {}, error)
     with torch.no_grad():
