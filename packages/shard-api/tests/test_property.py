@@ -90,7 +90,7 @@ def operations(seed: int, count: int) -> tuple[int, int]:
                 got = OPS[name](*sharded)
         where = f"{name} of {shape} in {specs}"
         torch.testing.assert_close(full(got), wanted, msg=where)
-        weights = torch.randn_like(wanted)
+        weights: Any = torch.randn_like(wanted)
         (full(got) * weights).sum().backward()
         (wanted * weights).sum().backward()
         for a, b in zip(sharded, plain, strict=True):

@@ -35,7 +35,8 @@ class Exchange:
         recv_sizes: Elements that come from every rank of the group.
         shapes: Shape of every local target shard; one empty shape where this rank gets none.
         send_as_is: The local source shard, flattened, already is what is sent.
-        recv_as_is: What arrives, reshaped, already is the local target shard.
+        recv_dim: Dim along which the arriving blocks, one after the other, make up the one local target shard (along
+            dim 0 what arrives already is it); None if they do not.
     """
 
     sends: tuple[Part, ...]
@@ -44,7 +45,7 @@ class Exchange:
     recv_sizes: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     send_as_is: bool
-    recv_as_is: bool
+    recv_dim: int | None
 
 
 @lru_cache(maxsize=4096)
@@ -67,8 +68,8 @@ def plan(source: Layout, target: Layout, ranks: tuple[int, ...], rank: int) -> E
         receives,
         recv_sizes,
         tuple(tuple(stop - start for start, stop in box) for box in wanted[rank]) or ((0,),),
-        _in_order(sends, held[rank]),
-        _in_order(receives, wanted[rank]),
+        _stacked(sends, held[rank]) == 0,
+        _stacked(receives, wanted[rank]),
     )
 
 
@@ -87,17 +88,22 @@ def _blocks(pairs: list[tuple[list[Box], list[Box]]], *, of_source: bool) -> tup
     return tuple(parts), tuple(sizes)
 
 
-def _in_order(parts: Sequence[Part], boxes: Sequence[Box]) -> bool:
-    """Whether the blocks, one after the other, are the one local shard in row-major order."""
-    if len(boxes) != 1 or not boxes[0]:
-        return False
+def _stacked(parts: Sequence[Part], boxes: Sequence[Box]) -> int | None:
+    """The dim along which the blocks, one after the other, make up the one local shard; None if there is none."""
+    if len(boxes) != 1 or not parts:
+        return None
     shape = [stop - start for start, stop in boxes[0]]
-    row = 0
-    for _, (first, *rest) in parts:
-        if first.start != row or any(s.stop - s.start != n for s, n in zip(rest, shape[1:], strict=True)):
-            return False
-        row = first.stop
-    return row == shape[0]
+    for dim in range(len(shape)):
+        at = 0
+        for _, where in parts:
+            whole = all(s.stop - s.start == n for d, (s, n) in enumerate(zip(where, shape, strict=True)) if d != dim)
+            if where[dim].start != at or not whole:
+                break
+            at = where[dim].stop
+        else:
+            if at == shape[dim]:
+                return dim
+    return None
 
 
 def move(parts: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm) -> list[torch.Tensor]:
@@ -134,8 +140,12 @@ class _Move(torch.autograd.Function):
 
 def _run(exchange: Exchange, parts: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
     arrived = all_to_all_v(_packed(exchange, parts), comm, exchange.send_sizes, exchange.recv_sizes)
-    if exchange.recv_as_is:
+    if exchange.recv_dim == 0:
         return [arrived.view(exchange.shapes[0])]
+    if exchange.recv_dim is not None:
+        shapes = [[each.stop - each.start for each in where] for _, where in exchange.receives]
+        blocks = torch.split(arrived, [prod(shape) for shape in shapes])
+        return [torch.cat([b.view(shape) for b, shape in zip(blocks, shapes, strict=True)], exchange.recv_dim)]
     out = [arrived.new_empty(shape) for shape in exchange.shapes]
     _unpack(exchange, arrived, out)
     return out
