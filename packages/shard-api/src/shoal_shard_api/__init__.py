@@ -22,7 +22,7 @@ from .errors import (
 from .groups import _get_current_process_group, load_with_process_group
 from .metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
 from .module import _collect_local_shard, _reshard_output, _shard_tensor, shard_module, shard_parameter
-from .ops import custom_sharded_op_impl, implicit_reshard
+from .ops import _sharded_op_impl, custom_sharded_op_impl, implicit_reshard
 from .optimizer import ShardedOptimizer, named_params_with_sharded_tensor
 from .plan import Sharder, ShardingPlan, ShardingPlanner
 from .shard import Shard, narrow_tensor, narrow_tensor_by_index
@@ -76,6 +76,7 @@ __all__ = [
     "_infer_sharding_spec_from_shards_metadata",
     "_reshard_output",
     "_shard_tensor",
+    "_sharded_op_impl",
     "check_tensor",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .errors import LocalShardError, RankMismatchError, ShardingSpecError
+from .errors import LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
 from .groups import agree, members
 from .metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from .shard import Shard, check_properties
@@ -179,7 +179,20 @@ def empty_parts(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
     return [part.requires_grad_(properties.requires_grad) for part in parts]
 
 
+def placed(parts: Sequence[torch.Tensor], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+    """This rank's data on the devices that the metadata name; no copy where they are there."""
+    rank = dist.get_rank()
+    own = [device_of(each) for each in metadata.shards_metadata if each.rank == rank]
+    return [part.to(device) for part, device in zip(parts, own, strict=True)] if own else list(parts)
+
+
 def device_of(shard: ShardMetadata) -> torch.device:
     """Device of a shard whose placement has been checked."""
     assert shard.placement is not None, "a placement without a rank is refused before"
     return shard.placement.device()
+
+
+def refuse_rrefs(init_rrefs: bool) -> None:
+    """Raise UnsupportedOpError where remote references are asked for: they are left out (docs/adr/0010)."""
+    if init_rrefs:
+        raise UnsupportedOpError("init_rrefs: remote references over RPC are left out; use gather or reshard")

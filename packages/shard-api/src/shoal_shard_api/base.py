@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from ._torch import make_wrapper
-from .assemble import known_size
+from .assemble import empty_parts, known_size
 from .enumerable_spec import _infer_sharding_spec_from_shards_metadata
 from .errors import LocalShardError, UnsupportedOpError
+from .groups import _get_current_process_group, resolve
 from .metadata import Layout, ShardedTensorMetadata, TensorProperties
 from .shard import Shard
 from .spec import ShardingSpec
@@ -47,15 +48,12 @@ class ShardedTensorBase(torch.Tensor):
         requires_grad: bool = False,
         pin_memory: bool = False,
         memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> ShardedTensorBase:
+    ) -> Self:
         """An object with metadata and no shards yet."""
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
-        made: ShardedTensorBase = cls._wrap(
-            sharding_spec, sharding_spec.build_metadata(known_size(size), properties), []
-        )
-        return made
+        return cls._wrap(sharding_spec, sharding_spec.build_metadata(known_size(size), properties), [])
 
     @classmethod
     def _wrap(
@@ -66,7 +64,7 @@ class ShardedTensorBase(torch.Tensor):
         group: dist.ProcessGroup | None = None,
         *,
         stride: Sequence[int] | None = None,
-    ) -> Any:
+    ) -> Self:
         """The object around local data that are known to fit; no checks, no communication.
 
         ``parts`` are this rank's shards in the order of the metadata, or one empty tensor where it has none: that one
@@ -76,7 +74,7 @@ class ShardedTensorBase(torch.Tensor):
         own = [shard for shard in metadata.shards_metadata if rank is not None and shard.rank == rank]
         device = parts[0].device if parts else torch.device("cpu")
         props = metadata.tensor_properties
-        self = make_wrapper(
+        self: Self = make_wrapper(
             cls, metadata.size, stride, props.dtype, device=device, layout=props.layout, pin_memory=props.pin_memory
         )
         self._sharding_spec, self._metadata, self._process_group = spec, metadata, group
@@ -118,7 +116,7 @@ class ShardedTensorBase(torch.Tensor):
         local_shards: Sequence[Shard],
         sharded_tensor_metadata: ShardedTensorMetadata,
         sharding_spec: ShardingSpec | None = None,
-    ) -> ShardedTensorBase:
+    ) -> Self:
         """The tensor of these shards; the metadata are trusted to be the same on every rank, the shards are checked."""
         shards = sharded_tensor_metadata.shards_metadata
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(shards)
@@ -127,8 +125,7 @@ class ShardedTensorBase(torch.Tensor):
             if shard.metadata not in shards:
                 raise LocalShardError(f"the shard {shard.metadata} is not in the metadata {shards}")
         self._local_shards = list(local_shards)
-        tensor: ShardedTensorBase = self
-        return tensor
+        return self
 
     @property
     def requires_grad(self) -> bool:
@@ -170,3 +167,18 @@ class ShardedTensorBase(torch.Tensor):
 def _anchor(part: torch.Tensor) -> torch.Tensor:
     """The empty tensor, of one dim, that keeps the place in autograd of a rank without shards."""
     return part if part.dim() == 1 else part.reshape(0)
+
+
+def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
+    """The pickled ShardedTensor, on the group of ``load_with_process_group`` or the default one.
+
+    Raises:
+        ProcessGroupError: This rank has another place in the group or the world than the one that saved it.
+    """
+    group = resolve(_get_current_process_group())
+    state["group"].check(group)
+    parts = [shard.tensor for shard in state["shards"]] or empty_parts(state["metadata"])
+    made = cls._wrap(state["spec"], state["metadata"], parts, group)
+    made.requires_grad = state["metadata"].tensor_properties.requires_grad
+    made.__dict__.update(state["marks"])
+    return made

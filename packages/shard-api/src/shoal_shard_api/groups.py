@@ -182,6 +182,12 @@ def _shared_error(error: Exception, failed: list[int], world: int) -> Exception:
         return RuntimeError(f"{type(error).__name__} {text}")
 
 
+def devices_of_all(group: dist.ProcessGroup, device: torch.device) -> dict[int, torch.device]:
+    """Global rank -> the device that it passed; all must be of one type."""
+    reports = agree(group, {"device type": device.type, "~device": device})
+    return {rank: report["~device"] for rank, report in zip(members(group), reports, strict=True)}
+
+
 def comm_of(group: dist.ProcessGroup, device_type: str) -> Comm:
     """The communicator over all ranks of the group, in group order."""
     return line_mesh(group, device_type).comm(0)

@@ -54,6 +54,9 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], Cus
     return register
 
 
+_sharded_op_impl = custom_sharded_op_impl  # torch has one name for its own ops and one for the user's
+
+
 @contextmanager
 def implicit_reshard(allow: bool = True) -> Iterator[None]:
     """Let ops move layouts that have no placements to one that has (cut along dim 0), instead of refusing them."""

@@ -17,11 +17,21 @@ import torch.distributed as dist
 from shoal_mesh import Comm
 
 from . import bridge, checkpointable, ops
-from .assemble import check_layout, check_ranks, describe, described_by, empty_parts, flatten_size, known_size
-from .base import ShardedTensorBase
+from .assemble import (
+    check_layout,
+    check_ranks,
+    describe,
+    described_by,
+    empty_parts,
+    flatten_size,
+    known_size,
+    placed,
+    refuse_rrefs,
+)
+from .base import ShardedTensorBase, load_pickled
 from .enumerable_spec import _infer_sharding_spec_from_shards_metadata
 from .errors import LocalShardError, UnsupportedOpError
-from .groups import ProcessGroupState, _get_current_process_group, agree, comm_of, gather_error, members, resolve
+from .groups import ProcessGroupState, agree, comm_of, devices_of_all, gather_error, resolve
 from .handlers import laid_out_as
 from .metadata import ShardedTensorMetadata, TensorProperties, moved_to
 from .reshard import collect, deliver, gather, move
@@ -58,12 +68,11 @@ class ShardedTensor(ShardedTensorBase):
         **properties: Any,
     ) -> ShardedTensor:
         """See the class."""
-        _refuse_rrefs(init_rrefs)
+        refuse_rrefs(init_rrefs)
         group = resolve(process_group)
         metadata = described_by(ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group)
         check_layout(metadata.tensor_properties)
-        made: ShardedTensor = cls._wrap(sharding_spec, metadata, empty_parts(metadata), group)
-        return made
+        return cls._wrap(sharding_spec, metadata, empty_parts(metadata), group)
 
     # --- construction from what the ranks have ------------------------------------------------------------------
 
@@ -87,14 +96,13 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             LocalShardError, RankMismatchError, ShardingSpecError: On every rank, see ``assemble.describe``.
         """
-        _refuse_rrefs(init_rrefs)
+        refuse_rrefs(init_rrefs)
         group = resolve(process_group)
         metadata, shards = describe(local_shards, flatten_size(global_size), group)
         check_ranks(metadata, group)
         parts = [shard.tensor for shard in shards] or empty_parts(metadata)
         spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        made: ShardedTensor = cls._wrap(spec, metadata, parts, group)
-        return made
+        return cls._wrap(spec, metadata, parts, group)
 
     @classmethod
     def _init_from_local_tensor(
@@ -110,7 +118,7 @@ class ShardedTensor(ShardedTensorBase):
         Raises:
             LocalShardError: The local tensor has another size than the spec gives this rank, or is not contiguous.
         """
-        _refuse_rrefs(init_rrefs)
+        refuse_rrefs(init_rrefs)
         group = resolve(process_group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = described_by(sharding_spec.build_metadata(known_size(global_size), properties), group)
@@ -120,8 +128,7 @@ class ShardedTensor(ShardedTensorBase):
                 f"the spec gives rank {dist.get_rank()} {len(own)} shards, one local tensor was given"
             )
         parts = [shard.tensor for shard in ordered_for([Shard(local_tensor, each) for each in own], metadata)]
-        made: ShardedTensor = cls._wrap(sharding_spec, metadata, parts or empty_parts(metadata), group)
-        return made
+        return cls._wrap(sharding_spec, metadata, parts or empty_parts(metadata), group)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
@@ -138,14 +145,13 @@ class ShardedTensor(ShardedTensorBase):
             LocalShardError: The local shards are not those that the metadata give this rank.
             ShardingSpecError: The metadata overlap, leave a gap, or place shards outside the group.
         """
-        _refuse_rrefs(init_rrefs)
+        refuse_rrefs(init_rrefs)
         group = resolve(process_group)
         metadata = described_by(sharded_tensor_metadata, group)
         check_layout(metadata.tensor_properties)
         shards = ordered_for(local_shards, metadata)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        made: ShardedTensor = cls._wrap(spec, metadata, [s.tensor for s in shards] or empty_parts(metadata), group)
-        return made
+        return cls._wrap(spec, metadata, [s.tensor for s in shards] or empty_parts(metadata), group)
 
     @classmethod
     def _scatter(
@@ -156,11 +162,7 @@ class ShardedTensor(ShardedTensorBase):
         properties = TensorProperties.create_from_tensor(tensor)
         metadata = described_by(spec.build_metadata(tensor.size(), properties), group)
         parts = deliver(tensor.detach(), metadata.layout, src_rank, comm_of(group, tensor.device.type))
-        own = [each for each in metadata.shards_metadata if each.rank == dist.get_rank()]
-        for i, each in enumerate(own):
-            assert each.placement is not None, "described_by has checked the ranks"
-            parts[i] = parts[i].to(each.placement.device())
-        made: ShardedTensor = cls._wrap(spec, metadata, parts, group)
+        made = cls._wrap(spec, metadata, placed(parts, metadata), group)
         made.requires_grad = tensor.requires_grad
         return made
 
@@ -171,10 +173,7 @@ class ShardedTensor(ShardedTensorBase):
         properties = replace(metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad)
         if properties != metadata.tensor_properties:
             metadata = replace(metadata, tensor_properties=properties)
-        made: ShardedTensor = self._wrap(
-            self._sharding_spec, metadata, parts, self._process_group, stride=stride or self.stride()
-        )
-        return made
+        return self._wrap(self._sharding_spec, metadata, parts, self._process_group, stride=stride or self.stride())
 
     # --- access ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +218,10 @@ class ShardedTensor(ShardedTensorBase):
     def grad(self) -> None:
         self.grad = None
 
+    def _get_preferred_device(self) -> torch.device:
+        """Where this rank's shards lie, and so where collectives on them run."""
+        return self._parts[0].device
+
     def remote_shards(self) -> dict[int, Any]:
         """Not here: raises UnsupportedOpError (docs/shard_api_parity.md says why)."""
         raise UnsupportedOpError("remote references over RPC are left out; use gather, full_tensor or reshard")
@@ -235,12 +238,7 @@ class ShardedTensor(ShardedTensorBase):
             spec.build_metadata(self.size(), self.metadata().tensor_properties), self._process_group
         )
         parts = move(self._parts, self._layout, metadata.layout, self._comm)
-        own = [each.placement for each in metadata.shards_metadata if each.rank == dist.get_rank()]
-        for i, placement in enumerate(own):
-            if placement is not None and placement.device().type != parts[i].device.type:
-                parts[i] = parts[i].to(placement.device())
-        made: ShardedTensor = self._wrap(spec, metadata, parts, self._process_group)
-        return made
+        return self._wrap(spec, metadata, placed(parts, metadata), self._process_group)
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """Lay this very tensor out by another spec, whatever both specs are, and return it; all ranks call it.
@@ -307,21 +305,15 @@ class ShardedTensor(ShardedTensorBase):
             return self
         spec, metadata = self._sharding_spec, self._metadata
         if parts[0].device != self._parts[0].device:
-            metadata = moved_to(metadata, self._devices_of_all(parts[0].device))
+            metadata = moved_to(metadata, devices_of_all(self._process_group, parts[0].device))
             spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         properties = replace(metadata.tensor_properties, dtype=parts[0].dtype)
-        moved: ShardedTensor = self._wrap(
+        return self._wrap(
             spec,
             replace(metadata, tensor_properties=properties),
             parts,
             resolve(group) if group else self._process_group,
         )
-        return moved
-
-    def _devices_of_all(self, device: torch.device) -> dict[int, torch.device]:
-        """Global rank -> where its shards lie now."""
-        reports = agree(self._process_group, {"device type": device.type, "~device": device})
-        return {rank: report["~device"] for rank, report in zip(members(self._process_group), reports, strict=True)}
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
@@ -388,7 +380,7 @@ class ShardedTensor(ShardedTensorBase):
             "group": ProcessGroupState.of(self._process_group),
             "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},  # as torch.nn.Parameter sets it
         }
-        return _load, (type(self), state)
+        return load_pickled, (type(self), state)
 
     __create_write_items__ = checkpointable.create_write_items
     __create_chunk_list__ = checkpointable.create_chunk_list
@@ -400,22 +392,6 @@ class ShardedTensor(ShardedTensorBase):
             f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
             f"spec={self._sharding_spec}, local={[(s.metadata.shard_offsets, s.tensor) for s in self._local_shards]})"
         )
-
-
-def _load(cls: type[ShardedTensor], state: dict[str, Any]) -> ShardedTensor:
-    """The pickled tensor, on the group of ``load_with_process_group`` or the default one."""
-    group = resolve(_get_current_process_group())
-    state["group"].check(group)
-    parts = [shard.tensor for shard in state["shards"]] or empty_parts(state["metadata"])
-    made: ShardedTensor = cls._wrap(state["spec"], state["metadata"], parts, group)
-    made.requires_grad = state["metadata"].tensor_properties.requires_grad
-    made.__dict__.update(state["marks"])
-    return made
-
-
-def _refuse_rrefs(init_rrefs: bool) -> None:
-    if init_rrefs:
-        raise UnsupportedOpError("init_rrefs: remote references over RPC are left out; use gather or reshard")
 
 
 ShardingSpec.bind(ShardedTensor._scatter)
