@@ -116,9 +116,10 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
         recv_sizes: elements from each rank; what that rank's `send_sizes` says for this one.
     """
     comm = comm if type(comm) is Comm else resolve(comm)
-    _check_sizes(send_sizes, comm)
-    _check_sizes(recv_sizes, comm)
-    if flat.ndim != 1 or flat.shape[0] != sum(send_sizes):
+    if min(send_sizes) < 0 or min(recv_sizes) < 0 or not len(send_sizes) == len(recv_sizes) == comm.size:
+        _check_sizes(send_sizes, comm)
+        _check_sizes(recv_sizes, comm)
+    if flat.shape != (sum(send_sizes),):
         raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
     if observers and not inside_told() and comm.size > 1:
         event = Event("all_to_all_single", comm, (flat,))
@@ -132,7 +133,10 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
 
 def exchange(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """What `all_to_all_v` gives, for a contiguous tensor and checked sizes."""
-    value, work = kernels.all_to_all_v(flat, comm, list(send), list(receive))
+    send, receive = send if type(send) is list else list(send), receive if type(receive) is list else list(receive)
+    value, work = kernels.all_to_all_v(flat, comm, send, receive)
     if work is not None:
         work.wait()
-    return value if comm.order is None else torch.cat(kernels.split_ordered(value, comm, receive))
+    if comm.order is None:
+        return value
+    return torch.cat(kernels.split_ordered(value, comm, receive))
