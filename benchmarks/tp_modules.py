@@ -73,6 +73,9 @@ class Reduce(torch.autograd.Function):
         return grad
 
 
+Layer = Callable[[int, int], nn.Module]
+
+
 class HandColumn(nn.Module):
     """Some columns of a linear layer."""
 
@@ -112,11 +115,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A transformer block of nine modules."""
 
-    def __init__(self, column: Callable[[int, int], nn.Module], row: Callable[[int, int], nn.Module]) -> None:
+    def __init__(self, column: Layer, row: Layer, dim: int = DIM, hidden: int = HIDDEN, heads: int = HEADS) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.act = nn.LayerNorm(DIM), nn.LayerNorm(DIM), nn.ReLU()
-        self.wq, self.wk, self.wv = column(DIM, DIM), column(DIM, DIM), column(DIM, DIM)
-        self.wo, self.w1, self.w2 = row(DIM, DIM), column(DIM, HIDDEN), row(HIDDEN, DIM)
+        self.head = dim // heads
+        self.norm1, self.norm2, self.act = nn.LayerNorm(dim), nn.LayerNorm(dim), nn.ReLU()
+        self.wq, self.wk, self.wv = column(dim, dim), column(dim, dim), column(dim, dim)
+        self.wo, self.w1, self.w2 = row(dim, dim), column(dim, hidden), row(hidden, dim)
         self.shared_copy = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,17 +128,17 @@ class Block(nn.Module):
         if self.shared_copy:
             h = Copy.apply(h)
         batch, length, _ = x.shape
-        q = self.wq(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
-        k = self.wk(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
-        v = self.wv(h).view(batch, length, -1, DIM // HEADS).transpose(1, 2)
+        q = self.wq(h).view(batch, length, -1, self.head).transpose(1, 2)
+        k = self.wk(h).view(batch, length, -1, self.head).transpose(1, 2)
+        v = self.wv(h).view(batch, length, -1, self.head).transpose(1, 2)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(out.transpose(1, 2).reshape(batch, length, -1))
         return x + self.w2(self.act(self.w1(self.norm2(x))))
 
 
-def hand_block() -> Block:
+def hand_block(dim: int = DIM, hidden: int = HIDDEN, heads: int = HEADS) -> Block:
     """The block by hand, with one gradient reduction for q, k and v."""
-    block = Block(HandColumn, HandRow)
+    block = Block(HandColumn, HandRow, dim, hidden, heads)
     block.shared_copy = True
     for name in ("wq", "wk", "wv"):
         getattr(block, name).copies = False
