@@ -6,9 +6,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["apply", "autocast_dtype", "autocasting", "pieces"]
+__all__ = ["apply", "autocast_dtype", "autocasting", "direct", "pieces", "transforming"]
 
 autocasting = torch._C._is_any_autocast_enabled
+
+
+transforming = torch._C._are_functorch_transforms_active
+
+
+def direct(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without the look for functorch's wrappers, for callers that know that no transform is active."""
+    return super(torch.autograd.Function, function).apply
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

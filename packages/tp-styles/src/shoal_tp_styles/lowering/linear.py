@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from shoal_dtensor import DTensor, Partial, Replicate, Spec
 from shoal_mesh import Comm, all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting
+from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..errors import SecondOrderError
 from .boundary import arrive_local, leave, leave_local, wrap_like
 from .forward import Lowered, spec_of
@@ -59,9 +59,9 @@ def _weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DT
     if needs_weight:
         if x.ndim != 2:
             x = x.reshape(-1, x.shape[-1])
-        weight_grad = DTensor(_like(grad.t().mm(x), weight_spec), weight_spec, requires_grad=False)
+        weight_grad = DTensor.__new__(DTensor, _like(grad.t().mm(x), weight_spec), weight_spec)
     if needs_bias:
-        bias_grad = DTensor(_like(grad.sum(0), bias_spec), bias_spec, requires_grad=False)
+        bias_grad = DTensor.__new__(DTensor, _like(grad.sum(0), bias_spec), bias_spec)
     return weight_grad, bias_grad
 
 
@@ -233,6 +233,9 @@ def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.d
     return out
 
 
+_column_direct, _lead_direct, _row_direct = direct(_Column), direct(_LeadColumn), direct(_Row)
+
+
 class ColumnLinear(Lowered):
     """Stand-in for the forward of a column-wise Linear; plain replicated inputs take the shortest way."""
 
@@ -249,15 +252,26 @@ class ColumnLinear(Lowered):
         return self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
 
     def __call__(self, input: Tensor) -> Tensor:
-        if type(input) is not Tensor or not self.plain or autocasting():
+        if type(input) is not Tensor or not self.plain or autocasting() or transforming():
             return self.finish(self.general(input))
         params = self.params
         weight, bias = params["weight"], params["bias"]
         if not torch.is_grad_enabled():
             return linear(input, weight._local_tensor, None if bias is None else bias._local_tensor)
         if not input.requires_grad:
-            return _column(input, weight, bias, None, None)
-        return self.replicated(input, weight, bias, None)
+            plain: Tensor = _column_direct(input, weight, bias, None, None)
+            return plain
+        if input.is_leaf:
+            alone: Tensor = _column_direct(input, weight, bias, self.comm, None)
+            return alone
+        token = find_token(input, self.key, grad=True)
+        if token is not None:
+            shared: Tensor = _column_direct(token, weight, bias, None, None)
+            return shared
+        out: Tensor
+        out, token = _lead_direct(input, weight, bias, self.comm, None)
+        keep_token(input, self.key, token)
+        return out
 
     def replicated(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
         """One reader, among possibly several, of a replicated activation."""
@@ -323,10 +337,10 @@ class RowLinear(Lowered):
         self.fast = self.direct_in and self.port_out.desired == Replicate() and self.sharding.local_outputs
 
     def __call__(self, input: Tensor) -> Tensor:
-        if type(input) is not Tensor or not self.fast or autocasting():
+        if type(input) is not Tensor or not self.fast or autocasting() or transforming():
             return self.general(input)
         params = self.params
-        out: Tensor = _Row.apply(input, params["weight"], params["bias"], self.comm, None)  # type: ignore[no-untyped-call]  # torch
+        out: Tensor = _row_direct(input, params["weight"], params["bias"], self.comm, None)
         return out
 
     def general(self, input: Tensor) -> Tensor:
