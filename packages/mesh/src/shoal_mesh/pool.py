@@ -119,7 +119,6 @@ class RankPool:
         self._parent = os.getpid()
         self._key = f"pool{os.getpid()}_{next(_IDS)}"
         self._jobs = count()
-        atexit.register(self.close)
 
     def __enter__(self) -> RankPool:
         return self
@@ -141,6 +140,8 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
         address = str(self._folder / "s")
         nursery = _Nursery.get()
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # after the nursery's own, so that it runs before: ranks leave in good order
         with Listener(address, family="AF_UNIX", backlog=self.size) as listener:
             for rank in range(self.size):
                 log = None if self._show_output else str(self._folder / f"log{rank}")
