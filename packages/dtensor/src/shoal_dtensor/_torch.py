@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DataDependentError",
     "OpOverload",
     "apply",
+    "change_shape",
     "decomposition_of",
     "direct",
     "disabled_torch_function",
@@ -33,6 +35,7 @@ __all__ = [
     "make_wrapper",
     "pytree",
     "shapes_of",
+    "view_of",
 ]
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
@@ -139,7 +142,18 @@ def is_nameless(tensor: torch.Tensor) -> bool:
     operator or a gradient formula.  It is the same on every rank.  What a user passes, even as a temporary, is also
     referred to by the calling frame.  Call it on the parameter of a function that got it from a loop over arguments.
     """
-    return sys.getrefcount(tensor) == _references_of_nameless() + 1 and not tensor._is_view()
+    if sys.getrefcount(tensor) != _references_of_nameless() + 1:
+        return False
+    base = tensor._base
+    return base is None or sys.getrefcount(base) == _references_of_base()
+
+
+@cache
+def _references_of_base() -> int:
+    """References to what a view is of, held in a variable, when nothing else in Python refers to it; measured."""
+    view = torch.ones(2).view(2)
+    base = view._base
+    return sys.getrefcount(base)
 
 
 @cache
@@ -161,3 +175,27 @@ def _references_of_nameless() -> int:
 
     make_wrapper(Probe, (2,))[[0]]
     return seen[0] if seen else -1
+
+
+def view_of(op: OpOverload) -> OpOverload | None:
+    """The view that an operator takes in place (`squeeze` for `squeeze_`); None for any other operator."""
+    name = op._schema.name.partition("::")[2]
+    if torch.Tag.inplace_view not in op.tags or not name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    for overload in (op._overloadname, "int"):
+        if packet is not None and overload in packet.overloads():
+            found: OpOverload = getattr(packet, overload)
+            return found
+    return None
+
+
+def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """Change the shape and stride of a wrapper as a view in place would, without touching any data."""
+    with no_dispatch():
+        included = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            op(tensor, *args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(included)

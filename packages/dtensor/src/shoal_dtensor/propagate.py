@@ -18,6 +18,7 @@ from shoal_mesh import DeviceMesh
 from ._torch import Build, DataDependentError, OpOverload, decomposition_of, direct, is_view, shapes_of
 from .assign import Assignment, Operands, assign
 from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
+from .metadata import in_place_view
 from .policy import Scope
 from .redistribute import Plan, plan
 from .rules import LocalCall, OpCall, Rule, flatten
@@ -98,7 +99,7 @@ def decide(
     """
     rule = rule_of(op, scope)
     if rule is None:
-        composite = decomposition_of(op)
+        composite = in_place_view(op) or decomposition_of(op)
         if composite is not None:
             return Decision(Form.OTHER, composite, composite=True)
         rule = _without_rule(op, scope)
