@@ -226,6 +226,8 @@ for kind in ("reflection", "replication"):
         ]
 CASES += [
     (aten.masked_scatter_backward.default, (X, X > 0, [120])),
+    (aten.tril_.default, (X, 1)),
+    (aten.nanmedian.default, (D,)),
     (aten.nonzero_static.default, (N,), {"size": 9}),
     (aten.unique_dim.default, (N, 0)),
     (aten.unique_consecutive.default, (N,)),

@@ -119,7 +119,7 @@ def _topk_local(decided: LocalCall) -> LocalFunction | None:
 
 SORT: Table = family(
     {
-        "sort": Rule(_sort_rows, _sort_local),
+        "sort.default sort.stable sort.values sort.values_stable": Rule(_sort_rows, _sort_local),
         "median nanmedian mode kthvalue": Rule(_column_rows, _column_local),
         "topk": Rule(_topk_rows, _topk_local),
     }
