@@ -356,3 +356,89 @@ def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Ste
 @given(programs())
 def test_random_programs_equal_one_device(program: tuple[list[int], list[tuple[str, int]], list[Step]]) -> None:
     rank_pool(4).run(run_program, *program, timeout=30)
+
+
+# --- what a transformer does ------------------------------------------------------------------------------------------
+
+
+def rotated(x: Any, cos: Any, sin: Any) -> Any:
+    """Rotary embedding by halves, `(batch, heads, length, size)`."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def rotated_pairs(x: Any, angles: Any) -> Any:
+    """Rotary embedding by complex pairs."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * angles).flatten(-2)
+
+
+def attention(x: Any, w: Any, cos: Any, sin: Any, angles: Any, mask: Any) -> Any:
+    """Causal grouped-query attention from a fused projection that is cut by heads, `(3 * heads * size, width)`."""
+    b, s, width = x.shape
+    q, k, v = torch.einsum("bsd,khed->kbshe", x, w.view(3, 4, 4, width)).unbind(0)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    q, k = rotated(q, cos, sin), rotated_pairs(k, angles)
+    k, v = (t[:, :, None].expand(b, 4, 2, s, 4).reshape(b, 8, s, 4)[:, ::2] for t in (k, v))
+    scores = (q @ k.transpose(-1, -2) / 2).masked_fill(mask, float("-inf")).softmax(-1)
+    return (scores @ v).transpose(1, 2).contiguous().view(b, s, 16)
+
+
+@on_ranks(4)
+def test_attention_by_batch_and_heads_needs_no_communication() -> None:
+    x, w = sample(2, 6, 8), sample(48, 8)
+    cos, sin, angles = sample(6, 4), sample(6, 4), torch.polar(torch.ones(6, 2, dtype=torch.float64), sample(6, 2))
+    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    expected = attention(*leaves, cos, sin, angles, mask)
+    expected.square().sum().backward()
+    for placements in ([R], [S0], [R, R], [S0, R]):
+        whole = [R] * len(placements)
+        dx, dw = put(x, placements).requires_grad_(), put(w, whole).requires_grad_()
+        rest = [put(t, whole) for t in (cos, sin, angles, mask)]
+        with communication("forbid"), CommDebugMode() as comm:
+            made = attention(dx, dw, *rest)
+        assert comm.get_total_counts() == 0
+        torch.testing.assert_close(full(made), expected.detach())
+        made.square().sum().backward()
+        for leaf, one in zip((dx, dw), leaves, strict=True):
+            torch.testing.assert_close(full(leaf.grad), one.grad)
+
+
+@on_ranks(4)
+def test_heads_stay_cut_from_projection_to_projection() -> None:
+    """Column-parallel q, k and v, each cut by heads, and a row-parallel output: one reduction at the end."""
+    x, weights = sample(2, 6, 8), [sample(16, 8, seed=i) for i in range(3)]
+    out, mask = sample(8, 16, seed=4), torch.ones(6, 6, dtype=torch.bool).triu(1)
+    cos, sin = sample(6, 4), sample(6, 4, seed=2)
+
+    def block(x: Any, weights: Any, out: Any, cos: Any, sin: Any, mask: Any) -> Any:
+        q, k, v = (torch.nn.functional.linear(x, w).view(2, 6, 4, 4).transpose(1, 2) for w in weights)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        scores = (q @ k.mT).masked_fill(mask, float("-inf")).softmax(-1)
+        return torch.nn.functional.linear((scores @ v).transpose(1, 2).flatten(2), out)
+
+    expected = block(x, weights, out, cos, sin, mask)
+    for batch, heads in (([], [S0]), ([S0], [S0])):
+        other = [R] * len(batch)
+        columns = [put(w, [*other, *heads]) for w in weights]
+        rest = [put(t, [*other, R]) for t in (cos, sin, mask)]
+        rows = put(out, [*other, S1])
+        with communication("forbid"), CommDebugMode() as comm:
+            made = block(put(x, [*batch, R]), columns, rows, *rest)
+        assert comm.get_total_counts() == 0
+        assert [p for p in made.placements if p.is_partial()] == [made.placements[-1]]
+        torch.testing.assert_close(full(made), expected)
+
+
+@on_ranks(4)
+def test_local_parts_that_are_not_contiguous() -> None:
+    whole = sample(6, 16)
+    mesh = mesh_of([S0])
+    rank = mesh.get_rank()
+    part = whole.t()[4 * rank : 4 * rank + 4]  # (4, 6), strides (1, 16)
+    x = DTensor.from_local(part, mesh, [S0])
+    assert torch.equal(full(x.reshape(-1)), whole.t().reshape(-1))
+    assert torch.equal(full(x.flatten(0, 1)), whole.t().flatten())
+    assert torch.equal(full(x.reshape(4, 4, 6)), whole.t().reshape(4, 4, 6))
+    assert torch.equal(full(x.t()[1:3]), whole[1:3])

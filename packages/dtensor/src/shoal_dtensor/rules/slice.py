@@ -43,7 +43,8 @@ def slice_local(call: LocalCall) -> LocalFunction | None:
         return None
     window = window_of(call.call, spec.shape[dim])
     bounds = local_bounds(window, spec.local_offset[dim], call.outputs[0].local_shape[dim])
-    return lambda x, *args, **kwargs: aten.slice.Tensor(x, dim, *bounds)
+    index = (*[slice(None)] * dim, slice(*bounds))
+    return lambda x, *args, **kwargs: x[index]
 
 
 def _split_windows(call: OpCall) -> list[Window]:
@@ -66,8 +67,7 @@ def split_local(call: LocalCall) -> LocalFunction | None:
     if not spec.cuts[dim].axes:
         return None
     sizes = [output.local_shape[dim] for output in call.outputs]
-    op = aten.split_with_sizes.default if call.call.op in SPLIT_VIEWS else aten.unsafe_split_with_sizes.default
-    return lambda x, *args, **kwargs: op(x, sizes, dim)
+    return lambda x, *args, **kwargs: list(x.split_with_sizes(sizes, dim))
 
 
 # --- selections -------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def select_local(call: LocalCall) -> LocalFunction | None:
     at = index - spec.local_offset[dim]
     mine = 0 <= at < spec.local_shape[dim]
     if shape or call.outputs[0].ndim:
-        return (lambda x, *args: aten.select.int(x, dim, at)) if mine else (lambda x, *args: x.new_empty(shape))
+        return (lambda x, *args: x.select(dim, at)) if mine else (lambda x, *args: x.new_empty(shape))
     src = owner_of(cut, index)
     return lambda x, *args: broadcast(x[at].clone() if mine else x.new_empty(()), spec.mesh.comm(cut.axes), src)
 
@@ -174,7 +174,6 @@ def select_backward_local(call: LocalCall) -> LocalFunction:
 
 
 SPLIT = Rule(split_rows, split_local)
-SPLIT_VIEWS = (aten.split.Tensor, aten.split_with_sizes.default)
 
 SLICE: Table = {
     aten.slice.Tensor: Rule(slice_rows, slice_local),
@@ -183,6 +182,11 @@ SLICE: Table = {
     aten.slice_backward.default: Rule(slice_backward_rows, slice_backward_local),
     aten.select_backward.default: Rule(select_backward_rows, select_backward_local),
 } | dict.fromkeys(
-    (*SPLIT_VIEWS, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+    (
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    ),
     SPLIT,
 )

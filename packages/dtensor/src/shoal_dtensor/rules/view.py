@@ -49,9 +49,10 @@ def reshape_rows(call: OpCall) -> list[Row]:
 
 
 def reshape_local(call: LocalCall) -> LocalFunction:
-    shape, op = call.outputs[0].local_shape, call.call.op
-    if op in (aten.view.default, aten._unsafe_view.default):
-        return lambda x, size: op(x, shape)
+    """Tensor methods, which cost less than the overloads."""
+    shape = call.outputs[0].local_shape
+    if call.call.op is aten._unsafe_view.default:
+        return lambda x, size: x.reshape(shape)
     return lambda x, *args: x.view(shape)
 
 
@@ -73,9 +74,9 @@ def squeeze_rows(call: OpCall) -> list[Row]:
 
 
 def squeeze_local(call: LocalCall) -> LocalFunction | None:
-    source, shape, dims = call.inputs[0], call.outputs[0].local_shape, _squeezed(call.call)
+    source, shape, dims = call.inputs[0], call.outputs[0].local_shape, tuple(_squeezed(call.call))
     if all(source.local_shape[d] == 1 for d in dims):
-        return lambda x, *args: aten.squeeze.dims(x, dims)
+        return lambda x, *args: x.squeeze(dims)
     return lambda x, *args: x.new_empty(shape)
 
 
@@ -130,7 +131,7 @@ def expand_rows(call: OpCall) -> list[Row]:
 
 def expand_local(call: LocalCall) -> LocalFunction:
     shape = call.outputs[0].local_shape
-    return lambda x, size, **kwargs: aten.expand.default(x, shape, **kwargs)
+    return lambda x, size, **kwargs: x.expand(shape)
 
 
 def unfold_rows(call: OpCall) -> list[Row]:
