@@ -77,7 +77,8 @@ class FromLocal(Function):
     ) -> Any:
         ctx.spec = spec
         ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        return wrap(cls, local.detach(), spec)  # what runs inside of a DTensor needs no history
+        plain = local.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
+        return wrap(cls, plain.detach(), spec)  # what runs inside of a DTensor needs no history
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -65,6 +65,8 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
     """
     placements = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
+    local = local.resolve_conj().resolve_neg()
     if shape is None and not run_check:
         return _even_spec(local, mesh, placements, stride, shard_order), local
     if run_check and mesh.get_coordinate() is not None:

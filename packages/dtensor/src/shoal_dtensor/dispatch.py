@@ -136,6 +136,7 @@ def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa:
     if isinstance(arg, torch.Tensor):
         own = arg.ndim > 0 and (is_nameless(arg) or (in_backward() and is_all_zero(arg)))
         key.append(_Plain(arg.shape, arg.stride(), arg.dtype, own))
+        return arg.resolve_conj().resolve_neg()
     elif isinstance(arg, torch.Generator):
         key.append(torch.Generator)
     else:

@@ -58,7 +58,7 @@ def distribute_tensor(
         )
     spec = Spec(mesh, wanted, tensor.shape, _dense(tensor), tensor.dtype, shard_order)
     with torch.no_grad():
-        local = _local_part(tensor.detach(), spec, src_data_rank)
+        local = _local_part(tensor.detach().resolve_conj().resolve_neg(), spec, src_data_rank)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
 

@@ -184,7 +184,7 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
         )
     local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
     aliased = _aliased(call, writes, len(decided.outputs))
-    copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies))
+    copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies) or rule.copies)
     returned = [r.type.kind() for r in call.op._schema.returns]
     dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
     form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)

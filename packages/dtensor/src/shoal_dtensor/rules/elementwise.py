@@ -234,8 +234,9 @@ _RULES: dict[str, Rule] = {
     "addcmul": pointwise(partial=_ternary_sum),
     "addcdiv": pointwise(partial=_ternary_quotient),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
-    "_conj": replace(_LINEAR, local=lambda decided: torch.conj_physical),  # local tensors carry no pending conjugation
-    "_neg_view": replace(_LINEAR, local=lambda decided: torch.neg),
+    # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
+    "_conj": replace(_LINEAR, local=lambda decided: torch.conj_physical, copies=True),
+    "_neg_view": replace(_LINEAR, local=lambda decided: torch.neg, copies=True),
     "rad2deg deg2rad": _LINEAR_RISING,
     # -- increasing for all real numbers
     "relu relu6 exp exp2 expm1 tanh sigmoid atan asinh erf sinh ceil floor trunc sign": _RISING,

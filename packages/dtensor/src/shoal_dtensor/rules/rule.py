@@ -167,6 +167,7 @@ class Rule:
             and optimizer operators), only their types key the cache, so a learning rate adds no entry per step.
         each: for `foreach` operators: lists are walked in step, and `rows` describes one element's call.
         dynamic: whether output shapes depend on data; the local function's outputs are then taken as they come.
+        copies: for view operators: whether the local function's result does not alias its input.
     """
 
     rows: Callable[[OpCall], Sequence[Row]]
@@ -174,6 +175,7 @@ class Rule:
     by_value: bool = True
     each: bool = False
     dynamic: bool = False
+    copies: bool = False
 
 
 Table = dict[OpOverload, Rule]
