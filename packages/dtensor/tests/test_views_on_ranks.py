@@ -446,9 +446,9 @@ def test_heads_stay_cut_from_projection_to_projection() -> None:
         other = [R] * len(batch)
         columns = [put(w, [*other, *heads]) for w in weights]
         rest = [put(t, [*other, R]) for t in (cos, sin)]
-        rows = put(out, [*other, S1])
+        rows, dx = put(out, [*other, S1]), put(x, [*batch, R])
         with communication("forbid"), CommDebugMode() as comm:
-            made = block(put(x, [*batch, R]), columns, rows, *rest)
+            made = block(dx, columns, rows, *rest)
         assert comm.get_total_counts() == 0
         assert [p for p in made.placements if p.is_partial()] == [made.placements[-1]]
         torch.testing.assert_close(full(made), expected)
