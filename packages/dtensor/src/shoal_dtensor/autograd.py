@@ -8,6 +8,7 @@ The DTensor class is an argument here: this module lies below it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,11 +62,19 @@ def pending(cls: Any, in_flight: InFlight | Queued, spec: Spec, device: torch.de
     return result
 
 
+@lru_cache(maxsize=4096)
 def gradient_spec(spec: Spec) -> Spec:
     """How the gradient of a tensor lies by default: where the tensor is partial, its gradient is replicated."""
     if not spec.partials:
         return spec
     return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+
+
+def _like(target: Spec, found: Spec) -> Spec:
+    """`target` with the stride and dtype that a gradient has."""
+    if found.stride == target.stride and found.dtype == target.dtype:
+        return target
+    return target.with_(stride=found.stride, dtype=found.dtype)
 
 
 class FromLocal(Function):
@@ -83,7 +92,7 @@ class FromLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        target = ctx.gradient.with_(stride=grad._spec.stride, dtype=grad.dtype)
+        target = _like(ctx.gradient, grad._spec)
         if torch.is_grad_enabled():
             local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
         else:
@@ -105,7 +114,7 @@ class ToLocal(Function):
         ctx.checked = current().replicas_checked
         ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
         local: torch.Tensor = tensor._local_tensor
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -114,8 +123,10 @@ class ToLocal(Function):
             _check_replicas(grad, ctx.spec)
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
-        spec = ctx.spec.with_(dtype=grad.dtype)
-        return apply(FromLocal, grad, ctx.cls, spec, None), None
+        spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
+        if torch.is_grad_enabled():
+            return apply(FromLocal, grad, ctx.cls, spec, None), None
+        return wrap(ctx.cls, grad, spec), None
 
 
 class Redistribute(Function):
@@ -139,16 +150,13 @@ class Redistribute(Function):
             source = source.with_(dtype=forward_dtype)
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
-            return wrap(cls, local.view_as(local), spec)
+            return wrap(cls, local.detach(), spec)
         return _moved(cls, tensor, plan(source, spec), local, async_op)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        source: Spec = gradient_spec(ctx.source)
-        found: Spec = grad._spec
-        if found.stride != source.stride or found.dtype != source.dtype:
-            source = source.with_(stride=found.stride, dtype=found.dtype)
+        source = _like(gradient_spec(ctx.source), grad._spec)
         backward_dtype, forward_dtype = ctx.dtypes
         if torch.is_grad_enabled() or backward_dtype is not None:
             moved = apply(Redistribute, grad, ctx.cls, source, (backward_dtype, forward_dtype), False)

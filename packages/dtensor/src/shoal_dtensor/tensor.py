@@ -321,9 +321,7 @@ class _LikeLeaf:
                 grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype), requires_grad=False
             )
         found = grad._spec
-        if found is self.spec:
-            return None
-        if found.cuts == self.spec.cuts and not found.partials and found.mesh is self.spec.mesh:
+        if found is self.spec or (found.mesh is self.spec.mesh and found.same_layout(self.spec)):
             return None
         target = Spec(
             self.spec.mesh, self.spec.placements, found.shape, found.stride, found.dtype, self.spec.shard_order
