@@ -7,6 +7,8 @@ local function, wrap what comes out.  All thinking happens once per key, in `pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,8 @@ __all__ = ["cache_info", "clear_cache", "dispatch"]
 MAX_DECISIONS = 4096
 
 _ONE, _SAME, _LIST, _OTHER = Form.ONE, Form.SAME, Form.LIST, Form.OTHER
+_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_INTS = {int}
 _NUMBERS = frozenset({int, float, bool, complex})
 
 
@@ -73,30 +77,29 @@ def dispatch(cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
         if kind is cls:
             key.append(arg._spec)
             local.append(arg._local_tensor)
-        elif kind is float and not by_value:
-            key.append(float)
+        elif arg is None or (kind is int and by_value):
+            key.append(arg)
             local.append(arg)
         else:
             local.append(_unwrap(cls, arg, key, by_value))
     named: dict[str, Any] = {}
-    if kwargs:
-        for name, arg in kwargs.items():
-            key.append(name)
-            named[name] = _unwrap(cls, arg, key, by_value)
+    for name, arg in kwargs.items():
+        key.append(name)
+        named[name] = _unwrap(cls, arg, key, by_value)
     try:
         decision = decisions[tuple(key)]
     except KeyError:
         decision = _decided(cls, op, args, kwargs, scope, tuple(key))
     form = decision.form
-    if form is _ONE:
-        return wrap(cls, decision.call(*local, **named), decision.outputs[0])
     if form is _OTHER:
         return _general(cls, decision, args, kwargs, local, named)
-    result = decision.call(*local, **named)
+    result = decision.call(*local, **named) if named else decision.call(*local)
+    if form is _ONE:
+        return wrap(cls, result, decision.outputs[0])
     if form is _SAME:
         return args[0]
     if form is _LIST:
-        made = [wrap(cls, item, spec) for item, spec in zip(result, decision.outputs, strict=True)]
+        made = list(map(wrap, repeat(cls), result, decision.outputs))
         return made if type(result) is list else tuple(made)
     return result
 
@@ -110,23 +113,30 @@ def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
 
 
 def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa: PLR0912  # hot, as dispatch is
-    """The local form of an argument; what decides about its sharding is added to `key`."""
+    """The local form of an argument; what decides about its sharding is added to `key`.
+
+    1, 1.0 and True are equal keys but different arguments, so numbers other than plain ints carry their type.
+    """
     kind = type(arg)
-    if kind is list or kind is tuple:
-        key.append(len(arg))
-        local = []
-        for item in arg:
-            if type(item) is cls:
-                key.append(item._spec)
-                local.append(item._local_tensor)
-            else:
-                local.append(_unwrap(cls, item, key, by_value))
-        return local
     if kind in _NUMBERS:
-        key.append(kind)
-        if by_value:
+        if not by_value:
+            key.append(kind)
+        elif kind is int:
             key.append(arg)
+        else:
+            key += (kind, arg)
         return arg
+    if kind is list or kind is tuple:
+        kinds = set(map(type, arg))
+        if kinds == {cls}:
+            key.append(len(arg))
+            key += map(_SPEC, arg)
+            return list(map(_LOCAL, arg))
+        if kinds == _INTS and by_value:
+            key.append(tuple(arg))
+            return arg
+        key.append(len(arg))
+        return [_unwrap(cls, item, key, by_value) for item in arg]
     if isinstance(arg, cls):
         local = arg._local_tensor  # before the class is looked at: the first use of a pending tensor changes it
         key.append(arg._spec)
