@@ -17,12 +17,12 @@ from torch.autograd import Function
 from shoal_mesh import check_replicas
 
 from ._torch import apply, make_wrapper
-from .dispatch import wrap
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
 from .policy import current
 from .redistribute import InFlight, Plan, Queued, current_batch, plan, run, start
 from .spec import Spec
+from .wrapping import wrap
 
 __all__ = ["FromLocal", "Redistribute", "ToLocal", "check_differentiable", "gradient_spec", "pending", "redistributed"]
 

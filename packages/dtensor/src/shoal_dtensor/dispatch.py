@@ -6,7 +6,7 @@ local function, wrap what comes out.  All thinking happens once per key, in `pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,13 +15,14 @@ import torch
 
 from shoal_mesh import purpose
 
-from ._torch import OpOverload, in_backward, is_all_zero, is_nameless, make_wrapper
+from ._torch import OpOverload, in_backward, is_all_zero, is_nameless
 from .errors import MixedTensorError
 from .placements import Replicate
 from .policy import Scope, current, within
 from .propagate import Decision, Form, decide, rule_of
 from .redistribute import run
-from .spec import Spec, TensorMeta
+from .spec import Spec
+from .wrapping import replace_tensors, tensors_in, wrap, wrap_all, wrap_dynamic
 
 __all__ = ["cache_info", "clear_cache", "dispatch"]
 
@@ -104,15 +105,7 @@ def dispatch(cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
     return result
 
 
-def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
-    """A DTensor around a local tensor that lies as `spec` says."""
-    result = make_wrapper(cls, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device)
-    result._local_tensor = local
-    result._spec = spec
-    return result
-
-
-def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa: PLR0912  # hot, as dispatch is
+def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa: C901, PLR0912  # hot, as dispatch is
     """The local form of an argument; what decides about its sharding is added to `key`.
 
     1, 1.0 and True are equal keys but different arguments, so numbers other than plain ints carry their type.
@@ -158,7 +151,7 @@ def _decided(
     cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope, key: tuple[Any, ...]
 ) -> Decision:
     """Decide a call that was not seen before, and remember it."""
-    found = [item for item in _tensors([*args, *kwargs.values()]) if isinstance(item, cls)]
+    found = [item for item in tensors_in([*args, *kwargs.values()]) if isinstance(item, cls)]
     meshes = dict.fromkeys(item._spec.mesh for item in found)
     plain = (entry for entry in key if type(entry) is _Plain)
 
@@ -171,7 +164,7 @@ def _decided(
 
     arguments = [specs(arg) for arg in args]
     named = {name: specs(arg) for name, arg in kwargs.items()}
-    flat = _tensors([*args, *kwargs.values()])
+    flat = tensors_in([*args, *kwargs.values()])
     copies = frozenset(i for i, item in enumerate(flat) if isinstance(item, cls.copied_view))
     decision = decide(op, arguments, named, scope, copies)
     decisions = scope.decisions[op]
@@ -205,57 +198,21 @@ def _general(
         inner = current().composite_decisions
         with within(plain_is_replicated=True, decisions=inner, composite_decisions=inner):
             return decision.call(*args, **kwargs)
-    originals = [*_tensors([*args, *kwargs.values()])]
+    originals = [*tensors_in([*args, *kwargs.values()])]
     if decision.plans:
         moved = [item._local_tensor if isinstance(item, cls) else item for item in originals]
         with purpose(decision.reason):
             for index, plan in decision.plans:
                 moved[index] = run(plan, moved[index])
         following = iter(moved)
-        local = [_replace(value, following) for value in local]
-        named = {name: _replace(value, following) for name, value in named.items()}
+        local = [replace_tensors(value, following) for value in local]
+        named = {name: replace_tensors(value, following) for name, value in named.items()}
     result = decision.call(*local, **named)
     if decision.dynamic:
-        return _wrap_dynamic(cls, result, originals)
+        return wrap_dynamic(cls, result, originals)
     outputs = iter(zip(decision.outputs, decision.aliased, strict=True))
     made = cls.copied_view if decision.copied else cls
-    return _wrap_all(made, result, outputs, originals)
-
-
-def _wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], originals: Sequence[Any]) -> Any:
-    """Wrap every tensor of a result in order; an output that aliases a written input is that input itself."""
-    if isinstance(result, torch.Tensor):
-        spec, index = next(outputs)
-        return wrap(cls, result, spec) if index is None else originals[index]
-    if isinstance(result, list | tuple):
-        made = [_wrap_all(cls, item, outputs, originals) for item in result]
-        return made if isinstance(result, list) else tuple(made)
-    return result
-
-
-def _wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
-    """Wrap results whose shapes depend on data: every rank has computed the same ones."""
-    mesh = next(item._spec.mesh for item in originals if isinstance(item, cls))
-    if isinstance(result, torch.Tensor):
-        spec = Spec(mesh, (Replicate(),) * mesh.ndim, result.shape, result.stride(), result.dtype)
-        return wrap(cls, result, spec)
-    if isinstance(result, list | tuple):
-        return type(result)(_wrap_dynamic(cls, item, originals) for item in result)
-    return result
-
-
-def _replace(value: Any, tensors: Iterator[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    return [_replace(item, tensors) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _tensors(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size):
-            yield from _tensors(value)
+    return wrap_all(made, result, outputs, originals)
 
 
 def cache_info(scope: Scope | None = None) -> dict[str, int]:

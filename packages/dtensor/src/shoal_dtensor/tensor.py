@@ -15,11 +15,12 @@ from ._torch import apply, disabled_torch_function, make_wrapper
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
-from .dispatch import dispatch, wrap
+from .dispatch import dispatch
 from .errors import PlacementError
 from .indexing import has_lists, with_lists, without_numbers
 from .placements import Placement, Replicate
 from .spec import Spec
+from .wrapping import wrap
 
 __all__ = ["DTensor"]
 
