@@ -22,11 +22,12 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as torch_mesh
 import torch.distributed.tensor as torch_dtensor
 import torch.distributed.tensor.parallel as torch_tp
+from torch import Tensor, nn
+from tp_modules import WORLD, Block, block_plan, hand_block
+
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from tp_modules import WORLD, Block, block_plan, hand_block
-from torch import Tensor, nn
 
 # name -> dim, hidden, heads, layers, batch, length
 SIZES = {

@@ -258,3 +258,24 @@ def test_layouts_that_need_a_move() -> None:
         assert x.grad is not None
         torch.testing.assert_close(y.grad, x.grad if arrive is None else part(x.grad, arrive))
         assert_same(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", [Replicate(), Shard(1), Shard(0)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_overlapped_reduction(layout: Any, bias: bool) -> None:
+    single = nn.Linear(12, 8, bias=bias).double()
+    module = parallelize_module(copy.deepcopy(single), mesh(), RowwiseParallel(output_layouts=layout).overlapped(3))
+    full = torch.randn(4, 8, 12, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), part(full, -1).clone().requires_grad_()
+    expected, seed = single(x), torch.randn(4, 8, 8, dtype=torch.double)
+    with CommDebugMode() as mode:
+        got = module(y)
+    # Four rows in three chunks are chunks of two; a cut along the chunked dim stays one collective.
+    assert mode.get_total_counts() == (1 if layout == Shard(0) else 2)
+    torch.testing.assert_close(got, expected if layout == Replicate() else part(expected, layout.dim))
+    expected.backward(seed)
+    got.backward(seed if layout == Replicate() else part(seed, layout.dim))
+    assert x.grad is not None
+    torch.testing.assert_close(y.grad, part(x.grad, -1))
+    assert_same(module, single)

@@ -16,7 +16,7 @@ transforming = torch._C._are_functorch_transforms_active
 
 def direct(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without the look for functorch's wrappers, for callers that know that no transform is active."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # defined in C
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -145,10 +145,17 @@ class RowwiseParallel(DeclaredStyle):
     output_layouts: Placement | None = None
     use_local_output: bool = True
     of_heads: Heads | None = field(default=None, init=False)
+    chunks: int = field(default=1, init=False)
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection from `count` heads of `size` features, cut as `ColwiseParallel.heads`."""
         return self._with(of_heads=Heads(count, size))
+
+    def overlapped(self, chunks: int) -> Self:
+        """The same style for a Linear whose reduction runs beside its product, in so many chunks of dim 0."""
+        if chunks < 1:
+            raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
+        return self._with(chunks=chunks)
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         features = _features("RowwiseParallel", ROWWISE, module)
@@ -164,4 +171,5 @@ class RowwiseParallel(DeclaredStyle):
             inputs=(Port(self.input_layouts or arriving, desired),),
             outputs=(Port(Partial(), self.output_layouts or Replicate()),),
             local_outputs=self.use_local_output,
+            options={"chunks": self.chunks} if self.chunks > 1 and isinstance(module, nn.Linear) else {},
         )

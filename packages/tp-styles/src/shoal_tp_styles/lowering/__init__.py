@@ -16,9 +16,11 @@ from .boundary import Boundary
 from .channels import ColumnChannels, RowChannels
 from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
 from .forward import Lowered
-from .linear import ColumnLinear, RowLinear
+from .linear import ColumnLinear
 from .norm import TOKENWISE, Tokenwise, is_norm
+from .overlap import OverlappedRow
 from .packed import PackedColumn
+from .rows import RowLinear
 
 __all__ = ["LOWERINGS", "Boundary", "Lowered", "lowering_of"]
 
@@ -45,6 +47,8 @@ def lowering_of(sharding: ModuleSharding, module: nn.Module) -> type[Lowered] | 
         return None
     # Tokenwise looks its computation up by the exact type; the others only need the parent's forward.
     exact = LOWERINGS.get((kind, type(module)))
+    if exact is RowLinear and "chunks" in sharding.options:
+        return OverlappedRow
     if exact is not None or kind == "SequenceParallel":
         return Tokenwise if exact is None and is_norm(module) else exact
     for parent in type(module).__mro__[1:]:

@@ -1,11 +1,9 @@
-"""Linear layers cut by columns or by rows, on local tensors with explicit collectives.
+"""Linear layers cut by columns, on local tensors with explicit collectives (rows: `rows.py`).
 
 Type lines, per mesh axis (activations are plain local tensors):
 
     columns   x: R    -> y: S(-1)     backward: all-reduce of dx (shared by all readers of x), beside dW
     columns   x: S(d) -> y: S(-1)     all-gather of x; backward: reduce-scatter of dx, beside dW
-    rows      x: S(-1) -> y: R        all-reduce of y; backward: nothing
-    rows      x: S(-1) -> y: S(d)     reduce-scatter of y; backward: all-gather of dy
 
 The weight is a DTensor parameter: one autograd function works on its local part and gives back the
 gradient as a DTensor of the same spec.  What is saved is what hand-written code saves: the input (an
@@ -26,12 +24,12 @@ from shoal_mesh import Comm, all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..errors import SecondOrderError
-from .boundary import arrive_local, leave, leave_local, wrap_like
+from .boundary import arrive_local, leave, leave_local
 from .forward import Lowered, spec_of
-from .regions import Where, axis_dim, gather, gather_blocks, scatter_blocks, split, uneven
+from .regions import Where, axis_dim, gather, gather_blocks, scatter_blocks
 from .share import find_token, keep_token
 
-__all__ = ["ColumnLinear", "RowLinear", "first_order_only"]
+__all__ = ["ColumnLinear", "first_order_only", "save", "weight_grads"]
 
 Grads = tuple[Any, ...]
 
@@ -49,7 +47,7 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
-def _weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
+def weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
     """Gradients of weight and bias as DTensors of the parameters' specs, from local dy and x."""
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     weight_grad = bias_grad = None
@@ -81,7 +79,7 @@ def _start(
     return linear(x, w, b), w
 
 
-def _save(ctx: Any, x: Tensor, w: Tensor) -> None:
+def save(ctx: Any, x: Tensor, w: Tensor) -> None:
     """Keep what the backward reads: a frozen weight needs no input, an input without gradient no weight."""
     needs_input, needs_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(x if needs_weight else None, w if needs_input else None)
@@ -99,7 +97,7 @@ class _Column(Function):
         if dtype is not None:
             x = x.to(dtype)
         out, w = _start(ctx, x, weight, bias, dtype)
-        _save(ctx, x, w)
+        save(ctx, x, w)
         return out
 
     @staticmethod
@@ -120,7 +118,7 @@ class _LeadColumn(Function):
         token = x.detach()
         local = token if dtype is None else token.to(dtype)
         out, w = _start(ctx, local, weight, bias, dtype)
-        _save(ctx, local, w)
+        save(ctx, local, w)
         return out, token
 
     @staticmethod
@@ -144,7 +142,7 @@ def _column_backward(ctx: Any, grad: Tensor | None, others: Tensor | None) -> Gr
             dx = others.clone()
         if ctx.comm is not None and dx is not None:
             pending = all_reduce_(dx, ctx.comm, async_op=True)
-    dw, db = (None, None) if grad is None else _weight_grads(ctx, grad, x)
+    dw, db = (None, None) if grad is None else weight_grads(ctx, grad, x)
     if pending is not None:
         pending.wait()
     return dx, dw, db
@@ -161,7 +159,7 @@ class _GatherColumn(Function):
         ctx.set_materialize_grads(False)
         gathered = gather_blocks(x if dtype is None else x.to(dtype), *where)
         out, w = _start(ctx, gathered, weight, bias, dtype)
-        _save(ctx, gathered, w)
+        save(ctx, gathered, w)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(gathered)
         return out, gathered
@@ -176,56 +174,11 @@ class _GatherColumn(Function):
             if grad is not None and others is not None:
                 partial += others
             pending = scatter_blocks(partial, *ctx.where, async_op=True)
-        dw, db = (None, None) if grad is None else _weight_grads(ctx, grad, x)
+        dw, db = (None, None) if grad is None else weight_grads(ctx, grad, x)
         dx = None if pending is None else pending.wait()
         if dx is not None and dx.dtype is not ctx.came_as:
             dx = dx.to(ctx.came_as)
         return dx, dw, db, None, None
-
-
-class _Row(Function):
-    """x: S(-1), W: S(1), b: R -> y: R (`where` is a communicator), S(d) (communicator, dim, sizes), or P (None).
-
-    The bias is added once, after the reduction.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: DTensor,
-        bias: DTensor | None,
-        where: Comm | Where | None,
-        dtype: torch.dtype | None,
-    ) -> Tensor:
-        ctx.where, ctx.came_as = where, x.dtype
-        ctx.specs = (weight._spec, None if bias is None else bias._spec)
-        w = weight._local_tensor
-        if dtype is not None:
-            x, w = x.to(dtype), w.to(dtype)
-        out = linear(x, w)
-        _save(ctx, x, w)
-        if type(where) is Comm:
-            all_reduce_(out, where)
-        elif isinstance(where, tuple):
-            out = scatter_blocks(out, *where)
-        if bias is not None:
-            out += bias._local_tensor
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Grads:
-        first_order_only()
-        x, w = ctx.saved_tensors
-        where = ctx.where
-        if isinstance(where, tuple):
-            grad = gather_blocks(grad.contiguous(), *where)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = grad.matmul(w)
-            if dx.dtype is not ctx.came_as:
-                dx = dx.to(ctx.came_as)
-        return (dx, *_weight_grads(ctx, grad, x), None, None)
 
 
 def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.dtype | None) -> Tensor:
@@ -233,7 +186,7 @@ def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.d
     return out
 
 
-_column_direct, _lead_direct, _row_direct = direct(_Column), direct(_LeadColumn), direct(_Row)
+_column_direct, _lead_direct = direct(_Column), direct(_LeadColumn)
 
 
 class ColumnLinear(Lowered):
@@ -322,70 +275,4 @@ class ColumnLinear(Lowered):
         if self.sharding.local_outputs and self.port_out.desired == Replicate():
             return gather(out, self.comm, out.ndim - 1, spec.cuts[0].sizes)
         left = leave(out, self.port_out, self.mesh, (*out.shape[:-1], spec.shape[0]))
-        return leave_local(left) if self.sharding.local_outputs else left
-
-
-class RowLinear(Lowered):
-    """Stand-in for the forward of a row-wise Linear; plain cut inputs and plain outputs take the shortest way."""
-
-    __slots__ = ("direct_in", "direct_out", "fast", "where")
-
-    def resolve(self) -> None:
-        self.direct_in = self.port_in.layout == self.port_in.desired
-        self.where = axis_dim(self.port_out.desired, self.comm)
-        self.direct_out = self.where is not None or self.port_out.desired == Replicate()
-        self.fast = self.direct_in and self.port_out.desired == Replicate() and self.sharding.local_outputs
-
-    def __call__(self, input: Tensor) -> Tensor:
-        if type(input) is not Tensor or not self.fast or autocasting() or transforming():
-            return self.general(input)
-        params = self.params
-        out: Tensor = _row_direct(input, params["weight"], params["bias"], self.comm, None)
-        return out
-
-    def general(self, input: Tensor) -> Tensor:
-        """DTensor inputs, other layouts and autocast."""
-        params = self.params
-        weight, bias = params["weight"], params["bias"]
-        spec = spec_of(weight, "weight")
-        dtype = autocast_dtype(input)
-        shape = list(input.shape)
-        if not isinstance(input, DTensor) and self.direct_in:
-            local = input
-        elif not isinstance(input, DTensor) and self.port_in.layout == Replicate():
-            local = split(input, self.comm, input.ndim - 1, spec.cuts[1].sizes)
-        else:
-            local = arrive_local(input, self.port_in, self.mesh, grad=self.port_in.desired)
-            shape = list(local.shape)
-        where = self.target(shape, spec)
-        if where is None:
-            return self.by_dtensor(local, weight, bias, dtype)
-        out: Tensor = apply(_Row, local, weight, bias, where, dtype)
-        if self.sharding.local_outputs:
-            return out
-        return wrap_like(out, self.port_out.desired, self.mesh, None)
-
-    def target(self, shape: list[int], spec: Spec) -> Comm | Where | None:
-        """The collective that brings the partial output where it is wanted; None where DTensor must do it."""
-        if self.port_out.desired == Replicate():
-            return self.comm
-        if self.where is None:
-            return None
-        comm, dim, sizes = self.where
-        dim = dim + len(shape) if dim < 0 else dim
-        if dim >= len(shape) - 1:
-            return None
-        if sizes is None and shape[dim] % comm.size:
-            if self.sharding.local_outputs:
-                raise uneven(self.sharding.kind, shape[dim], dim, comm)
-            return None
-        return comm, dim, sizes
-
-    def by_dtensor(self, local: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
-        """Partial product, redistributed as a DTensor, then the bias."""
-        partial: Tensor = apply(_Row, local, weight, None, None, dtype)
-        left = leave(partial, self.port_out, self.mesh)
-        if bias is not None:
-            left = left + (bias if dtype is None else bias.to(dtype))
-            left = leave(left, self.port_out, self.mesh)
         return leave_local(left) if self.sharding.local_outputs else left
