@@ -1,6 +1,6 @@
 """Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [create|groups|overhead|import]`.
 
-Every table prints torch, shoal and their ratio; times are the best of several, because this is about software overhead.
+Tables of torch, shoal and their ratio; times are the best of several, because this is about software overhead.
 """
 
 from __future__ import annotations
@@ -11,28 +11,19 @@ import sys
 import time
 import timeit
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _timing import report
 
 import shoal_mesh
 from shoal_mesh.testing import RankPool, fake_world
 
 SHAPES = [(4, 4, 4), (8, 8, 8), (8, 32, 8), (16, 128, 8)]
 NAMES = ("pp", "dp", "tp")
-
-
-def best(run: Callable[[], object], repeats: int = 5) -> float:
-    """Seconds of the fastest of several runs."""
-    times = []
-    for _ in range(repeats):
-        gc.collect()
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -70,17 +61,24 @@ def measure_creation(make: Callable[..., Any], shape: tuple[int, ...]) -> dict[s
     return found
 
 
+def bar(what: str, met: bool) -> None:
+    """Print a bar and whether it was met."""
+    print(f"bar: {what}: {'met' if met else 'MISSED'}", flush=True)
+
+
 def creation() -> None:
     """Must show 1: at most half of torch at 16,384 ranks."""
     from torch.distributed.device_mesh import init_device_mesh as torchs
 
     units = {"create": "ms", "slice": "ms", "flatten": "ms", "memory": "KiB"}
-    print(f"\n{'ranks':>7} {'what':<9} {'torch':>12} {'shoal':>12}  shoal/torch")
+    rows: list[tuple[int, str, float, float, float]] = []
     for shape in SHAPES:
         ours, theirs = measure_creation(shoal_mesh.init_device_mesh, shape), measure_creation(torchs, shape)
         for name, unit in units.items():
             ranks, a, b = shape[0] * shape[1] * shape[2], theirs[name], ours[name]
-            print(f"{ranks:>7} {name:<9} {a:>8.3f} {unit:<3} {b:>8.3f} {unit:<3} {b / a:>8.3f}")
+            rows.append((ranks, f"{name} ({unit})", a, b, b / a))
+    report("mesh_create", ["ranks", "what", "torch", "shoal", "shoal/torch"], rows)
+    bar("at most half of torch at 16,384 ranks", all(row[-1] <= 0.5 for row in rows if row[0] == 16384))
 
 
 def _count_groups(whose: str) -> tuple[int, int, int, float]:
@@ -105,13 +103,12 @@ def _count_groups(whose: str) -> tuple[int, int, int, float]:
 
 def groups() -> None:
     """Must show 2: two equal meshes create no second group."""
-    columns = f"{'groups':>8} {'of an equal one':>18} {'collectives of both':>24} {'first':>12}"
-    print(f"\n2x2 mesh on 4 gloo ranks {columns}")
+    rows: list[tuple[str, int, int, int, float]] = []
     for whose in ("torch", "shoal"):
         with RankPool(4) as pool:
-            rows = pool.run(_count_groups, whose)
-        first, second, calls, took = rows[0]
-        print(f"  {whose:<22} {first:>8} {second:>18} {calls:>24} {took:>9.1f} ms")
+            rows.append((whose, *pool.run(_count_groups, whose)[0]))
+    report("mesh_groups", ["2x2 mesh", "groups", "of an equal mesh", "collectives of both", "first mesh (ms)"], rows)
+    bar("an equal mesh makes no group", rows[1][2] == 0)
 
 
 def per_call(run: Callable[[], object], number: int = 5_000) -> float:
@@ -165,20 +162,23 @@ def _cases(mesh: Any) -> list[tuple[str, Callable[[], object], Callable[[], obje
 
 def overhead() -> None:
     """Must show 3: at most 2 us over the bare call on the fake backend."""
-    torch.set_num_threads(1)
-    print(f"\n{'us per call':<16} {'bare':>8} {'shoal':>8} {'added':>8}")
+    rows: list[tuple[str, float, float, float]] = []
     with fake_world(4):
         mesh = shoal_mesh.init_device_mesh("cpu", (4,))
         for name, bare, ours in _cases(mesh):
             turns = [(per_call(bare), per_call(ours)) for _ in range(3)]
             a, b = (min(column) for column in zip(*turns, strict=True))
-            print(f"{name:<16} {a:>8.2f} {b:>8.2f} {b - a:>8.2f}")
+            rows.append((name, a, b, b - a))
+    report("mesh_overhead", ["us per call", "bare", "shoal", "added"], rows)
+    bar("at most 2 us over the bare call", all(row[-1] <= 2 for row in rows))
 
 
 def import_time() -> None:
     """Must show 4: at most 60 ms above `import torch`."""
     code = "import time, torch; a = time.process_time(); import shoal_mesh; print(time.process_time() - a)"
-    print(f"\nimport shoal_mesh above import torch: {_fastest(code) * 1e3:.1f} ms")
+    took = _fastest(code) * 1e3
+    report("mesh_import", ["import shoal_mesh above import torch", "ms"], [("processor time", took)])
+    bar("at most 60 ms", took <= 60)
 
 
 def _fastest(code: str) -> float:
@@ -186,9 +186,10 @@ def _fastest(code: str) -> float:
     return min(float(run.stdout) for run in runs)
 
 
+TABLES = {"create": creation, "groups": groups, "overhead": overhead, "import": import_time}
+
 if __name__ == "__main__":
-    tables = {"create": creation, "groups": groups, "overhead": overhead, "import": import_time}
-    asked = sys.argv[1] if len(sys.argv) > 1 else "all"
-    for name, show in tables.items():
-        if asked in ("all", name):
-            show()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for asked in sys.argv[1:] or TABLES:
+        TABLES[asked]()
