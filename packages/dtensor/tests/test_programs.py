@@ -1,6 +1,7 @@
 """Covers: the layer as a whole: random chains of operators on random shardings equal one device.
 
-Values, gradients and the generator are compared.  A program is plain data (hypothesis shrinks it): integers that the interpreter reduces modulo whatever is legal.
+Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it): integers that the
+interpreter reduces modulo whatever is legal.
 """
 
 from __future__ import annotations
