@@ -77,12 +77,11 @@ def _exchange(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...], ch
     links = space.links
     before, after = space.box(dims), space.box(goal)
     received = space.missing(dims, goal)
-    copied = 0 if changed == (0,) else before + after  # blocks of whole rows lie in memory as they travel
     peak = 2 * (before + after)
     pair = _all_to_all(space, dims, goal, changed)
     if pair is not None:
         axes = tuple(t // 3 for t in dims[pair[0]][len(goal[pair[0]]) :])
-        seconds = links.seconds(axes, received) + links.copy(copied)
+        seconds = links.seconds(axes, received) + links.copy(before + after)
         return Move("AllToAll", axes, pair, goal, pending, seconds, received, peak)
     axes = _involved(dims, goal, changed)
     moved = received
@@ -91,6 +90,7 @@ def _exchange(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...], ch
         sent = _sent_among(space, goal, near, before, received)
         if links.seconds(near, sent) <= links.seconds(axes, received):
             axes, moved = near, sent
+    copied = 0 if changed == (0,) else min(moved, before) + after  # whole rows lie in memory as they travel
     seconds = links.seconds(axes, moved) + links.copy(copied)
     return Move("Exchange", axes, changed, goal, pending, seconds, moved, peak)
 

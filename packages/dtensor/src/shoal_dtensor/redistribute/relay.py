@@ -8,6 +8,7 @@ if axes that end up replicated are gathered last.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from .moves import transition
 from .space import Dims, Move, Space, shared, valid_tokens
@@ -21,9 +22,12 @@ def relays(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
     for settled in _first(space, _changing(space, dims)):
         for inner in (True, False):
             after = _halfway(space, dims, settled, inner=inner)
-            if after not in seen:
-                seen.add(after)
-                yield tuple(transition(space, dims, after))
+            if after in seen:
+                continue
+            seen.add(after)
+            moves = tuple(transition(space, dims, after))
+            if not space.links.uniform or _moves_no_more(space, dims, moves):
+                yield moves
     if _slow(space):
         for after in _parked(space, dims):
             if after not in seen:
@@ -43,6 +47,13 @@ def early(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[tuple[
     for after in dict.fromkeys((wanted, *parked)):
         if after != dims:
             yield tuple(transition(space, dims, after, pending))
+
+
+def _moves_no_more(space: Space, dims: Dims, moves: tuple[Move, ...]) -> bool:
+    """Whether a detour costs no bytes: copying less must not mean sending more."""
+    stops = [dims, *(move.dims for move in moves), space.goal]
+    total = sum(space.average_missing(a, b) for a, b in pairwise(stops))
+    return total <= space.average_missing(dims, space.goal) * (1 + 1e-9)
 
 
 def _slow(space: Space) -> bool:
