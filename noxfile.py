@@ -178,6 +178,13 @@ def bench(session: nox.Session) -> None:
         session.run("python", f"benchmarks/{script}.py", *flags, env=RANKS_ENV)
 
 
+@nox.session(default=False)
+def op_sweep(session: nox.Session) -> None:
+    """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
+    install(session, *STACK)
+    session.run("python", "integration_tests/op_sweep.py", *session.posargs, env=RANKS_ENV)
+
+
 @nox.session(default=False, reuse_venv=False, python="3.11")
 def minimums(session: nox.Session) -> None:
     """The oldest supported torch and Python."""
