@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+
 from shoal_mesh.testing import rank_pool
 
 README = Path(__file__).parents[1] / "README.md"
