@@ -117,8 +117,8 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any])
 
     Example:
         >>> from shoal_shard_api import ChunkShardingSpec
-        >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.lgamma)
-        ... def lgamma(types, args, kwargs, process_group): ...
+        >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.digamma)
+        ... def digamma(types, args, kwargs, process_group): ...
     """
 
     def register(implementation: CustomOp) -> CustomOp:
