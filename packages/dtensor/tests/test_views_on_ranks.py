@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal_dtensor import DTensor, Placement, Replicate, Shard, communication, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, communication, distribute_tensor
 from shoal_dtensor.errors import InPlaceError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks, rank_pool
@@ -319,10 +319,10 @@ def apply(step: Step, x: Any) -> Any:
 
 @st.composite
 def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[Step]]:
-    """A shape, how each mesh axis cuts it (-1: not), and up to six steps that fit."""
+    """A shape, how the tensor lies along each mesh axis (cut, cut ragged, whole or partial), and steps that fit."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
     axes = draw(st.sampled_from([1, 2]))
-    cuts = [("S", draw(st.integers(0, len(shape) - 1))) if draw(st.booleans()) else ("R", 0) for _ in range(axes)]
+    cuts = [(draw(st.sampled_from("SSGRP")), draw(st.integers(0, len(shape) - 1))) for _ in range(axes)]
     x = torch.zeros(shape)
     program: list[Step] = []
     for _ in range(draw(st.integers(1, 6))):
@@ -334,21 +334,43 @@ def programs(draw: st.DrawFn) -> tuple[list[int], list[tuple[str, int]], list[St
     return shape, cuts, program
 
 
+def placed(whole: Tensor, cuts: list[tuple[str, int]]) -> DTensor:
+    """`whole`, lying as a program says: ragged pieces are the first axis's alone, partial ones get unequal shares."""
+    placements: list[Placement] = [Shard(dim) if kind in "SG" else Replicate() for kind, dim in cuts]
+    kind, dim = cuts[0]
+    if kind == "G":
+        n, ways = whole.shape[dim], 4 if len(cuts) == 1 else 2
+        placements[0] = Shard(dim, sizes=(n // 3, *[0] * (ways - 2), n - n // 3))
+    x = put(whole, placements)
+    partial = [axis for axis, (kind, _) in enumerate(cuts) if kind == "P"]
+    coordinate = x.device_mesh.get_coordinate()
+    assert coordinate is not None
+    local = x.to_local()
+    for axis in partial:
+        ways, place = x.device_mesh.size(axis), coordinate[axis]
+        local = local * 2 if place == 0 else -local / (ways - 1)
+        placements[axis] = Partial()
+    return DTensor.from_local(local, x.device_mesh, placements, shape=whole.shape) if partial else x
+
+
 def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Step]) -> None:
     """On every rank: the program on one device and on DTensors, forward and backward."""
-    placements: list[Placement] = [Shard(dim) if kind == "S" else Replicate() for kind, dim in cuts]
     values, grads = [], []
-    for make in (lambda t: t, lambda t: put(t, placements)):
-        x = make(sample(*shape)).requires_grad_()
+    for make in (lambda t: t, lambda t: placed(t, cuts)):
+        x = make(sample(*shape))
+        partial = isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
+        x = x if partial else x.requires_grad_()
         y = x
         for step in program:
             y = apply(step, y)
-        values.append(full(y))
-        (y * y).sum().backward()
-        grads.append(x.grad)
+        values.append(full(y).detach())
+        if not partial:
+            (y * y).sum().backward()
+            grads.append(x.grad)
     torch.testing.assert_close(values[1], values[0])
-    torch.testing.assert_close(full(grads[1]), grads[0])
-    assert grads[1]._spec.cuts == put(sample(*shape), placements)._spec.cuts
+    if len(grads) == 2:
+        torch.testing.assert_close(full(grads[1]), grads[0])
+        assert grads[1]._spec.cuts == placed(sample(*shape), cuts)._spec.cuts
 
 
 # No shrinking: a failing program takes the pool down, and programs are short as they are.
