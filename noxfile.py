@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import nox
+from filelock import FileLock  # comes with nox, by way of virtualenv
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -35,12 +36,14 @@ def third_party(session: nox.Session) -> Path:
     home = ROOT / ".nox" / "third-party"
     stamp = home / "installed.sha256"
     digest = hashlib.sha256(told.encode()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != digest:
-        session.log("installing third-party packages once for all sessions (torch is large: about a minute)")
-        session.run(sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True)
-        pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
-        session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
-        stamp.write_text(digest)
+    home.parent.mkdir(exist_ok=True)
+    with FileLock(home.with_suffix(".lock")):  # sessions may run side by side
+        if not stamp.exists() or stamp.read_text() != digest:
+            session.log("installing third-party packages once for all sessions (torch is large: about a minute)")
+            session.run(sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True)
+            pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
+            session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
+            stamp.write_text(digest)
     return site_packages(home)
 
 
@@ -89,7 +92,9 @@ def layers(session: nox.Session) -> None:
 def types(session: nox.Session, package: str) -> None:
     """Mypy strict over one package, with only the layers below installed."""
     install(session, package)
-    session.run("python", "-m", "mypy", f"packages/{package}/src", f"packages/{package}/tests")
+    session.run("python", "-m", "mypy", f"packages/{package}/src")
+    # Tests call what torch leaves untyped (`Tensor.backward` first of all) on every page.
+    session.run("python", "-m", "mypy", "--allow-untyped-calls", f"packages/{package}/tests")
 
 
 @nox.session
