@@ -185,6 +185,22 @@ def compare(program: Program) -> None:
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
 
 
+# Found by the tests below, each once wrong.
+FOUND: list[Program] = [
+    ((2, 2), (8, 8), (("layer_norm", 39, 36, 125), ("index", 39, 62, 48), ("maximum", 144, 141, 54))),
+    (
+        (2, 2),
+        (1, 2),
+        (("mean", 150, 71, 67), ("multiply", 183, 155, 36), ("matmul", 12, 110, 16), ("var", 106, 106, 192)),
+    ),
+]
+
+
+@pytest.mark.parametrize("program", FOUND, ids=lambda program: "-".join(step[0] for step in program[2]))
+def test_programs_that_were_wrong(program: Program) -> None:
+    rank_pool(4).run(compare, program)
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(PROGRAM)
 def test_random_programs_equal_one_device(program: Program) -> None:

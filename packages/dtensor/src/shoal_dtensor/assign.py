@@ -66,7 +66,7 @@ def assign(rows: Sequence[Row], operands: Operands, mesh: DeviceMesh) -> Assignm
     found: Assignment | None = None
     for combination in islice(product(*choices), MAX_COMBINATIONS):
         for inputs, outputs in _resolve(combination, operands, mesh):
-            if not _keeps(operands, inputs, outputs):
+            if not _keeps(operands, inputs, outputs) or any(_mixes(spec) for spec in (*inputs, *outputs)):
                 continue
             changed = [i for i, (a, b) in enumerate(zip(operands.specs, inputs, strict=True)) if not a.same_layout(b)]
             total = sum(cost(operands.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
@@ -221,6 +221,12 @@ def _keeps(operands: Operands, inputs: Sequence[Spec], outputs: Sequence[Spec]) 
         if output is not None and not outputs[output].same_layout(operands.specs[index]):
             return False
     return all(out.same_layout(got) for out, got in zip(operands.outs, outputs, strict=False))
+
+
+def _mixes(spec: Spec) -> bool:
+    """Whether a spec has reductions whose order would matter: rows of two axes may each be right, but not together."""
+    kinds = {op for _, op in spec.partials}
+    return len(kinds) > 1 and not kinds <= {"sum", "avg"}
 
 
 def _traffic(combination: Sequence[Row], mesh: DeviceMesh) -> float:
