@@ -94,7 +94,7 @@ def test_a_write_through_a_view_reaches_the_base_or_is_refused(name: str) -> Non
 @on_ranks(4)
 def test_gradients_flow_through_writes(name: str) -> None:
     for placements in (*ON_4, *ON_2_2):
-        grads = []
+        grads: list[Any] = []
         for make in (lambda t: t, lambda t: put(t, placements)):  # noqa: B023  called at once
             x = make(sample(8, 6).abs()).requires_grad_()
             y = x * 2
@@ -109,18 +109,21 @@ def test_gradients_flow_through_writes(name: str) -> None:
             torch.testing.assert_close(full(grads[1]), grads[0])
 
 
+PICKS: list[Callable[[Any], Any]] = [
+    lambda t: t.unbind(0)[3],
+    lambda t: t.unbind(1)[0],
+    lambda t: t.split(3)[1],
+    lambda t: t.chunk(2)[0],
+]
+
+
 @on_ranks(4)
 def test_outputs_without_a_gradient_count_as_zero() -> None:
     for placements in (*ON_4, *ON_2_2):
-        for pick in (
-            lambda t: t.unbind(0)[3],
-            lambda t: t.unbind(1)[0],
-            lambda t: t.split(3)[1],
-            lambda t: t.chunk(2)[0],
-        ):
-            x = put(sample(8, 6), placements).requires_grad_()
+        for pick in PICKS:
+            x: Any = put(sample(8, 6), placements).requires_grad_()
             pick(x).sum().backward()
-            whole = sample(8, 6).requires_grad_()
+            whole: Any = sample(8, 6).requires_grad_()
             pick(whole).sum().backward()
             assert torch.equal(full(x.grad), whole.grad)
 
@@ -355,7 +358,8 @@ def placed(whole: Tensor, cuts: list[tuple[str, int]]) -> DTensor:
 
 def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Step]) -> None:
     """On every rank: the program on one device and on DTensors, forward and backward."""
-    values, grads = [], []
+    values: list[Tensor] = []
+    grads: list[Any] = []
     for make in (lambda t: t, lambda t: placed(t, cuts)):
         x = make(sample(*shape))
         partial = isinstance(x, DTensor) and any(p.is_partial() for p in x.placements)
@@ -398,7 +402,8 @@ def test_conjugates_are_never_lost() -> None:
         assert torch.equal(full(x.conj().imag + y.imag), whole.conj().imag + other.imag)
         with pytest.raises(InPlaceError):
             x.conj().mul_(2)
-        a, b = put(whole, placements).requires_grad_(), whole.clone().requires_grad_()
+        a: Any = put(whole, placements).requires_grad_()
+        b: Any = whole.clone().requires_grad_()
         (a * y).abs().sum().backward()
         (b * other).abs().sum().backward()
         torch.testing.assert_close(full(a.grad), b.grad)
@@ -436,7 +441,7 @@ def test_attention_by_batch_and_heads_needs_no_communication() -> None:
     cos, sin, angles = sample(6, 4), sample(6, 4), torch.polar(torch.ones(6, 2, dtype=torch.float64), sample(6, 2))
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    expected = attention(*leaves, cos, sin, angles, mask)
+    expected = attention(leaves[0], leaves[1], cos, sin, angles, mask)
     expected.square().sum().backward()
     for placements in ([R], [S0], [R, R], [S0, R]):
         whole = [R] * len(placements)
