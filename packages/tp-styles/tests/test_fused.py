@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +35,11 @@ from shoal_tp_styles import (
 )
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
+
+
+def told(name: str) -> Callable[[str], str]:
+    """A failure's message with the name of what differs."""
+    return lambda message: f"{name}: {message}"
 
 
 @functools.cache
@@ -77,8 +83,8 @@ def assert_same(module: nn.Module, single: nn.Module) -> None:
     got, expected = dict(module.named_parameters()), dict(single.named_parameters())
     assert got.keys() == expected.keys()
     for name, param in got.items():
-        torch.testing.assert_close(param, expected[name], msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(param.grad, expected[name].grad, msg=lambda m, name=name: f"{name}.grad: {m}")
+        torch.testing.assert_close(param, expected[name], msg=told(name))
+        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"))
 
 
 # (query heads, kv heads): enough of both, fewer kv heads than ranks, uneven.
@@ -90,8 +96,8 @@ GROUPS = [(8, 4), (8, 2), (8, 1), (12, 6)]
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: bool) -> None:
-    single = Attention(16, heads, kv, 4, fused).double()
-    module = copy.deepcopy(single)
+    single: Any = Attention(16, heads, kv, 4, fused).double()
+    module: Any = copy.deepcopy(single)
     arriving = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {"o": RowwiseParallel(output_layouts=arriving)}
     q = Heads(heads, 4)
@@ -128,8 +134,8 @@ def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: boo
 @on_ranks(4)
 def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
     axis = mesh()
-    single = nn.Linear(8, 24).double()
-    module = parallelize_module(copy.deepcopy(single), axis, PackedColwiseParallel(blocks={"gate": 12, "up": 12}))
+    single: Any = nn.Linear(8, 24).double()
+    module: Any = parallelize_module(copy.deepcopy(single), axis, PackedColwiseParallel(blocks={"gate": 12, "up": 12}))
     names = [name for name, _ in module.named_parameters()]
     assert names == ["weight_gate", "weight_up", "bias_gate", "bias_up"]
     x = torch.randn(3, 8, dtype=torch.double)
@@ -158,15 +164,15 @@ def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 def test_adapters(sequence: bool) -> None:
     axis = mesh()
-    start = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
+    start: Any = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     arriving = Shard(0) if sequence else Replicate()
     plan = {
         "0": LoRA(base=ColwiseParallel(input_layouts=arriving), rank=3, alpha=6.0),
         "2": LoRA(base=RowwiseParallel(output_layouts=arriving), rank=3, alpha=6.0),
     }
     torch.manual_seed(1)
-    module = parallelize_module(copy.deepcopy(start), axis, plan)
-    adapters = dict(adapter_parameters(module))
+    module: Any = parallelize_module(copy.deepcopy(start), axis, plan)
+    adapters: dict[str, Any] = dict(adapter_parameters(module))
     assert sorted(adapters) == ["0.lora_A", "0.lora_B", "2.lora_A", "2.lora_B"]
     assert [name for name, param in module.named_parameters() if param.requires_grad] == list(adapters)
     with torch.no_grad():
@@ -188,7 +194,7 @@ def test_adapters(sequence: bool) -> None:
     torch.testing.assert_close(y.grad, x.grad[rank : rank + 1] if sequence else x.grad)
     for name, param in adapters.items():
         assert isinstance(param.grad, DTensor)
-        torch.testing.assert_close(param.grad.full_tensor(), whole[name].grad, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(param.grad.full_tensor(), whole[name].grad, msg=told(name))
     merge_adapters(module)
     torch.testing.assert_close(module(y), got)
 
@@ -196,8 +202,8 @@ def test_adapters(sequence: bool) -> None:
 @on_ranks(4)
 def test_input_reshard_keeps_a_part_and_gives_the_same_gradients() -> None:
     axis = mesh()
-    single = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)).double()
-    module = copy.deepcopy(single)
+    single: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)).double()
+    module: Any = copy.deepcopy(single)
     parallelize_module(module, axis, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     input_reshard(module, axis, 0)
     for rows in (8, 6):

@@ -38,7 +38,7 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
     rank = torch.distributed.get_rank()
     args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied)
     torch.manual_seed(0)
-    single = Transformer(args)
+    single: Any = Transformer(args)
     state = {name: value for name, value in single.state_dict().items() if not (tied and name == "output.weight")}
     names = sorted(state)
     paths = [tmp_path / f"{rank}-{part}.safetensors" for part in (0, 1)]
@@ -62,7 +62,7 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
 @on_ranks(4)
 def test_fused_parameters_and_errors() -> None:
     axis = mesh()
-    single = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
+    single: Any = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
     style = PackedColwiseParallel(blocks={"q": Heads(4, 4), "k": Heads(1, 4), "v": Heads(1, 4)})
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
@@ -72,7 +72,8 @@ def test_fused_parameters_and_errors() -> None:
     expected = single[0](x)
     rows = [*range(4 * rank, 4 * rank + 4), *range(16, 24)]
     torch.testing.assert_close(module[0](x), expected[:, rows])
-    q, k = module[0].weight_q.to_local(), module[0].weight_k.to_local()
+    fused: Any = module[0]
+    q, k = fused.weight_q.to_local(), fused.weight_k.to_local()
     assert k.data_ptr() == q.data_ptr() + q.numel() * 4  # one buffer: the product reads it without a copy
     state = single.state_dict()
     state["extra"] = state.pop("2.bias")
@@ -82,7 +83,7 @@ def test_fused_parameters_and_errors() -> None:
     wrong = {**single.state_dict(), "2.weight": torch.zeros(8, 17)}
     with pytest.raises(PlanError, match=r"'2.weight' is \(8, 17\) in the source, the model needs \(8, 16\)"):
         load_sharded(module, wrong)
-    plain = parallelize_module(nn.Linear(4, 8), axis, ColwiseParallel(output_layouts=Replicate()))
+    plain: Any = parallelize_module(nn.Linear(4, 8), axis, ColwiseParallel(output_layouts=Replicate()))
     other = nn.Linear(4, 8)
     load_sharded(plain, other.state_dict())
     torch.testing.assert_close(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import LayoutError, Vocab, choose, loss_parallel, losses
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
+
+
+def told(name: str) -> Callable[[str], str]:
+    """A failure's message with the name of what differs."""
+    return lambda message: f"{name}: {message}"
 
 
 @functools.cache
@@ -36,6 +42,7 @@ def gradient(x: Tensor, dim: int, full: Tensor) -> Tensor:
     """The full gradient's part that belongs to `x`, or all of it for a DTensor, and x's own."""
     assert x.grad is not None and full.grad is not None, "both have gradients"
     if isinstance(x, DTensor):
+        assert isinstance(x.grad, DTensor), "as its leaf"
         torch.testing.assert_close(x.grad.full_tensor(), full.grad)
     else:
         torch.testing.assert_close(x.grad, cut(full.grad, dim, plain=True)[0].detach())
@@ -59,10 +66,10 @@ def test_cross_entropy(shape: tuple[int, ...], reduction: Any, smoothing: float,
             target.view(-1)[0] = -100
         weight = torch.rand(classes, dtype=torch.double) if weighted else None
         options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
-        expected = functional.cross_entropy(full, target, weight, **options)
+        expected: Any = functional.cross_entropy(full, target, weight, **options)
         x, vocab = cut(full, dim, plain)
         with CommDebugMode() as mode:
-            loss = losses.cross_entropy(x, target, weight, vocab=vocab, **options)
+            loss: Any = losses.cross_entropy(x, target, weight, vocab=vocab, **options)
         assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
         torch.testing.assert_close(loss, expected)
         seed = torch.randn_like(expected)
@@ -83,10 +90,10 @@ def test_soft_targets(shape: tuple[int, ...], reduction: Any, smoothing: float) 
     target = torch.randn(shape, dtype=torch.double).softmax(dim)
     weight = torch.rand(shape[dim], dtype=torch.double)
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
-    expected = functional.cross_entropy(full, target, weight, **options)
+    expected: Any = functional.cross_entropy(full, target, weight, **options)
     for given in (target, cut(target, dim)[0].detach()):
         x, _ = cut(full, dim)
-        loss = losses.cross_entropy(x, given, weight, **options)
+        loss: Any = losses.cross_entropy(x, given, weight, **options)
         torch.testing.assert_close(loss, expected)
         full.grad = None
         expected.sum().backward(retain_graph=True)
@@ -116,17 +123,18 @@ def test_nll_kl_and_log_probabilities(classes: int) -> None:
         x, _ = cut(full, 1)
         full.grad = None
         loss, expected = run(x), theirs[name](full)
-        torch.testing.assert_close(loss, expected, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(loss, expected, msg=told(name))
         loss.backward()
         expected.backward()
         gradient(x, 1, full)
     x, vocab = cut(full, 1, plain=True)
     full.grad = None
     seed = torch.randn_like(full)
-    out = losses.log_softmax(x, vocab=vocab)
+    out: Any = losses.log_softmax(x, vocab=vocab)
     torch.testing.assert_close(out, cut(full.log_softmax(1), 1, plain=True)[0].detach())
     out.backward(cut(seed, 1, plain=True)[0].detach())
-    full.log_softmax(1).backward(seed)
+    whole: Any = full.log_softmax(1)
+    whole.backward(seed)
     gradient(x, 1, full)
 
 
@@ -146,7 +154,7 @@ def test_choices_are_those_of_the_full_logits() -> None:
     torch.testing.assert_close(share.double(), full[2].softmax(0), atol=0.03, rtol=0)
     point = torch.rand(7, dtype=torch.double, generator=torch.Generator().manual_seed(5))
     ours = choose.sample(x, generator=torch.Generator().manual_seed(5))
-    single = torch.searchsorted(full.softmax(1).cumsum(1), point[:, None], right=True).squeeze(1)
+    single: Any = torch.searchsorted(full.softmax(1).cumsum(1), point[:, None], right=True).squeeze(1)
     assert ours.tolist() == single.tolist()
     assert choose.sample(x, temperature=0).tolist() == full.argmax(1).tolist()
     padded = torch.cat([full, torch.full((7, 2), 99.0, dtype=torch.double)], 1)
@@ -154,7 +162,7 @@ def test_choices_are_those_of_the_full_logits() -> None:
     eleven = Vocab.of(x, 1, real=11)
     assert choose.argmax(x, vocab=eleven).tolist() == full.argmax(1).tolist()
     target = torch.randint(11, (7,))
-    loss = losses.cross_entropy(x, target, vocab=eleven, label_smoothing=0.1)
+    loss: Any = losses.cross_entropy(x, target, vocab=eleven, label_smoothing=0.1)
     torch.testing.assert_close(loss, functional.cross_entropy(full, target, label_smoothing=0.1))
     assert mesh.ndim == 1
 
@@ -164,18 +172,18 @@ def test_choices_are_those_of_the_full_logits() -> None:
 def test_loss_parallel(smoothing: float) -> None:
     full = torch.randn(6, 11, dtype=torch.double, requires_grad=True)
     target = torch.randint(11, (6,))
-    expected = functional.cross_entropy(full, target, label_smoothing=smoothing)
+    expected: Any = functional.cross_entropy(full, target, label_smoothing=smoothing)
     expected.backward()
     x, _ = cut(full, 1)
     with loss_parallel(), loss_parallel():
         with CommDebugMode() as mode:
-            loss = nn.CrossEntropyLoss(label_smoothing=smoothing)(x, target)
+            loss: Any = nn.CrossEntropyLoss(label_smoothing=smoothing)(x, target)
         assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
         assert isinstance(loss, DTensor)
         plain = functional.cross_entropy(full, target, label_smoothing=smoothing)
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(plain, expected)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     gradient(x, 1, full)
 
 
@@ -184,7 +192,7 @@ def test_half_precision_and_rows_without_mass() -> None:
     full = torch.randn(4, 9).bfloat16()
     x, _ = cut(full, 1)
     target = torch.randint(9, (4,))
-    loss = losses.cross_entropy(x, target)
+    loss: Any = losses.cross_entropy(x, target)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, functional.cross_entropy(full.float(), target))
     masked = torch.randn(3, 9)

@@ -10,6 +10,7 @@ import functools
 import gc
 import io
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ from shoal_tp_styles import (
 from shoal_tp_styles.testing import MLP
 
 
+def told(name: str) -> Callable[[str], str]:
+    """A failure's message with the name of what differs."""
+    return lambda message: f"{name}: {message}"
+
+
 @functools.cache
 def mesh() -> Any:
     """All ranks in a row."""
@@ -51,8 +57,8 @@ def assert_same(module: nn.Module, single: nn.Module) -> None:
     expected = dict(single.named_parameters())
     assert dict(module.named_parameters()).keys() == expected.keys()
     for name, param in module.named_parameters():
-        torch.testing.assert_close(param, expected[name], msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(param.grad, expected[name].grad, msg=lambda m, name=name: f"{name}.grad: {m}")
+        torch.testing.assert_close(param, expected[name], msg=told(name))
+        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"))
 
 
 CONVS: list[tuple[Any, tuple[int, ...]]] = [
@@ -66,8 +72,8 @@ CONVS: list[tuple[Any, tuple[int, ...]]] = [
 @pytest.mark.parametrize(("kind", "shape"), CONVS)
 @pytest.mark.parametrize("gathered", [False, True])
 def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) -> None:
-    single = nn.Sequential(kind(6, 10, 3, padding=1), nn.ReLU(), kind(10, 6, 3)).double()
-    module = copy.deepcopy(single)
+    single: Any = nn.Sequential(kind(6, 10, 3, padding=1), nn.ReLU(), kind(10, 6, 3)).double()
+    module: Any = copy.deepcopy(single)
     first = ColwiseParallel(output_layouts=Replicate() if gathered else None)
     second = RowwiseParallel(input_layouts=Replicate() if gathered else None)
     parallelize_module(module, mesh(), {"0": first, "2": second})
@@ -83,8 +89,8 @@ def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) ->
 
 @on_ranks(4)
 def test_bilinear_and_embedding_bag() -> None:
-    single = nn.Bilinear(5, 7, 10).double()
-    module = parallelize_module(copy.deepcopy(single), mesh(), ColwiseParallel(output_layouts=Replicate()))
+    single: Any = nn.Bilinear(5, 7, 10).double()
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), ColwiseParallel(output_layouts=Replicate()))
     full = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
     theirs = [x.clone().requires_grad_() for x in full]
     ours = [x.clone().requires_grad_() for x in full]
@@ -109,8 +115,8 @@ def test_bilinear_and_embedding_bag() -> None:
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("weights", [True, False])
 def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> None:
-    single = nn.MultiheadAttention(24, heads, batch_first=batch_first).double()
-    module = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel())
+    single: Any = nn.MultiheadAttention(24, heads, batch_first=batch_first).double()
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel())
     shape = (3, 4, 24)
     full = torch.randn(shape, dtype=torch.double)
     length, batch = (4, 3) if batch_first else (3, 4)
@@ -145,7 +151,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         parallelize_module(nn.Embedding(4, 4, sparse=True), axis, ColwiseParallel())
     with pytest.raises(UnsupportedModuleError, match="HeadParallel has no sharding for Linear"):
         parallelize_module(nn.Linear(4, 4), axis, HeadParallel())
-    attention = parallelize_module(nn.MultiheadAttention(8, 2, dropout=0.1), axis, HeadParallel())
+    attention: Any = parallelize_module(nn.MultiheadAttention(8, 2, dropout=0.1), axis, HeadParallel())
     x = torch.randn(3, 2, 8)
     with pytest.raises(UnsupportedModuleError, match="dropout"):
         attention(x, x, x)
@@ -155,9 +161,9 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 @on_ranks(2)
 def test_second_derivatives_are_refused_unless_not_lowered() -> None:
     axis = mesh()
-    single = nn.Linear(4, 4).double()
+    single: Any = nn.Linear(4, 4).double()
     x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
-    lowered = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
+    lowered: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
     with pytest.raises(SecondOrderError, match="lower=False"):
         torch.autograd.grad(lowered(x).square().sum(), x, create_graph=True)
 
@@ -165,8 +171,8 @@ def test_second_derivatives_are_refused_unless_not_lowered() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_that_of_the_plain_module(dtype: torch.dtype) -> None:
-    single = MLP()
-    module = parallelize_module(copy.deepcopy(single), mesh(), MLP.plan)
+    single: Any = MLP()
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), MLP.plan)
     full = torch.randn(6, 10)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     with torch.autocast("cpu", dtype):
@@ -184,13 +190,13 @@ def test_autocast_is_that_of_the_plain_module(dtype: torch.dtype) -> None:
 @on_ranks(2)
 def test_a_parallel_model_is_freed_copied_and_pickled() -> None:
     axis = mesh()
-    module = parallelize_module(MLP(), axis, MLP.plan)
+    module: Any = parallelize_module(MLP(), axis, MLP.plan)
     x = torch.randn(3, 10)
     expected = module(x)
     buffer = io.BytesIO()
     torch.save(module, buffer)
     buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
+    loaded: Any = torch.load(buffer, weights_only=False)
     torch.testing.assert_close(loaded(x), expected)
     loaded.net1.weight.data.mul_(2)
     assert not torch.equal(loaded(x), expected)
@@ -223,14 +229,15 @@ class MyRMSNorm(Norm):
 @on_ranks(4)
 @pytest.mark.parametrize("kind", [Norm, MyRMSNorm])
 def test_norms_of_other_libraries(kind: Any) -> None:
-    single = kind()
-    module = parallelize_module(copy.deepcopy(single), mesh(), SequenceParallel(use_local_output=True))
+    single: Any = kind()
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), SequenceParallel(use_local_output=True))
     full = torch.randn(2, 8, 8, dtype=torch.double)
     x, y = full.clone().requires_grad_(), part(full, 1).clone().requires_grad_()
     single(x).square().sum().backward()
     out = module(y)
     assert type(out) is Tensor
-    out.square().sum().backward()
+    total: Any = out.square().sum()
+    total.backward()
     assert x.grad is not None and isinstance(module.weight, DTensor)
     torch.testing.assert_close(y.grad, part(x.grad, 1))
     assert_same(module, single)
@@ -239,7 +246,7 @@ def test_norms_of_other_libraries(kind: Any) -> None:
 @on_ranks(4)
 def test_layouts_that_need_a_move() -> None:
     axis = mesh()
-    single = nn.Linear(8, 12).double()
+    single: Any = nn.Linear(8, 12).double()
     full = torch.randn(8, 8, dtype=torch.double)
     for style, arrive, leave in (
         (ColwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(0)), 1, 0),
@@ -264,8 +271,10 @@ def test_layouts_that_need_a_move() -> None:
 @pytest.mark.parametrize("layout", [Replicate(), Shard(1), Shard(0)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_overlapped_reduction(layout: Any, bias: bool) -> None:
-    single = nn.Linear(12, 8, bias=bias).double()
-    module = parallelize_module(copy.deepcopy(single), mesh(), RowwiseParallel(output_layouts=layout).overlapped(3))
+    single: Any = nn.Linear(12, 8, bias=bias).double()
+    module: Any = parallelize_module(
+        copy.deepcopy(single), mesh(), RowwiseParallel(output_layouts=layout).overlapped(3)
+    )
     full = torch.randn(4, 8, 12, dtype=torch.double)
     x, y = full.clone().requires_grad_(), part(full, -1).clone().requires_grad_()
     expected, seed = single(x), torch.randn(4, 8, 8, dtype=torch.double)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,11 @@ from shoal_tp_styles import (
     unparallelize_module,
 )
 from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer
+
+
+def told(name: str) -> Callable[[str], str]:
+    """A failure's message with the name of what differs."""
+    return lambda message: f"{name}: {message}"
 
 
 @functools.cache
@@ -72,7 +78,7 @@ def assert_same_gradients(parallel: nn.Module, single: nn.Module) -> None:
         if isinstance(param, DTensor):
             assert isinstance(param.grad, DTensor), f"{name}: the gradient is a DTensor"
             assert param.grad.placements == param.placements, name
-        torch.testing.assert_close(whole(param.grad), expected[name].grad, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(whole(param.grad), expected[name].grad, msg=told(name))
 
 
 @on_ranks(4)
@@ -83,7 +89,7 @@ def assert_same_gradients(parallel: nn.Module, single: nn.Module) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
     axis, single = mesh(), nn.Linear(16, 16).double()
-    module = parallelize_module(
+    module: Any = parallelize_module(
         copy.deepcopy(single), axis, ColwiseParallel(input_layouts=layout, use_local_output=local)
     )
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
@@ -115,7 +121,7 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
 @pytest.mark.parametrize("local", [True, False])
 def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
     axis, single = mesh(), nn.Linear(16, 12).double()
-    module = parallelize_module(
+    module: Any = parallelize_module(
         copy.deepcopy(single), axis, RowwiseParallel(output_layouts=layout, use_local_output=local)
     )
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
@@ -140,7 +146,7 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
 @on_ranks(4)
 def test_colwise_embedding() -> None:
     axis, single = mesh(), nn.Embedding(8, 16, padding_idx=3).double()
-    module = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
+    module: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
     tokens = torch.randint(8, (4, 2))
     with CommDebugMode() as mode:
         out = module(tokens)
@@ -162,9 +168,9 @@ def test_colwise_embedding() -> None:
 def test_rowwise_embedding(
     layout: Any, forward: dict[str, int], backward: dict[str, int], vocab: int, scale: bool
 ) -> None:
-    single = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
+    single: Any = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    module = parallelize_module(copy.deepcopy(single), mesh(), style)
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
     tokens = torch.randint(vocab, (3, 8))
     with CommDebugMode() as mode:
         out = module(tokens)
@@ -187,7 +193,7 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
     axis, single = mesh(), make(12, **({} if bias is None else {"bias": bias})).double()
     for param in single.parameters():
         nn.init.normal_(param)
-    module = parallelize_module(copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local"))
+    module: Any = parallelize_module(copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local"))
     full = torch.randn(2, 8, 12, dtype=torch.double, requires_grad=True)
     placement = Replicate() if kind == "replicated" else Shard(1)
     x: Tensor = distribute_tensor(full.detach(), axis, (placement,)).requires_grad_()
@@ -216,7 +222,7 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
 def test_prepare_module_input() -> None:
     axis = mesh()
     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    module = parallelize_module(nn.Identity(), axis, style)
+    module: Any = parallelize_module(nn.Identity(), axis, style)
     full = torch.randn(8, 3)
     with CommDebugMode() as mode:
         out = module(own(full, 0))
@@ -242,7 +248,7 @@ def test_prepare_several_inputs() -> None:
         desired_input_kwarg_layouts={"mask": Replicate()},
         use_local_output=True,
     )
-    module = parallelize_module(Several(), axis, style)
+    module: Any = parallelize_module(Several(), axis, style)
     arrived = distribute_tensor(full, axis, (Shard(0),))
     a, b, c, d = module(own(full, 0), "as it is", arrived, mask=own(full, 0))
     assert b == "as it is"
@@ -265,7 +271,7 @@ def test_prepare_output_and_both() -> None:
         output_layouts=Replicate(),
         desired_output_layouts=Shard(0),
     )
-    module = parallelize_module(nn.Identity(), axis, both)
+    module: Any = parallelize_module(nn.Identity(), axis, both)
     x = own(full, 0).requires_grad_()
     with CommDebugMode() as mode:
         torch.testing.assert_close(module(x), own(full, 0))
@@ -278,8 +284,8 @@ def test_prepare_output_and_both() -> None:
 @pytest.mark.parametrize("make", [MLP, StackedMLP])
 @pytest.mark.parametrize("lower", [True, False])
 def test_mlps(make: Any, lower: bool) -> None:
-    single = make().double()
-    module = copy.deepcopy(single)
+    single: Any = make().double()
+    module: Any = copy.deepcopy(single)
     parallelize_module(module, mesh(), module.plan, lower=lower)
     full = torch.randn(6, 10, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
@@ -305,7 +311,8 @@ class Readers(nn.Module):
         a, b = q.chunk(2, -1)
         if inplace:
             h = h.mul_(2)
-        return x + self.o(a * self.k(h) + torch.sigmoid(b) * self.v(h)) + h
+        out: Tensor = x + self.o(a * self.k(h) + torch.sigmoid(b) * self.v(h)) + h
+        return out
 
 
 READERS = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
@@ -325,8 +332,8 @@ def interleaved(module: Readers, ways: int) -> Readers:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
     axis, start = mesh(), Readers().double()
-    single = interleaved(start, axis.size())
-    module = parallelize_module(copy.deepcopy(start), axis, READERS)
+    single: Any = interleaved(start, axis.size())
+    module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     if inplace:  # a frozen projection saves no input, so its input may be written to
         module.q.requires_grad_(False)
         single.q.requires_grad_(False)
@@ -346,7 +353,7 @@ def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
 @on_ranks(4)
 def test_shared_readers_under_partial_use() -> None:
     axis, start = mesh(), Readers().double()
-    module = parallelize_module(copy.deepcopy(start), axis, READERS)
+    module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
     h, reference = module.norm(x), start.norm(x)
     q, k, v = module.q(h), module.k(h), module.v(h)
@@ -370,8 +377,8 @@ def test_shared_readers_under_partial_use() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_readers_under_checkpointing(reentrant: bool) -> None:
     axis, start = mesh(), Readers().double()
-    single = interleaved(start, axis.size())
-    module = parallelize_module(copy.deepcopy(start), axis, READERS)
+    single: Any = interleaved(start, axis.size())
+    module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
     y = x.detach().clone().requires_grad_()
     single(x).square().sum().backward()
@@ -387,8 +394,8 @@ def test_readers_under_checkpointing(reentrant: bool) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied, checkpoint_activations=checkpointed)
-    single = Transformer(args).double()
-    module = copy.deepcopy(single)
+    single: Any = Transformer(args).double()
+    module: Any = copy.deepcopy(single)
     Transformer.parallelize(module, mesh(), use_seq_parallel=sequence)
     assert (module.output.weight is module.tok_embeddings.weight) is tied
     tokens = torch.randint(10, (3, 8))
@@ -401,8 +408,8 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
 
 @on_ranks(4)
 def test_uneven_features_and_unparallelize() -> None:
-    single = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 5)).double()
-    module = copy.deepcopy(single)
+    single: Any = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 5)).double()
+    module: Any = copy.deepcopy(single)
     axis = mesh()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(module, axis, plan)
