@@ -51,6 +51,7 @@ def test_torchs_own_tensors_are_replicated() -> None:
         lambda t: t[[4, 0]],
         lambda t: torch.combinations(t, 2),
         lambda t: t.cummax(0)[0],
+        lambda t: torch.quantile(t, 0.3),
         lambda t: t.cumprod(0),
         lambda t: torch.copysign(t, t.detach()),
         lambda t: torch.mvlgamma(t + 5, 2),

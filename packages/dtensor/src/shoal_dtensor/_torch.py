@@ -147,15 +147,17 @@ def is_nameless(tensor: torch.Tensor) -> bool:
     if sys.getrefcount(tensor) != _references_of_nameless() + 1:
         return False
     base = tensor._base
-    return base is None or sys.getrefcount(base) == _references_of_base()
+    return base is None or sys.getrefcount(base) == _BASE_REFERENCES
 
 
-@cache
 def _references_of_base() -> int:
     """References to what a view is of, held in a variable, when nothing else in Python refers to it; measured."""
     view = torch.ones(2).view(2)
     base = view._base
     return sys.getrefcount(base)
+
+
+_BASE_REFERENCES = _references_of_base()  # at import: inside a dispatch, views do not tell what they are of
 
 
 @cache
