@@ -45,7 +45,7 @@ def _dims(call: OpCall) -> list[int]:
 
 def _unused(meta: TensorMeta, call: OpCall) -> bool:
     """Whether an output is bookkeeping (random state, sequence lengths) rather than attention."""
-    return meta.ndim < call["query"].ndim - 1
+    return meta.ndim < int(call["query"].ndim) - 1
 
 
 def _forward(call: OpCall) -> list[Row]:

@@ -36,7 +36,7 @@ def _embedding(decided: LocalCall) -> LocalFunction | None:
             return table.new_zeros((*indices.shape, table.shape[1]))
         mine = indices - start
         outside = (mine < 0) | (mine >= size)
-        found = torch.ops.aten.embedding(table, mine.masked_fill(outside, 0))
+        found: Tensor = torch.ops.aten.embedding(table, mine.masked_fill(outside, 0))
         return found.masked_fill_(outside.unsqueeze(-1), 0)
 
     return filling_out(decided.call, run)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from .local import or_empty, replacing
 from .notation import linear_rows
-from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["IMAGE"]
@@ -63,7 +63,10 @@ def _sampled(call: OpCall) -> list[Row]:
 def _sampled_backward(call: OpCall) -> list[Row]:
     mask = call["output_mask"]
     spatial = range(2, call.tensors[0].ndim)
-    cases = [((S(0), S(0), S(0)), (S(0), S(0))), ((S(1), S(1), R), (S(1), P("sum")))]
+    cases: list[tuple[tuple[Entry, ...], tuple[Entry, ...]]] = [
+        ((S(0), S(0), S(0)), (S(0), S(0))),
+        ((S(1), S(1), R), (S(1), P("sum"))),
+    ]
     cases += [((S(d), R, S(d - 1)), (P("sum"), S(d - 1))) for d in spatial]
     cases += [((P(op), R, R), (P(op), P(op))) for op in ("sum", "avg")]
     return [Row(inputs, tuple(e for e, wanted in zip(made, mask, strict=True) if wanted)) for inputs, made in cases]

@@ -31,7 +31,7 @@ def _without_sum(decided: LocalCall) -> LocalFunction | None:
     made, empty = decided.outputs[0], any(0 in spec.local_shape for spec in decided.inputs[1:])
     if not empty or 0 in made.local_shape:
         return or_empty(decided)
-    beta = decided.call["beta"]
+    beta: float = decided.call["beta"]
 
     def run(added: Tensor, *_: Any, **__: Any) -> Tensor:
         return (added * beta).expand(made.local_shape).clone()

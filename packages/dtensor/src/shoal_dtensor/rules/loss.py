@@ -40,11 +40,13 @@ def _loss(decided: LocalCall) -> LocalFunction | None:
     axes = {axis for spec in decided.inputs for axis in cutting(spec)}
     if call["reduction"] != MEAN or not axes:
         return None
-    count = prod(torch.broadcast_shapes(*(meta.shape for meta in call.tensors)))
+    shapes = [meta.shape for meta in call.tensors]
+    count = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch gives it no types
     summed = replacing(call, reduction=SUM)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        return summed(*args, **kwargs).div_(count)
+        total: Tensor = summed(*args, **kwargs)
+        return total.div_(count)
 
     return run
 
@@ -62,7 +64,8 @@ def _loss_backward(decided: LocalCall) -> LocalFunction | None:
     summed = replacing(call, reduction=SUM)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        return summed(*args, **kwargs).div_(count)
+        total: Tensor = summed(*args, **kwargs)
+        return total.div_(count)
 
     return run
 

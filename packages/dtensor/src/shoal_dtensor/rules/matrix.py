@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..spec import TensorMeta
 from .local import cutting, or_empty
 from .notation import product
 from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
@@ -22,12 +23,15 @@ def _batches(call: OpCall) -> list[Row]:
     main = max(call.tensors, key=lambda t: t.ndim)
     rows = []
     for d in range(main.ndim - 2):
-        inputs = [S(d) if t.ndim > d and t.shape[d] == main.shape[d] else None for t in call.tensors]
-        inputs = [R if e is None and t.ndim <= 1 else e for e, t in zip(inputs, call.tensors, strict=True)]
-        outputs = [S(d) if t.ndim > d and t.shape[d] == main.shape[d] else None for t in call.outputs]
+        inputs = [_batch(t, d, main.shape[d]) or (R if t.ndim <= 1 else None) for t in call.tensors]
+        outputs = [_batch(t, d, main.shape[d]) for t in call.outputs]
         if None not in inputs and None not in outputs:
             rows.append(Row(tuple(e for e in inputs if e), tuple(e for e in outputs if e)))
     return rows
+
+
+def _batch(tensor: TensorMeta, dim: int, size: int) -> S | None:
+    return S(dim) if tensor.ndim > dim and tensor.shape[dim] == size else None
 
 
 def _trace(call: OpCall) -> list[Row]:

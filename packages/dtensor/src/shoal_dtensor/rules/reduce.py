@@ -197,8 +197,10 @@ def _norm(decided: LocalCall) -> LocalFunction | None:
                 )
             return x.abs().amax(dims, kept) if order > 0 else x.abs().amin(dims, kept)
         if order in (0.0, 1.0):
-            return torch.linalg.vector_norm(x, order, dims, kept)
-        return across(powers(x, order, dims, kept), spec, axes) ** (1 / order)
+            plain: Tensor = torch.linalg.vector_norm(x, order, dims, kept)
+            return plain
+        total = across(powers(x, order, dims, kept), spec, axes)
+        return total.pow(1 / order)
 
     return filling_out(decided.call, run)
 

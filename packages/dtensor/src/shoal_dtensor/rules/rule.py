@@ -110,7 +110,8 @@ class OpCall:
     @property
     def written(self) -> tuple[int, ...]:
         """Indices (into `tensors`) of the inputs that the operator reads and writes (in-place operators)."""
-        found, position = [], 0
+        found: list[int] = []
+        position = 0
         for argument in self.op._schema.arguments:
             if argument.is_out:
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,11 +61,10 @@ class Done:
         return True
 
 
-class ThreadGroup(ProcessGroup):
-    """The process group of one member of a meeting."""
+class ThreadGroup:
+    """The process group of one member of a meeting: those of its calls that the collectives make."""
 
     def __init__(self, meeting: Meeting, index: int) -> None:
-        super().__init__(index, len(meeting.values))
         self.meeting, self.index = meeting, index
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
@@ -98,7 +97,7 @@ class ThreadGroup(ProcessGroup):
     ) -> Done:
         count = len(self.meeting.values)
         rows = list(sent) or [tensor.shape[0] // count] * count
-        blocks = self.meeting.exchange(self.index, tensor.clone().split(rows))
+        blocks = self.meeting.exchange(self.index, torch.split(tensor.clone(), rows))
         output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
         return Done()
 
@@ -145,7 +144,7 @@ class ThreadMesh:
         meeting = self._meetings.setdefault((axes, fixed), Meeting(size))
         names = tuple(self.axis_names[axis] for axis in axes)
         return Comm(
-            group=ThreadGroup(meeting, index),
+            group=cast("ProcessGroup", ThreadGroup(meeting, index)),
             name="threads",
             axes=names,
             size=size,

@@ -125,8 +125,8 @@ def _missed(trial: Trial, n: int) -> list[Row]:
     """Shardings of every input and output that the bare operator satisfies but no row says."""
     known = {(row.inputs, row.outputs) for row in trial.rows}
     found = []
-    options = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
-    made = [[R, P_SUM, *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]
+    options: list[list[Entry]] = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
+    made: list[list[Entry]] = [[R, P_SUM, *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]
     for inputs in product(*options):
         if all(entry is R for entry in inputs) or prod(map(len, options)) > 300:
             continue
