@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.redistribute import plan, run, run_all
-from shoal_dtensor.redistribute.steps import Transfer
+from shoal_dtensor.redistribute.steps import Plan, Transfer
 from shoal_dtensor.testing import coordinates, draw_spec, global_value, local_shards, simulate
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -23,7 +26,7 @@ def half(which: int) -> DeviceMesh:
     return abstract_mesh((2, 4), ("a", "b"), rank=4 * which)["b"]
 
 
-PAIRS = {
+PAIRS: dict[str, tuple[Callable[[], DeviceMesh], Callable[[], DeviceMesh]]] = {
     "other grid": (lambda: abstract_mesh((2, 4)), lambda: abstract_mesh((4, 2))),
     "fewer": (lambda: abstract_mesh((2, 4)), lambda: abstract_mesh((3,))),
     "more": (lambda: abstract_mesh((3,)), lambda: abstract_mesh((2, 4))),
@@ -76,7 +79,10 @@ def test_a_transfer_says_how_many_ranks_take_part() -> None:
 @on_ranks(4)
 def test_on_ranks() -> None:
     grid, line, pair = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [3, 1])
-    rng, plans, locals_, expected = Random(1), [], [], []
+    rng = Random(1)
+    plans: list[Plan] = []
+    locals_: list[Tensor] = []
+    expected: list[Any] = []
     for old, new in ((grid, line), (line, pair), (pair, grid)) * 6:
         shape = [rng.choice((1, 3, 4, 8)) for _ in range(2)]
         src, dst = draw_spec(rng, old, shape, ops=("sum",)), draw_spec(rng, new, shape, ops=())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -99,13 +100,14 @@ def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
 def test_a_coalesced_block_of_dtensors_with_gradients() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     weights = [torch.randn(n, 6) for n in (3, 4, 5)]
-    parts = [distribute_tensor(w, mesh, [Shard(0), Shard(1)]).requires_grad_() for w in weights]
+    parts: list[Any] = [distribute_tensor(w, mesh, [Shard(0), Shard(1)]).requires_grad_() for w in weights]
     with CommDebugMode() as counted:
         with coalesce():
             whole = [part.redistribute(placements=[Replicate(), Replicate()]) for part in parts]
         assert all(torch.equal(w.to_local(), plain) for w, plain in zip(whole, weights, strict=True))
     assert counted.get_total_counts() <= 2
-    sum((w * w).sum() for w in whole).backward()
+    loss: Any = sum((w * w).sum() for w in whole)
+    loss.backward()
     for part, plain in zip(parts, weights, strict=True):
         assert part.grad is not None
         assert part.grad.placements == part.placements
@@ -117,7 +119,7 @@ def test_a_result_used_inside_the_block_is_there() -> None:
     mesh = init_device_mesh("cpu", (4,))
     part = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     with coalesce():
-        whole = part.redistribute(placements=[Replicate()])
+        whole: Any = part.redistribute(placements=[Replicate()])
         assert torch.equal((whole + 1).to_local(), torch.arange(8.0) + 1)
 
 

@@ -59,7 +59,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Run an autograd function; outside of functorch, without the 3 us that `Function.apply` takes to look for it."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return super(torch.autograd.Function, function).apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
 
 
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]
@@ -169,10 +169,12 @@ def _references_of_nameless() -> int:
         seen.append(sys.getrefcount(tensor))
 
     class Probe(torch.Tensor):
-        __torch_function__ = disabled_torch_function
+        __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
 
         @classmethod
-        def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+            cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             for index in args[1]:
                 look(index)
             return args[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
 
@@ -20,6 +20,9 @@ from .pricing import Links
 from .search import Route, routes
 from .space import Move, Space
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, Plan, ReduceScatter, Scale, Share, Slice, Step
+
+if TYPE_CHECKING:
+    from functools import _CacheInfo  # what `lru_cache` answers has no public name
 
 __all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "links_of", "plan", "seconds"]
 
@@ -70,7 +73,7 @@ def alternatives(
     return [_build(src, dst, space, route) for route in routes(space, memory_limit, count)]
 
 
-def cache_info() -> object:
+def cache_info() -> _CacheInfo:
     """Hits, misses and size of the plan cache."""
     return _plan.cache_info()
 
