@@ -98,7 +98,7 @@ def linear(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
     return F.linear(x, m.leaf((width, x.shape[-1]), b), m.leaf((width,), c)) / x.shape[-1]
 
 
-def reshaped(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
+def reshaped(m: Machine, x: Any, a: int, b: int, c: int) -> Any:
     """Dims joined, or one split by a divisor."""
     if a % 2 == 0 and x.ndim > 1:
         dim = b % (x.ndim - 1)
@@ -169,14 +169,15 @@ def compare(program: Program) -> None:
     states = []
     for machine in (plain, sharded):
         torch.manual_seed(7)
-        x = machine.run(program)
+        x: Any = machine.run(program)
         outputs.append(x)
         states.append(torch.get_rng_state())
         (x * x).sum().backward()
     expected, got = outputs
     assert isinstance(got, DTensor)
     assert torch.equal(states[0], states[1]), "generator"
-    torch.testing.assert_close(got.detach().full_tensor(), expected.detach(), rtol=1e-8, atol=1e-9)
+    detached: Any = got.detach()
+    torch.testing.assert_close(detached.full_tensor(), expected.detach(), rtol=1e-8, atol=1e-9)
     for one, other in zip(plain.leaves, sharded.leaves, strict=True):
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:

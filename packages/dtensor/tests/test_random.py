@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,11 +20,14 @@ from shoal_mesh.testing import on_ranks
 
 
 def own(value: DTensor, expected: Tensor) -> Tensor:
-    box = value._spec.box(value.device_mesh.get_coordinate())
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    box = value._spec.box(coordinate)
     return expected[tuple(slice(start, stop) for start, stop in box)]
 
 
-def same(value: DTensor, expected: Tensor) -> bool:
+def same(value: Tensor, expected: Tensor) -> bool:
+    assert isinstance(value, DTensor)
     return value.shape == expected.shape and torch.equal(value.to_local(), own(value, expected))
 
 
@@ -169,7 +173,7 @@ def test_meta_initialisation_equals_one_device() -> None:
     torch.manual_seed(2)
     expected = model()
     with torch.device("meta"):
-        sharded = model()
+        sharded: Any = model()
     for module in sharded.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             placements = [Shard(0), Shard(parameter.ndim - 1)]
@@ -205,7 +209,7 @@ def test_dropout_equals_one_device_with_its_gradient(name: str) -> None:
         expected = DROPOUTS[name](leaf * 1)
         (expected * expected).sum().backward()
         state = torch.get_rng_state()
-        mine = sd.distribute_tensor(x, mesh, placements).requires_grad_()
+        mine: Any = sd.distribute_tensor(x, mesh, placements).requires_grad_()
         torch.manual_seed(1)
         got = DROPOUTS[name](mine * 1)
         (got * got).sum().backward()
@@ -230,23 +234,24 @@ def test_attention_dropout_equals_one_device() -> None:
             torch.manual_seed(1)
             # torch's math path makes the causal mask as a plain tensor.
             with sd.implicit_replication():
-                got = F.scaled_dot_product_attention(*mine, dropout_p=0.3, is_causal=causal)
+                got: Any = F.scaled_dot_product_attention(mine[0], mine[1], mine[2], dropout_p=0.3, is_causal=causal)
             torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(torch.get_rng_state(), state)
 
 
-def losses(parameters: list[Tensor], x: Tensor, y: Tensor) -> list[float]:
+def losses(parameters: Sequence[Tensor], x: Tensor, y: Tensor) -> list[float]:
     """Ten steps of an MLP with dropout on the input, the hidden layer and the output."""
     first, bias, second = parameters
     found = []
     optimizer = torch.optim.SGD(parameters, lr=0.2)
     for _ in range(10):
         hidden = F.dropout(torch.relu(F.dropout(x, 0.1) @ first + bias), 0.5)
-        loss = (F.dropout(hidden @ second, 0.2) - y).square().mean()
+        loss: Any = (F.dropout(hidden @ second, 0.2) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()))
+        value: Any = loss.detach()
+        found.append(float(value.full_tensor() if isinstance(value, DTensor) else value))
     return found
 
 

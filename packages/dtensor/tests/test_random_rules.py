@@ -79,7 +79,9 @@ def uneven(shape: tuple[int, ...]) -> list[Any]:
 
 def own(value: DTensor, expected: Tensor) -> Tensor:
     """This rank's box of a plain tensor."""
-    box = value._spec.box(value.device_mesh.get_coordinate())
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None
+    box = value._spec.box(coordinate)
     return expected[tuple(slice(start, stop) for start, stop in box)]
 
 
