@@ -49,6 +49,7 @@ CASES: list[tuple[Any, ...]] = [
     (aten.clamp.default, real(5, 2), -0.5, 0.5),
     (aten._to_copy.default, real(5, 2), {"dtype": torch.int64}),
     (aten._to_copy.default, real(5, 2), {"dtype": torch.float32}),
+    (aten._to_copy.default, real(5, 2).float(), {"dtype": torch.float64}),
     (aten.bitwise_and.Tensor, index(9, 5, 2), index(7, 5, 2)),
     (aten.mm.default, real(4, 3), real(3, 5)),
     (aten.mm.out, real(4, 3), real(3, 5), {"out": real(4, 5)}),

@@ -16,6 +16,7 @@ from .errors import (
 from .explain import Explanation, explain
 from .factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .local_map import local_map
+from .per_dim import PerDim
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .policy import checked_replicas, communication, implicit_replication, unknown_ops
 from .random import (
@@ -41,6 +42,7 @@ __all__ = [
     "MixedTensorError",
     "NoRuleError",
     "Partial",
+    "PerDim",
     "Placement",
     "PlacementError",
     "RandomStateError",

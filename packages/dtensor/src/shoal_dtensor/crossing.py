@@ -10,6 +10,7 @@ from shoal_mesh import DeviceMesh, all_gather, broadcast, current_mesh
 
 from .chunks import Cut, ShardOrder, normalize_placements
 from .errors import PlacementError
+from .per_dim import Placements, read_placements
 from .placements import Partial, Placement, Replicate, Shard
 from .spec import Spec, contiguous_stride
 
@@ -29,7 +30,7 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def target_spec(
-    source: Spec, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_order: ShardOrder | None
+    source: Spec, mesh: DeviceMesh | None, placements: Placements | None, shard_order: ShardOrder | None
 ) -> Spec:
     """The spec that `redistribute` is asked for.
 
@@ -40,19 +41,20 @@ def target_spec(
         raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
     same_mesh = mesh is None or mesh is source.mesh or mesh == source.mesh
     target_mesh = source.mesh if same_mesh or mesh is None else mesh
+    placements, shard_order = read_placements(target_mesh, placements, shard_order)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Partial) and not (same_mesh and source.placements[axis] is placement):
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} {placement!r}: the tensor is "
                 f"{source!r}; a value becomes partial only as the result of an operator or of from_local"
             )
-    return Spec(target_mesh, tuple(placements), source.shape, source.stride, source.dtype, shard_order)
+    return Spec(target_mesh, placements, source.shape, source.stride, source.dtype, shard_order)
 
 
 def global_spec(  # noqa: PLR0913  # the arguments of from_local
     local: torch.Tensor,
     mesh: DeviceMesh,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
     shard_order: ShardOrder | None,
@@ -64,7 +66,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     Raises:
         PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
     """
-    placements = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
     if shape is None and not run_check:

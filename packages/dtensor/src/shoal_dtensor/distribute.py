@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from math import prod
 from typing import Any
@@ -15,7 +15,8 @@ from shoal_mesh import DeviceMesh, all_to_all_v, broadcast
 from .chunks import ShardOrder
 from .crossing import mesh_or_current
 from .errors import PlacementError
-from .placements import Partial, Placement, Replicate
+from .per_dim import Placements, read_placements
+from .placements import Partial, Placement
 from .spec import Box, Spec
 from .tensor import DTensor
 
@@ -25,7 +26,7 @@ __all__ = ["distribute_module", "distribute_tensor"]
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     *,
     src_data_rank: int | None = 0,
     shard_order: ShardOrder | None = None,
@@ -38,7 +39,7 @@ def distribute_tensor(
         tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor that already lies so
             is returned as it is.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis; all replicated when left out.
+        placements: one per mesh axis, or a `PerDim`; all replicated when left out.
         src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank cuts its
             part out of its own tensor, without any communication.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not cut in ascending order.
@@ -47,7 +48,7 @@ def distribute_tensor(
         PlacementError: if the placements do not fit, the tensor is no leaf, or it is a DTensor that lies otherwise.
     """
     mesh = mesh_or_current(device_mesh)
-    wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    wanted, shard_order = read_placements(mesh, placements, shard_order)
     if any(isinstance(p, Partial) for p in wanted):
         raise PlacementError(f"distribute_tensor: placements must be Shard or Replicate, got {list(wanted)}")
     if isinstance(tensor, DTensor):

@@ -11,7 +11,8 @@ from shoal_mesh import DeviceMesh
 
 from .crossing import mesh_or_current
 from .errors import PlacementError
-from .placements import Partial, Placement, Replicate
+from .per_dim import Placements, read_placements
+from .placements import Partial, Replicate
 from .redistribute import plan, run
 from .spec import Spec
 from .tensor import DTensor
@@ -27,17 +28,17 @@ def _new(  # noqa: PLR0913  # torch's signature
     layout: torch.layout,
     requires_grad: bool,
     device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
+    placements: Placements | None,
 ) -> DTensor:
     """A DTensor filled with a number, or left uninitialised when `fill` is None."""
     if layout is not torch.strided:
         raise PlacementError(f"only torch.strided tensors can be distributed, got {layout}")
     mesh = mesh_or_current(device_mesh)
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    wanted = tuple(placements) if placements is not None else (Replicate(),) * mesh.ndim
+    wanted, shard_order = read_placements(mesh, placements)
     if dtype is None:
         dtype = torch.get_default_dtype() if fill is None or isinstance(fill, float) else torch.tensor(fill).dtype
-    spec = Spec(mesh, wanted, shape, None, dtype)
+    spec = Spec(mesh, wanted, shape, None, dtype, shard_order)
     # A partial axis must add up to the value: it starts out replicated and is shared out, without communication.
     start = spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
     local_shape = start.local_shape if start.coordinate is not None else (0,)
@@ -56,7 +57,7 @@ def empty(  # torch's signature
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """An uninitialised DTensor of global shape `size`.
 
@@ -66,7 +67,7 @@ def empty(  # torch's signature
         layout: only `torch.strided`.
         requires_grad: whether autograd records operations on it.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis; all replicated when left out.
+        placements: one per mesh axis, or a `PerDim`; all replicated when left out.
 
     Raises:
         PlacementError: if the placements do not fit or the layout is another.
@@ -90,7 +91,7 @@ def full(  # noqa: PLR0913  # torch's signature
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; arguments as for `empty`."""
     return _new(
@@ -110,7 +111,7 @@ def zeros(  # torch's signature
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
     return _new(
@@ -130,7 +131,7 @@ def ones(  # torch's signature
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
 ) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
     return _new(
@@ -150,7 +151,7 @@ def rand(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
@@ -165,7 +166,7 @@ def randn(
     layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
@@ -181,7 +182,7 @@ def randint(  # noqa: PLR0913  # torch's arguments
     *,
     dtype: torch.dtype = torch.int64,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """Integers in `[low, high)`: the values that `torch.randint` draws on one device; the rest as for `empty`."""
@@ -195,7 +196,7 @@ def randperm(
     *,
     dtype: torch.dtype = torch.int64,
     device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements | None = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; other arguments as for `empty`.

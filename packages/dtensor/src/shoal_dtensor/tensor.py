@@ -18,6 +18,7 @@ from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch
 from .errors import PlacementError
 from .indexing import has_lists, with_lists, without_numbers
+from .per_dim import Placements
 from .placements import Placement, Replicate
 from .spec import Spec
 from .wrapping import wrap
@@ -92,7 +93,7 @@ class DTensor(torch.Tensor):
     def from_local(  # noqa: PLR0913  # torch's signature
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
@@ -105,7 +106,7 @@ class DTensor(torch.Tensor):
         Args:
             local_tensor: this rank's part.
             device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-            placements: one per mesh axis; all replicated when left out.
+            placements: one per mesh axis, or a `PerDim`; all replicated when left out.
             run_check: compare shapes and dtypes over the mesh first: uneven parts become ragged shards, replicas take
                 the values of their group's first rank, anything else that differs raises on every rank.
             shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every rank is taken to
@@ -141,7 +142,7 @@ class DTensor(torch.Tensor):
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Placements | None = None,
         *,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
@@ -152,7 +153,7 @@ class DTensor(torch.Tensor):
 
         Args:
             device_mesh: the target mesh; this tensor's own when left out.
-            placements: one per mesh axis of the target.
+            placements: one per mesh axis of the target, or a `PerDim`.
             async_op: return before the data have arrived; the first use of the result waits.
             forward_dtype: convert to this dtype before moving.
             backward_dtype: convert the gradient to this dtype before moving it back.

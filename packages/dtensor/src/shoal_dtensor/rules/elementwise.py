@@ -77,14 +77,18 @@ def _kept(call: OpCall) -> Found:
 
 
 def _converted(call: OpCall) -> Found:
-    """`to`: partial values stay as they are where the conversion is linear or increasing."""
+    """`to`: partial values stay as they are where the conversion is exact or increasing.
+
+    Partial sums are not narrowed: each part would be rounded, and where parts cancel the sum would be off by much more.
+    """
     (source,), (target,) = call.tensors, call.outputs
     if source.dtype == target.dtype:
         return _kept(call)
-    exact = target.dtype.is_floating_point or target.dtype.is_complex
-    found: Found = [((P(op),), P(op)) for op in (("sum", "avg") if exact else ())]
-    ordered = not (source.dtype.is_complex or target.dtype.is_complex or target.dtype == torch.bool)
-    return found + [((P(op),), P(op)) for op in (("max", "min") if ordered and exact else ())]
+    floating = all(d.is_floating_point or d.is_complex for d in (source.dtype, target.dtype))
+    widening = floating and torch.finfo(target.dtype).eps <= torch.finfo(source.dtype).eps
+    ordered = target.dtype.is_floating_point and not source.dtype.is_complex
+    ops = (("sum", "avg") if widening else ()) + (("max", "min") if ordered else ())
+    return [((P(op),), P(op)) for op in ops]
 
 
 def _chosen(call: OpCall, first: int, count: int) -> Found:
