@@ -121,13 +121,13 @@ def sweep_one(name: str, variant: str, peer: bool, samples: int, combinations: i
     (info,) = [op for op in op_db if op.name == name and op.variant_test_name == variant]
     system = Torch() if peer else Shoal()
     result = Result(f"{name}{'.' + variant if variant else ''}")
-    dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
+    dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)  # type: ignore[no-untyped-call]  # torch's operator database is untyped
     if dtype is None:
         return asdict(result)
     torch.manual_seed(0)
     needs_grad = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    found = list(info.sample_inputs("cpu", dtype, requires_grad=needs_grad))
-    function = info.get_inplace() if inplace else info.get_op()
+    found = list(info.sample_inputs("cpu", dtype, requires_grad=needs_grad))  # type: ignore[no-untyped-call]  # torch's operator database is untyped
+    function = info.get_inplace() if inplace else info.get_op()  # type: ignore[no-untyped-call]  # torch's operator database is untyped
     for sample in found[:: max(1, len(found) // samples)][:samples] if function is not None else ():
         if inplace and sample.broadcasts_input:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -72,12 +73,11 @@ def test_bad_input_is_found_before_a_rank_starts(
     args: list[str], message: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(SCRIPT.parent)
-    from job import JobError, read_job
-
+    job = importlib.import_module("job")
     (tmp_path / "short").write_text("too short")
     names = {"short": tmp_path / "short", "nowhere": tmp_path, "checkpoint": finished / "checkpoint"}
-    with pytest.raises(JobError, match=re.escape(message)):
-        read_job([*TINY, *(arg.format(**names) for arg in args)])
+    with pytest.raises(job.JobError, match=re.escape(message)):
+        job.read_job([*TINY, *(arg.format(**names) for arg in args)])
 
 
 def test_bad_input_ends_in_one_line_and_touches_nothing(finished: Path) -> None:

@@ -22,7 +22,7 @@ from .policy import Scope, current, within
 from .propagate import Decision, Form, decide, rule_of
 from .redistribute import run
 from .spec import Spec
-from .wrapping import replace_tensors, tensors_in, wrap, wrap_all, wrap_dynamic
+from .wrapping import check_local, replace_tensors, tensors_in, wrap, wrap_all, wrap_dynamic
 
 __all__ = ["cache_info", "clear_cache", "dispatch"]
 
@@ -91,6 +91,9 @@ def dispatch(cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
         decision = decisions[tuple(key)]
     except KeyError:
         decision = _decided(cls, op, args, kwargs, scope, tuple(key))
+        made = _general(cls, decision, args, kwargs, local, named)
+        check_local(op, made)
+        return made
     form = decision.form
     if form is _OTHER:
         return _general(cls, decision, args, kwargs, local, named)

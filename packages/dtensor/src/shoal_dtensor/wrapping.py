@@ -11,7 +11,7 @@ from ._torch import make_wrapper
 from .placements import Replicate
 from .spec import Spec, TensorMeta
 
-__all__ = ["replace_tensors", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
+__all__ = ["check_local", "replace_tensors", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
@@ -42,6 +42,22 @@ def wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
     if isinstance(result, list | tuple):
         return type(result)(wrap_dynamic(cls, item, originals) for item in result)
     return result
+
+
+def check_local(op: object, made: Any) -> None:
+    """Assert that the local tensors of a result are what their specs say: a rule that errs must not go on unseen.
+
+    Run at the first call of every decision; later calls of it have the same shapes.
+    """
+    for item in tensors_in([made]):
+        spec = getattr(item, "_spec", None)
+        if spec is not None and spec.coordinate is not None:
+            local = item._local_tensor
+            right = local.shape == spec.local_shape and local.dtype == spec.dtype
+            assert right, (
+                f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
+                f"{spec!r} has {tuple(spec.local_shape)}; please report it"
+            )
 
 
 def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:

@@ -59,6 +59,8 @@ def reshape_local(call: LocalCall) -> LocalFunction:
 def _squeezed(call: OpCall) -> list[int]:
     """The dims that go: of those asked for, the ones that are 1 globally; locally others may be."""
     (source,) = call.tensors
+    if "dim" in call.bound and call["dim"] in ((), []):
+        return []  # an empty list asks for none, where reductions take it for all
     asked = call.dims() if "dim" in call.bound else tuple(range(source.ndim))
     return [d for d in asked if source.ndim and source.shape[d] == 1]
 
