@@ -138,6 +138,15 @@ def test_a_leafs_gradient_lies_as_the_leaf_before_hooks_see_it() -> None:
 
 
 @on_ranks(4)
+def test_a_leafs_gradient_is_a_dtensor_even_where_torch_makes_plain_zeros() -> None:
+    for placement in (R, S0, S1):
+        x = spread(sample(1, 6), mesh_1d(), [placement]).requires_grad_()
+        empty = x.sum(0)[:0]
+        torch.cat([empty, empty]).square().sum().backward()
+        assert x.grad.placements == (placement,) and x.grad.full_tensor().tolist() == [[0.0] * 6]
+
+
+@on_ranks(4)
 def test_writes_through_views_reach_the_base() -> None:
     mesh = mesh_1d()
     for shape in ((8, 4), (5, 4)):

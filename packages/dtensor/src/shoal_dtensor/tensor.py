@@ -317,18 +317,18 @@ class _LikeLeaf:
         self.spec = spec
 
     def __call__(self, grad: Any) -> Any:
+        made = grad
         if not isinstance(grad, DTensor):  # zeros that a formula made: the same on every rank
             mesh = self.spec.mesh
-            grad = DTensor(
-                grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype), requires_grad=False
-            )
-        found = grad._spec
+            spec = Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype)
+            made = DTensor(grad, spec, requires_grad=False)
+        found = made._spec
         if found is self.spec or (found.mesh is self.spec.mesh and found.same_layout(self.spec)):
-            return None
+            return None if made is grad else made
         target = Spec(
             self.spec.mesh, self.spec.placements, found.shape, found.stride, found.dtype, self.spec.shard_order
         )
-        return apply(Redistribute, grad, DTensor, gradient_spec(target), (None, None), False)
+        return apply(Redistribute, made, DTensor, gradient_spec(target), (None, None), False)
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:
