@@ -142,7 +142,8 @@ def test_a_leafs_gradient_is_a_dtensor_even_where_torch_makes_plain_zeros() -> N
     for placement in (R, S0, S1):
         x = spread(sample(1, 6), mesh_1d(), [placement]).requires_grad_()
         empty = x.sum(0)[:0]
-        torch.cat([empty, empty]).square().sum().backward()
+        made: Any = torch.cat([empty, empty]).square().sum()
+        made.backward()
         assert x.grad.placements == (placement,) and x.grad.full_tensor().tolist() == [[0.0] * 6]
 
 
@@ -271,6 +272,19 @@ def test_data_dependent_shapes() -> None:
     x = spread(torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0]), mesh, [S0])
     assert x.nonzero().full_tensor().tolist() == [[1], [3], [4]]
     assert x[x > 0].full_tensor().tolist() == [1.0, 2.0, 3.0]
+
+
+@on_ranks(4)
+def test_auxiliary_outputs_have_the_shape_that_the_kernel_gives_them() -> None:
+    mesh = mesh_1d()
+    weight, indices, offsets = sample(6, 4), torch.tensor([0, 2, 1, 5]), torch.tensor([0, 3])
+    operation = torch.ops.aten._embedding_bag_forward_only.default
+    expected = operation(weight, indices, offsets)
+    for _ in range(2):
+        inputs = [spread(weight, mesh, [S1]), spread(indices, mesh, [R]), spread(offsets, mesh, [R])]
+        got = operation(*inputs)
+        assert [tuple(t.shape) for t in got] == [tuple(t.shape) for t in expected]
+        assert torch.allclose(got[0].full_tensor(), expected[0])
 
 
 @on_ranks(4)

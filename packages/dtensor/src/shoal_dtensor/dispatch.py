@@ -7,6 +7,7 @@ local function, wrap what comes out.  All thinking happens once per key, in `pro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from .policy import Scope, current, within
 from .propagate import Decision, Form, decide, rule_of
 from .redistribute import run
 from .spec import Spec
-from .wrapping import check_local, replace_tensors, tensors_in, wrap, wrap_all, wrap_dynamic
+from .wrapping import replace_tensors, settled, tensors_in, wrap, wrap_all, wrap_dynamic
 
 __all__ = ["cache_info", "clear_cache", "dispatch"]
 
@@ -91,9 +92,7 @@ def dispatch(cls: Any, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[st
         decision = decisions[tuple(key)]
     except KeyError:
         decision = _decided(cls, op, args, kwargs, scope, tuple(key))
-        made = _general(cls, decision, args, kwargs, local, named)
-        check_local(op, made)
-        return made
+        return _general(cls, decision, args, kwargs, local, named, first=(op, scope.decisions[op], tuple(key)))
     form = decision.form
     if form is _OTHER:
         return _general(cls, decision, args, kwargs, local, named)
@@ -188,15 +187,19 @@ def _replicated(op: OpOverload, tensor: _Plain, meshes: Sequence[Any], scope: Sc
     return Spec(mesh, (Replicate(),) * mesh.ndim, tensor.shape, tensor.stride, tensor.dtype)
 
 
-def _general(
+def _general(  # noqa: PLR0913  # what dispatch has in hand
     cls: Any,
     decision: Decision,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     local: list[Any],
     named: dict[str, Any],
+    first: tuple[OpOverload, _Decisions, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """Run a decision with redistributed inputs, several kinds of outputs, or a decomposition."""
+    """Run a decision with redistributed inputs, several kinds of outputs, a decomposition, or for the first time.
+
+    `first` names the operator, its decisions and the key, so that what the first call shows can be remembered.
+    """
     if decision.composite:
         inner = current().composite_decisions
         with within(plain_is_replicated=True, decisions=inner, composite_decisions=inner):
@@ -213,7 +216,13 @@ def _general(
     result = decision.call(*local, **named)
     if decision.dynamic:
         return wrap_dynamic(cls, result, originals)
-    outputs = iter(zip(decision.outputs, decision.aliased, strict=True))
+    specs = decision.outputs
+    if first is not None:
+        op, decisions, key = first
+        specs = settled(op, specs, decision.aliased, [*tensors_in([result])])
+        if specs != decision.outputs:
+            decisions[key] = replace(decision, outputs=specs)
+    outputs = iter(zip(specs, decision.aliased, strict=True))
     made = cls.copied_view if decision.copied else cls
     return wrap_all(made, result, outputs, originals)
 

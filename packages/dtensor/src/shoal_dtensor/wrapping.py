@@ -11,7 +11,7 @@ from ._torch import make_wrapper
 from .placements import Replicate
 from .spec import Spec, TensorMeta
 
-__all__ = ["check_local", "replace_tensors", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
+__all__ = ["replace_tensors", "settled", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
@@ -44,20 +44,29 @@ def wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
     return result
 
 
-def check_local(op: object, made: Any) -> None:
-    """Assert that the local tensors of a result are what their specs say: a rule that errs must not go on unseen.
+def settled(
+    op: object, outputs: Sequence[Spec], aliased: Sequence[int | None], locals_: Sequence[torch.Tensor]
+) -> tuple[Spec, ...]:
+    """The specs of an operator's outputs, held against what its first call returned on this rank.
 
-    Run at the first call of every decision; later calls of it have the same shapes.
+    A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one) the meta kernel,
+    which predicted the shape, and the device's kernel need not agree.
+
+    Raises:
+        AssertionError: if a sharded or partial output is not what its spec says: the rule errs, and that must be seen.
     """
-    for item in tensors_in([made]):
-        spec = getattr(item, "_spec", None)
-        if spec is not None and spec.coordinate is not None:
-            local = item._local_tensor
-            right = local.shape == spec.local_shape and local.dtype == spec.dtype
-            assert right, (
-                f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
-                f"{spec!r} has {tuple(spec.local_shape)}; please report it"
-            )
+    found = list(outputs)
+    for i, (spec, alias, local) in enumerate(zip(outputs, aliased, locals_, strict=True)):
+        if alias is not None or spec.coordinate is None:
+            continue
+        if local.shape == spec.local_shape and local.dtype == spec.dtype:
+            continue
+        assert spec.is_replicated, (
+            f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
+            f"{spec!r} has {tuple(spec.local_shape)}; please report it"
+        )
+        found[i] = Spec(spec.mesh, spec.placements, local.shape, local.stride(), local.dtype)
+    return tuple(found)
 
 
 def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
