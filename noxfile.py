@@ -185,6 +185,19 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+@nox.parametrize("package", STACK, ids=STACK)
+def coverage(session: nox.Session, package: str) -> None:
+    """Line coverage of one package by its own tests, on the ranks of the pool too."""
+    install(session, package)
+    rc = ("--rcfile=coverage.rc", f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}")
+    source = f"--source=shoal_{package.replace('-', '_')}"
+    tests = ("-m", "pytest", "-m", FAST, f"packages/{package}/tests")
+    session.run("python", "-m", "coverage", "run", *rc, source, *tests, env=RANKS_ENV)
+    session.run("python", "-m", "coverage", "combine", "-q", *rc)
+    session.run("python", "-m", "coverage", "report", *rc)
+
+
+@nox.session(default=False)
 def op_sweep(session: nox.Session) -> None:
     """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
     install(session, *STACK)
