@@ -189,6 +189,9 @@ def bench(session: nox.Session) -> None:
 def coverage(session: nox.Session, package: str) -> None:
     """Line coverage of one package by its own tests, on the ranks of the pool too."""
     install(session, package)
+    # Ranks are measured by a hook at interpreter start; coverage's own lies in the shared folder, where none is run.
+    hook = site_packages(Path(session.virtualenv.location)) / "zz_coverage.pth"
+    hook.write_text("import coverage; coverage.process_startup()\n")
     rc = ("--rcfile=coverage.rc", f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}")
     source = f"--source=shoal_{package.replace('-', '_')}"
     tests = ("-m", "pytest", "-m", FAST, f"packages/{package}/tests")
