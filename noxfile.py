@@ -30,7 +30,7 @@ RANKS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 def third_party(session: nox.Session) -> Path:
     """The site-packages folder shared by all sessions; made anew when what it should hold changes."""
     project = nox.project.load_toml(ROOT / "pyproject.toml")
-    groups = ("runtime", "extras", "test", "types", "lint", "docs", "build")
+    groups = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build")
     wanted = sorted({name for group in groups for name in nox.project.dependency_groups(project, group)})
     told = "\n".join([sys.version, *wanted, (ROOT / "constraints.txt").read_text()])
     home = ROOT / ".nox" / "third-party"
