@@ -103,6 +103,12 @@ def test_wrong_sizes_are_named() -> None:
         Shard(0, sizes=(3, 1), multiple_of=2)
     with pytest.raises(PlacementError, match="one of sum, avg"):
         Partial("mean")
+    with pytest.raises(PlacementError, match="norm and an order"):
+        Partial("norm")
+    with pytest.raises(PlacementError, match=r"'norm1' is Partial\('sum'\)"):
+        Partial("norm1")
+    with pytest.raises(PlacementError, match=r"is Partial\('min'\)"):
+        Partial("norm-inf")
     with pytest.raises(PlacementError, match=r"cut it by axes \(0, 1\)"):
         normalize_placements([Shard(0), Shard(0)], (2, 2), 1, ((0, (1,)),))
 
@@ -113,6 +119,7 @@ PLACEMENTS = [
     Shard(0, multiple_of=4),
     Replicate(),
     Partial("max"),
+    Partial("norm2.5"),
     StridedShard(0, split_factor=2),
 ]
 

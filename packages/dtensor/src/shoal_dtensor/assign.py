@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shoal_mesh import DeviceMesh
 
 from .chunks import Cut, cut_dim
-from .placements import Partial, Placement, Replicate, Shard
+from .placements import Partial, Placement, Replicate, Shard, norm_order
 from .redistribute import cost, seconds
-from .rules import Entry, Row, S
+from .rules import Entry, Row, S, with_norms
 from .spec import Spec, TensorMeta
 
 __all__ = ["Assignment", "Operands", "assign"]
@@ -60,6 +60,8 @@ def assign(rows: Sequence[Row], operands: Operands, mesh: DeviceMesh) -> Assignm
         operands: input specs, global outputs and the constraints of in-place and `out=` forms.
         mesh: the mesh of all operands.
     """
+    norms = dict.fromkeys(p for spec in (*operands.specs, *operands.outs) for p in spec.placements if _is_norm(p))
+    rows = with_norms(rows, tuple(norms)) if norms else rows
     whole = Row((Replicate(),) * len(operands.specs), (Replicate(),) * len(operands.outputs))
     choices = [[*_candidates(rows, operands, axis), whole] for axis in range(mesh.ndim)]
     best: tuple[float, int] | None = None
@@ -221,6 +223,10 @@ def _keeps(operands: Operands, inputs: Sequence[Spec], outputs: Sequence[Spec]) 
         if output is not None and not outputs[output].same_layout(operands.specs[index]):
             return False
     return all(out.same_layout(got) for out, got in zip(operands.outs, outputs, strict=False))
+
+
+def _is_norm(placement: Placement) -> TypeGuard[Partial]:
+    return isinstance(placement, Partial) and norm_order(placement.reduce_op) is not None
 
 
 def _mixes(spec: Spec) -> bool:

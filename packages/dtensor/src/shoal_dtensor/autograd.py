@@ -20,7 +20,7 @@ from ._torch import apply, make_wrapper
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate
 from .policy import current
-from .redistribute import InFlight, Plan, Queued, current_batch, plan, run, start
+from .redistribute import InFlight, Plan, Queued, current_batch, plan, run_once, start
 from .spec import Spec
 from .wrapping import wrap
 
@@ -51,7 +51,7 @@ def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool
         return pending(cls, batch.add(way, local, tensor), way.dst, local.device)
     if async_op:
         return pending(cls, start(way, local), way.dst, local.device)
-    return wrap(cls, run(way, local), way.dst)
+    return wrap(cls, run_once(way, local, tensor, fresh=True), way.dst)
 
 
 def pending(cls: Any, in_flight: InFlight | Queued, spec: Spec, device: torch.device) -> Any:

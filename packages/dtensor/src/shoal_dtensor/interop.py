@@ -10,7 +10,7 @@ from shoal_mesh import DeviceMesh
 
 from .chunks import chunk_sizes
 from .errors import PlacementError
-from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .placements import Partial, Placement, Replicate, Shard, StridedShard, norm_order
 from .spec import Spec
 from .tensor import DTensor
 
@@ -87,7 +87,8 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
     if isinstance(placement, Replicate):
         return peer.Replicate()
     if isinstance(placement, Partial):
-        return peer.Partial(placement.reduce_op)
+        order = norm_order(placement.reduce_op)
+        return peer.Partial(placement.reduce_op) if order is None else _partial_norm()(order)
     assert isinstance(placement, Shard), "a spec holds Shard, Replicate and Partial only"
     cut = spec.cuts[placement.dim]
     default: tuple[int, ...] = (cut.length,)
@@ -111,10 +112,19 @@ def _from_torch_placement(placement: Any) -> Placement:
     if placement.is_replicate():
         return Replicate()
     if placement.is_partial():
+        if isinstance(placement, _partial_norm()) and placement.reduce_op == "sum":
+            return Partial("sum" if placement.norm_type in (0, 1) else f"norm{placement.norm_type}")
         return Partial(placement.reduce_op)
     if type(placement).__name__ == "_StridedShard":
         return StridedShard(placement.dim, split_factor=placement.split_factor)
     return Shard(placement.dim)
+
+
+def _partial_norm() -> Any:
+    """The class that torch has for partial norms; it has no public name, and calls its reduction a sum."""
+    from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+    return _NormPartial
 
 
 def _refuse_uneven(spec: Spec) -> None:

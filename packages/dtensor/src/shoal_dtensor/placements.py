@@ -7,12 +7,14 @@ and hashing cost nothing) and free of any arithmetic; `chunks.py` knows how big 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from math import inf
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
 from .errors import PlacementError
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard"]
+__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
@@ -191,14 +193,16 @@ class Partial(Placement):
     """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
 
     Args:
-        reduce_op: one of `REDUCE_OPS`.
+        reduce_op: one of `REDUCE_OPS`, or `norm` and an order: with `"norm2"` the value is the square root of the sum
+            of the squares of what the ranks hold, with `"norm3.5"` likewise for any order but 0 and 1 (sums) and the
+            infinities (extrema). What the ranks hold is not negative, unless all of them but one hold nothing.
 
     Raises:
         PlacementError: if the reduction is unknown.
 
     Example:
-        >>> Partial(), Partial("max")
-        (Partial('sum'), Partial('max'))
+        >>> Partial(), Partial("max"), Partial("norm2.0")
+        (Partial('sum'), Partial('max'), Partial('norm2'))
     """
 
     __slots__ = ("reduce_op",)
@@ -207,7 +211,7 @@ class Partial(Placement):
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
         if reduce_op not in REDUCE_OPS:
-            raise PlacementError(f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, got {reduce_op!r}")
+            reduce_op = _norm_op(reduce_op)
         found: Partial = cls._intern({"reduce_op": reduce_op})
         return found
 
@@ -222,6 +226,35 @@ class Partial(Placement):
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"
+
+
+@cache
+def norm_order(reduce_op: str) -> float | None:
+    """The order of a p-norm among the reductions; None for any other.
+
+    Example:
+        >>> norm_order("norm2"), norm_order("norm0.5"), norm_order("sum")
+        (2.0, 0.5, None)
+    """
+    return float(reduce_op[4:]) if reduce_op.startswith("norm") else None
+
+
+_SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
+
+
+def _norm_op(name: str) -> str:
+    """The one spelling of a norm's name."""
+    try:
+        order = float(name.removeprefix("norm")) if name.startswith("norm") else None
+    except ValueError:
+        order = None
+    if order is None or order != order:
+        raise PlacementError(
+            f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, or norm and an order ('norm2'), got {name!r}"
+        )
+    if order in _SIMPLER:
+        raise PlacementError(f"Partial: {name!r} is Partial({_SIMPLER[order]!r})")
+    return f"norm{int(order) if order.is_integer() and abs(order) < 2**53 else order!r}"
 
 
 def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:

@@ -19,7 +19,7 @@ from .dispatch import dispatch
 from .errors import PlacementError
 from .indexing import has_lists, with_lists, without_numbers
 from .per_dim import Placements
-from .placements import Placement, Replicate
+from .placements import Placement, Replicate, norm_order
 from .spec import Spec
 from .wrapping import wrap
 
@@ -120,6 +120,8 @@ class DTensor(torch.Tensor):
         """
         mesh = mesh_or_current(device_mesh)
         spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
+        if spec.partials and any(norm_order(op) for _, op in spec.partials):
+            local = local.abs()  # what ranks hold of a norm is not negative
         if torch.is_grad_enabled() and local.requires_grad:
             check_differentiable(spec)
             made: DTensor = apply(FromLocal, local, DTensor, spec, grad_placements)

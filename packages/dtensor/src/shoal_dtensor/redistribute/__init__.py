@@ -1,6 +1,7 @@
 """From any placement to any placement: `plan` decides, `run` executes, neither knows the other."""
 
 from .coalesce import Queued, coalesce, current_batch, run_all
+from .once import run_once
 from .plan import alternatives, cost, plan, seconds
 from .run import InFlight, run, start
 from .steps import Plan, Step
@@ -17,6 +18,7 @@ __all__ = [
     "plan",
     "run",
     "run_all",
+    "run_once",
     "seconds",
     "start",
 ]

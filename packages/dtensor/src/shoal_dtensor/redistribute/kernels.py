@@ -9,7 +9,7 @@ ranks (`shoal_dtensor.testing.simulate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from ..errors import RedistributeError
+from ..placements import norm_order
 from ..spec import Box, Spec
 from .blocks import Blocks, exchange_blocks, volume
+from .norms import powers, root
 from .packing import adjacent_rows, grid_of, join, regular, shape_of, slices_of, split, unpack
 from .steps import (
     AllGather,
@@ -136,7 +138,7 @@ def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
 
 def _share(step: Share, coordinate: Coordinate) -> Kernel:
     ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
-    once = [axis for axis, op in ops.items() if op in _COUNTED]
+    once = [axis for axis, op in ops.items() if op in _COUNTED or norm_order(op) is not None]
     if all(coordinate[axis] == 0 for axis in once):
         return Kernel(finish=lambda local, _: local.clone(memory_format=torch.contiguous_format))
     value = identity_of(ops[once[0]], step.dst.dtype)
@@ -229,6 +231,28 @@ def _all_reduce(step: AllReduce, coordinate: Coordinate) -> Kernel:
         return Kernel(finish=lambda local, _: local.clone())
     collective = Collective("all_reduce", step.axes, op=step.op)
     return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
+
+
+def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel:
+    """A reduction; that of a norm is a sum of powers, of which the root is taken."""
+    made = _reduce_scatter if isinstance(step, ReduceScatter) else _all_reduce
+    order, dtype = norm_order(step.op), step.src.dtype
+    if order is None:
+        return made(step, coordinate)  # type: ignore[arg-type]  # the function for this type was chosen above
+    work = made(replace(step, op="sum"), coordinate)  # type: ignore[arg-type]  # the same
+    if work.collective is None:
+        return work
+    prepare, finish = work.prepare, work.finish or _first
+
+    def prepared(local: Tensor) -> Tensor:
+        parts = powers(local, order)
+        return parts if prepare is None else prepare(parts)
+
+    return Kernel(prepared, work.collective, lambda got, local: root(finish(got, local), order, dtype))
+
+
+def _first(got: Tensor, _: Tensor) -> Tensor:
+    return got
 
 
 def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
@@ -337,6 +361,9 @@ def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
         >>> identity_of("sum", torch.float32), identity_of("min", torch.int8), identity_of("band", torch.int32)
         (0, 127, -1)
     """
+    order = norm_order(op)
+    if order is not None:
+        return 0.0 if order > 0 else float("inf")
     if op in ("sum", "avg", "bor", "bxor"):
         return 0
     if op == "product":
@@ -358,8 +385,8 @@ _KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
     Pad: _pad,
     Scale: _scale,
     AllGather: _all_gather,
-    ReduceScatter: _reduce_scatter,
-    AllReduce: _all_reduce,
+    ReduceScatter: _reducing,
+    AllReduce: _reducing,
     AllToAll: _all_to_all,
     Exchange: _exchange,
     Transfer: _transfer,

@@ -166,9 +166,9 @@ def reductions(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[M
     replicas that differ in the last bit, as each group may add in its own order.
     """
     links = space.links
-    before = space.box(dims)
-    received = 2 * before * (links.group(pending) - 1) // links.group(pending)
-    yield Move("AllReduce", pending, (), dims, (), links.seconds(pending, received), received, 2 * before)
+    before, wide = space.box(dims), space.widening
+    received = 2 * wide * before * (links.group(pending) - 1) // links.group(pending)
+    yield Move("AllReduce", pending, (), dims, (), links.seconds(pending, received), received, (1 + wide) * before)
     for axes in _subsets(space, pending):
         left = tuple(a for a in pending if a not in axes)
         ways = links.group(axes)
@@ -176,8 +176,8 @@ def reductions(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[M
             changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
             order = tuple(t // 3 for d in changed for t in after[d][len(dims[d]) :])
             box = space.box(after)
-            received = before * (ways - 1) // ways if space.even(after, changed) else box * (ways - 1)
-            packed = before if changed != (0,) else 0
+            received = wide * (before * (ways - 1) // ways if space.even(after, changed) else box * (ways - 1))
+            packed = wide * before if changed != (0,) else 0
             seconds = links.seconds(axes, received) + links.copy(packed)
             yield Move("ReduceScatter", order, changed, after, left, seconds, received, before + packed + box)
 

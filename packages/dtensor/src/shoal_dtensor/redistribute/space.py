@@ -18,6 +18,7 @@ from ..chunks import Cut, cut_dim
 from ..errors import RedistributeError
 from ..placements import Partial, Placement, Shard
 from ..spec import Spec
+from .norms import wire_itemsize
 from .pricing import Links
 
 __all__ = ["AS_DST", "AS_SRC", "CHUNK", "Dims", "Move", "Space", "Tokens", "shared", "valid_tokens"]
@@ -61,6 +62,7 @@ class Space:
         largest: bytes of the larger one of the two local tensors.
         bulky: whether copying a local tensor takes longer than starting a collective.
         scaled: axes that only change between sum and average.
+        widening: how much wider elements are while they are reduced.
         ranks: number of ranks over which data move: axes that stay partial count as separate tensors.
 
     Raises:
@@ -83,6 +85,7 @@ class Space:
         "scaled",
         "shape",
         "start",
+        "widening",
     )
 
     def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
@@ -98,6 +101,8 @@ class Space:
         self.scaled = tuple(a for a in kept if src.placements[a] is not dst.placements[a] and sizes[a] > 1)
         self.pending = tuple(a for a, _ in src.partials if sizes[a] > 1 and a not in kept)
         self.becoming = tuple(a for a, _ in dst.partials if sizes[a] > 1 and a not in kept)
+        widths = [wire_itemsize(op, src.dtype) for a, op in src.partials if a in self.pending]
+        self.widening = max(widths, default=self.itemsize) // self.itemsize
         self.ranks = prod(n for a, n in enumerate(sizes) if a not in kept)
         self.start = self._tokens(src, AS_SRC, None)
         self.goal = self._tokens(dst, AS_DST, self.start)

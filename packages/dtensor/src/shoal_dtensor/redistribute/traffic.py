@@ -13,6 +13,7 @@ from ..placements import Partial
 from ..spec import Box, Spec
 from .blocks import intersect, volume
 from .kernels import blocks_of, members
+from .norms import wire_itemsize
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step
 
 __all__ = ["Traffic", "least_bytes", "plan_traffic", "step_traffic"]
@@ -23,7 +24,8 @@ Traffic = dict[tuple[int, int], float]
 def step_traffic(step: Step) -> Traffic:
     """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
     found: Traffic = {}
-    itemsize = step.src.dtype.itemsize
+    op = step.op if isinstance(step, ReduceScatter | AllReduce) else ""
+    itemsize = wire_itemsize(op, step.src.dtype)
     shape = step.src.mesh.shape
     for c in product(*map(range, shape)) if step.communicates else ():
         me = _number(c, shape)

@@ -1,10 +1,26 @@
 """What each operator may do on one mesh axis: one table per family, merged in `default`."""
 
 from .notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product, silent
-from .rule import CutMap, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, flatten
+from .rule import (
+    ANY_NORM,
+    CutMap,
+    Entry,
+    LocalCall,
+    LocalFunction,
+    OpCall,
+    P,
+    R,
+    Row,
+    Rule,
+    S,
+    Table,
+    flatten,
+    with_norms,
+)
 from .table import DuplicateRuleError, family, merge, overlay
 
 __all__ = [
+    "ANY_NORM",
     "CutMap",
     "DuplicateRuleError",
     "Entry",
@@ -30,4 +46,5 @@ __all__ = [
     "pointwise",
     "product",
     "silent",
+    "with_norms",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..placements import REDUCE_OPS
 from .local import replacing
 from .notation import pointwise
-from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from .rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["CREATE"]
@@ -15,13 +15,13 @@ __all__ = ["CREATE"]
 
 def _like(call: OpCall) -> list[Row]:
     """Cut like the original; new whatever is still to be reduced in the original."""
-    return [*pointwise().rows(call), *(Row((P(op),), (R,)) for op in REDUCE_OPS)]
+    return [*pointwise().rows(call), *(Row((partial,), (R,)) for partial in (*map(P, REDUCE_OPS), ANY_NORM))]
 
 
 def _new(call: OpCall) -> Sequence[Row]:
     """A new size: cut like the original if it has the original's shape, else whole."""
     (source,), (made,) = call.tensors, call.outputs
-    rows = [Row((P(op),), (R,)) for op in REDUCE_OPS]
+    rows = [Row((partial,), (R,)) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
     if tuple(source.shape) == tuple(made.shape):
         return [*rows, *(Row((S(d),), (S(d),)) for d in range(source.ndim))]
     return [*rows, *(Row((S(d),), (R,)) for d in range(source.ndim))]

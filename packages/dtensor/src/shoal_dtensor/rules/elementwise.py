@@ -15,7 +15,7 @@ import torch
 from ..placements import REDUCE_OPS
 from .local import across, cutting, replacing
 from .notation import pointwise
-from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from .rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["ELEMENTWISE"]
@@ -73,7 +73,7 @@ def _negated(call: OpCall) -> Found:
 
 def _kept(call: OpCall) -> Found:
     """Values unchanged: any reduction still to be done stays to be done."""
-    return [((P(op),), P(op)) for op in REDUCE_OPS]
+    return [((partial,), partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
 
 
 def _converted(call: OpCall) -> Found:
@@ -88,7 +88,7 @@ def _converted(call: OpCall) -> Found:
     widening = floating and torch.finfo(target.dtype).eps <= torch.finfo(source.dtype).eps
     ordered = target.dtype.is_floating_point and not source.dtype.is_complex
     ops = (("sum", "avg") if widening else ()) + (("max", "min") if ordered else ())
-    return [((P(op),), P(op)) for op in ops]
+    return [((partial,), partial) for partial in (*map(P, ops), *([ANY_NORM] if widening and ordered else []))]
 
 
 def _chosen(call: OpCall, first: int, count: int) -> Found:
@@ -122,7 +122,7 @@ def _masked_fill(call: OpCall) -> Found:
 
 def _copied(call: OpCall) -> Found:
     """`copy_`: the source's values, so any reduction may wait if the target has the same one."""
-    found: Found = [(_all(call, op), P(op)) for op in REDUCE_OPS if len(call.tensors) == 2]
+    found: Found = [((p, p), p) for p in (*map(P, REDUCE_OPS), ANY_NORM) if len(call.tensors) == 2]
     return found + [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
 
 

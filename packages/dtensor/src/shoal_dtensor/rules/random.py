@@ -20,7 +20,7 @@ from ..rng import Fill, draw, draw_dropout_mask, draw_rows, empty_box, law_of
 from ..spec import Spec
 from .local import cutting
 from .notation import pointwise
-from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from .rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["RANDOM"]
@@ -29,7 +29,7 @@ __all__ = ["RANDOM"]
 def _cut_anywhere(call: OpCall) -> list[Row]:
     """Cut like the first input, which is all that is read of it."""
     rows = [Row((S(dim),), (S(dim),)) for dim in range(call.tensors[0].ndim)]
-    return rows if call.written else [*rows, *(Row((P(op),), (R,)) for op in REDUCE_OPS)]
+    return rows if call.written else [*rows, *(Row((p,), (R,)) for p in (*map(P, REDUCE_OPS), ANY_NORM))]
 
 
 def _broadcast(call: OpCall) -> list[Row]:

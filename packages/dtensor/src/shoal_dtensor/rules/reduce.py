@@ -1,7 +1,7 @@
 """Sharding of reductions, on one mesh axis.
 
 A kept dim stays cut; cutting a reduced dim leaves a partial value where the reduction has a partial form.  Mean and
-variance divide by the global count, so uneven shards are right.  Norms and log-sum-exp finish with an all-reduce.
+variance divide by the global count, so uneven shards are right.  Log-sum-exp finishes with an all-reduce.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..placements import Partial, norm_order
 from .local import across, cutting, filling_out, restored
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -144,12 +145,7 @@ def _extremum(decided: LocalCall) -> LocalFunction | None:
         return None
     spec = decided.outputs[0]
     largest = "amax" in decided.call.op.__name__ or "max" in decided.call.op.__name__
-    value = _lowest(spec.dtype) if largest else _highest(spec.dtype)
-
-    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.full(spec.local_shape, value, dtype=spec.dtype, device=x.device)
-
-    return filling_out(decided.call, run)
+    return _constant(decided, _lowest(spec.dtype) if largest else _highest(spec.dtype))
 
 
 def _lowest(dtype: torch.dtype) -> float:
@@ -171,43 +167,48 @@ def _order(call: OpCall) -> float:
 
 
 def _norm_rows(call: OpCall) -> list[Row]:
-    """Extrema and plain sums stay partial; roots are taken after an all-reduce."""
-    order = _order(call)
-    made: Entry = {inf: P("max"), -inf: P("min"), 0.0: P("sum"), 1.0: P("sum")}.get(order, R)
-    return _rows(call, (made,), 0 if made is not R else _result_bytes(call))
+    """A norm over a cut dim is a partial norm, and so is a norm of partial norms of its own order."""
+    made = _norm_entry(_order(call))
+    passed = [Row((made,), (made,))] if norm_order(made.reduce_op) is not None else []
+    return _rows(call, (made,)) + passed
+
+
+def _norm_entry(order: float) -> Partial:
+    simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
+    return P(simple.get(order) or f"norm{order!r}")
 
 
 def _norm(decided: LocalCall) -> LocalFunction | None:
-    if not _is_cut(decided):
+    """The operator itself, except on an empty shard if that has no norm: there the value that counts for nothing."""
+    order = _order(decided.call)
+    if 0 not in decided.inputs[0].local_shape or 0 <= order < inf:
         return None
-    order, spec = _order(decided.call), decided.inputs[0]
-    dims, kept, dtype = (
-        list(reduced_dims(decided.call)),
-        bool(decided.call.get("keepdim", False)),
-        decided.outputs[0].dtype,
-    )
-    axes, local_empty = cutting(spec, dims), 0 in spec.local_shape
+    return _constant(decided, 0.0 if order > 0 else inf)
+
+
+def _norms(decided: LocalCall) -> LocalFunction | None:
+    """The operator itself, unless this rank holds nothing of a tensor whose extremum is asked for."""
+    order, op = float(decided.call["ord"]), decided.call.op
+    if 0 <= order < inf or all(0 not in spec.local_shape for spec in decided.inputs):
+        return None
+    dtypes, neutral = [spec.dtype for spec in decided.outputs], 0.0 if order > 0 else inf
+
+    def run(parts: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        return [
+            op([part], *args, **kwargs)[0] if part.numel() else part.new_full((), neutral, dtype=dtype)
+            for part, dtype in zip(parts, dtypes, strict=True)
+        ]
+
+    return run
+
+
+def _constant(decided: LocalCall, value: float) -> LocalFunction:
+    spec = decided.outputs[0]
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        x = x.to(dtype) if not x.is_complex() else x.abs().to(dtype)
-        if abs(order) == inf:
-            if local_empty:
-                return torch.full(
-                    decided.outputs[0].local_shape, 0.0 if order > 0 else inf, dtype=dtype, device=x.device
-                )
-            return x.abs().amax(dims, kept) if order > 0 else x.abs().amin(dims, kept)
-        if order in (0.0, 1.0):
-            plain: Tensor = torch.linalg.vector_norm(x, order, dims, kept)
-            return plain
-        total = across(powers(x, order, dims, kept), spec, axes)
-        return total.pow(1 / order)
+        return torch.full(spec.local_shape, value, dtype=spec.dtype, device=x.device)
 
     return filling_out(decided.call, run)
-
-
-def powers(x: Tensor, order: float, dims: list[int], kept: bool) -> Tensor:
-    """Sum of `|x| ** order` over dims."""
-    return (x * x if order == 2 else x.abs() ** order).sum(dims, kept)
 
 
 def _exponential_sum(decided: LocalCall) -> LocalFunction | None:
@@ -253,6 +254,7 @@ REDUCE: Table = family(
         "var var_mean": Rule(_moments, _variance),
         "std std_mean": Rule(_standard, _deviation),
         "linalg_vector_norm norm": Rule(_norm_rows, _norm),
+        "_foreach_norm": Rule(_norm_rows, _norms, each=True),
         "logsumexp special_logsumexp": Rule(_exponential_rows, _exponential_sum),
     }
 )

@@ -18,7 +18,22 @@ from ..chunks import Cut
 from ..placements import Partial, Replicate
 from ..spec import Spec, TensorMeta
 
-__all__ = ["CutMap", "Entry", "LocalCall", "LocalFunction", "OpCall", "P", "R", "Row", "Rule", "S", "Table", "flatten"]
+__all__ = [
+    "ANY_NORM",
+    "CutMap",
+    "Entry",
+    "LocalCall",
+    "LocalFunction",
+    "OpCall",
+    "P",
+    "R",
+    "Row",
+    "Rule",
+    "S",
+    "Table",
+    "flatten",
+    "with_norms",
+]
 
 
 CutMap = Callable[[Cut], Cut]
@@ -46,6 +61,9 @@ class S:
 R: Final = Replicate()
 P = Partial
 Entry = Replicate | Partial | S
+
+ANY_NORM: Final[Partial] = Partial._intern({"reduce_op": "norm?"})
+"""In a row: a partial p-norm, of whatever order the inputs have; `with_norms` puts the orders in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +198,21 @@ class Rule:
 
 
 Table = dict[OpOverload, Rule]
+
+
+def with_norms(rows: Sequence[Row], norms: Sequence[Partial]) -> list[Row]:
+    """Rows with a copy for each of `norms` in the place of every one that speaks of `ANY_NORM`."""
+    found: list[Row] = []
+    for row in rows:
+        if ANY_NORM not in (*row.inputs, *row.outputs):
+            found.append(row)
+        for norm in norms if ANY_NORM in (*row.inputs, *row.outputs) else ():
+            inputs, outputs = (
+                tuple(norm if entry is ANY_NORM else entry for entry in entries)
+                for entries in (row.inputs, row.outputs)
+            )
+            found.append(Row(inputs, outputs, row.even, row.traffic))
+    return found
 
 
 def flatten(value: Any) -> Iterator[Any]:

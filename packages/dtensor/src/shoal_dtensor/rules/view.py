@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..placements import REDUCE_OPS
+from ..placements import REDUCE_OPS, Partial
 from .notation import linear_rows
-from .rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
+from .rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from .viewmap import reshape_moves
 
 __all__ = ["VIEW", "any_partial", "kept_dims", "rearrangement"]
@@ -24,7 +24,8 @@ aten = torch.ops.aten
 
 def any_partial(inputs: int, outputs: int, ops: Sequence[str] = REDUCE_OPS) -> list[Row]:
     """Partial values stay partial: operators that only move elements commute with every reduction."""
-    return [Row((P(op),) * inputs, (P(op),) * outputs) for op in ops]
+    found: list[Partial] = [*map(P, ops), *([ANY_NORM] if ops is REDUCE_OPS else [])]
+    return [Row((partial,) * inputs, (partial,) * outputs) for partial in found]
 
 
 def kept_dims(pairs: Iterable[tuple[int, int]], outputs: int = 1) -> list[Row]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import product
+from math import inf
 
 import torch
 from torch import Tensor
 
-from ..placements import Partial
+from ..placements import Partial, norm_order
+from ..redistribute.norms import powers, root
 from ..rules import Entry
 
 __all__ = ["deal", "gather"]
@@ -49,9 +51,16 @@ def gather(held: Mapping[Coordinate, Tensor], entries: Sequence[Entry], shape: C
         around = [range(n) if axis in partial else (coordinate[axis],) for axis, n in enumerate(shape)]
         parts = [held[c] for c in product(*around)]
         op = next((e.reduce_op for e in entries if isinstance(e, Partial)), None)
-        value = parts[0] if op is None else reduce(FOLD[op], parts)
+        value = parts[0] if op is None else _folded(op, parts)
         result[coordinate] = value / len(parts) if op == "avg" else value
     return result
+
+
+def _folded(op: str, parts: Sequence[Tensor]) -> Tensor:
+    order = norm_order(op)
+    if order is None:
+        return reduce(FOLD[op], parts)
+    return root(reduce(torch.add, [powers(part, order) for part in parts]), order, parts[0].dtype)
 
 
 def _parts(op: str, value: Tensor, n: int) -> list[Tensor]:
@@ -64,7 +73,10 @@ def _parts(op: str, value: Tensor, n: int) -> list[Tensor]:
         raise NotImplementedError(f"no partial {op} of complex values")
     if op in ("band", "bor", "bxor") and (value.is_floating_point() or value.is_complex()):
         raise NotImplementedError(f"no partial {op} of {value.dtype}")
-    return _PARTS[op](value, n)
+    order = norm_order(op)
+    if order is not None and not value.is_floating_point():
+        raise NotImplementedError(f"no partial norm of {value.dtype}")
+    return _PARTS[op](value, n) if order is None else _of_norm(value, n, order)
 
 
 def _noise(value: Tensor) -> Tensor:
@@ -88,6 +100,17 @@ def _of_average(value: Tensor, n: int) -> list[Tensor]:
 def _of_product(value: Tensor, n: int) -> list[Tensor]:
     signs = [1 - 2 * torch.randint(0, 2, value.shape).to(value.dtype) for _ in range(n - 1)]
     return [*signs, value * reduce(torch.mul, signs, torch.ones_like(value))]
+
+
+def _of_norm(value: Tensor, n: int, order: float) -> list[Tensor]:
+    """Random shares of what is positive; what is negative, one coordinate holds alone."""
+    share = torch.rand((n, *value.shape), dtype=value.dtype) + 0.1
+    shares = (share / share.sum(0)).pow(1 / order)
+    alone = [0.0 if order > 0 else inf] * (n - 1)
+    return [
+        torch.where(value >= 0, value * part, other)
+        for part, other in zip(shares, [value, *map(value.new_tensor, alone)], strict=True)
+    ]
 
 
 def _somewhere(value: Tensor, n: int, others: Callable[[Tensor], Tensor]) -> list[Tensor]:

@@ -14,8 +14,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..placements import norm_order
 from ..redistribute import Plan
 from ..redistribute.kernels import Collective, identity_of, kernel, members, transfer_kernel
+from ..redistribute.norms import powers, root
 from ..redistribute.steps import Slice, Step, Transfer
 from ..spec import Spec
 
@@ -130,6 +132,9 @@ _COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]]
 def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
     """The reduction of equally shaped tensors."""
     stacked = torch.stack(list(tensors))
+    order = norm_order(op)
+    if order is not None:
+        return root(powers(stacked, order).sum(0), order, stacked.dtype)
     match op:
         case "sum" | "avg":
             total = stacked.sum(0, dtype=stacked.dtype)

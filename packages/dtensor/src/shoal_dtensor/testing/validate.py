@@ -22,7 +22,7 @@ from shoal_mesh import DeviceMesh
 
 from ..chunks import Cut, chunk_sizes
 from ..placements import Partial, Placement
-from ..rules import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten
+from ..rules import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, with_norms
 from ..rules.default import TABLE
 from ..spec import Spec, TensorMeta
 from .parts import deal, gather
@@ -144,6 +144,7 @@ def _missed(trial: Trial, n: int) -> list[Row]:
 
 
 P_SUM = Partial("sum")
+NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
 
 
 class Trial:
@@ -161,7 +162,8 @@ class Trial:
         self.rows = self._rows()
 
     def _rows(self) -> list[Row]:
-        rows = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows(self.call)
+        found = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows(self.call)
+        rows = with_norms(found, NORMS)
         return [row for row in rows if self._keeps_written(row)]
 
     def _keeps_written(self, row: Row) -> bool:
