@@ -148,3 +148,20 @@ def test_parts_of_a_norm_given_by_hand() -> None:
     assert local.item() == [-3.0, 4.0, 0.0, 0.0][rank]
     whole: Any = torch.linalg.vector_norm(norm, 3).full_tensor()
     assert whole.item() == 5.0, "a norm of another order takes the value"
+
+
+@pytest.mark.parity
+@on_ranks(2)
+def test_partial_norms_to_and_from_torch() -> None:
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor import distribute_tensor as distribute_torch
+
+    from shoal_dtensor.interop import from_torch, mesh_to_torch, to_torch
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0)
+    peer: Any = torch.linalg.vector_norm(distribute_torch(whole, mesh_to_torch(mesh), [TorchShard(0)]))
+    mine: Any = from_torch(peer, mesh)
+    assert mine.placements == (Partial("norm2"),)
+    torch.testing.assert_close(mine.full_tensor(), whole.norm())
+    torch.testing.assert_close(to_torch(mine, peer.device_mesh).full_tensor(), whole.norm())
