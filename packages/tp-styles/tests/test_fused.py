@@ -162,19 +162,21 @@ def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_adapters(sequence: bool) -> None:
+@pytest.mark.parametrize("base", [False, True])
+def test_adapters(sequence: bool, base: bool) -> None:
     axis = mesh()
     start: Any = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     arriving = Shard(0) if sequence else Replicate()
     plan = {
-        "0": LoRA(base=ColwiseParallel(input_layouts=arriving), rank=3, alpha=6.0),
-        "2": LoRA(base=RowwiseParallel(output_layouts=arriving), rank=3, alpha=6.0),
+        "0": LoRA(base=ColwiseParallel(input_layouts=arriving), rank=3, alpha=6.0, train_base=base),
+        "2": LoRA(base=RowwiseParallel(output_layouts=arriving), rank=3, alpha=6.0, train_base=base),
     }
     torch.manual_seed(1)
     module: Any = parallelize_module(copy.deepcopy(start), axis, plan)
     adapters: dict[str, Any] = dict(adapter_parameters(module))
     assert sorted(adapters) == ["0.lora_A", "0.lora_B", "2.lora_A", "2.lora_B"]
-    assert [name for name, param in module.named_parameters() if param.requires_grad] == list(adapters)
+    trained = dict(module.named_parameters()) if base else adapters
+    assert [name for name, param in module.named_parameters() if param.requires_grad] == list(trained)
     with torch.no_grad():
         for name, param in adapters.items():
             if name.endswith("B"):
@@ -195,6 +197,8 @@ def test_adapters(sequence: bool) -> None:
     for name, param in adapters.items():
         assert isinstance(param.grad, DTensor)
         torch.testing.assert_close(param.grad.full_tensor(), whole[name].grad, msg=told(name))
+    for name, param in start.named_parameters() if base else ():
+        torch.testing.assert_close(trained[name].grad.full_tensor(), param.grad, msg=told(name))
     merge_adapters(module)
     torch.testing.assert_close(module(y), got)
 

@@ -140,6 +140,62 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
     assert_same(module, single)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("heads", [8, 6])
+@pytest.mark.parametrize("weights", [True, False])
+def test_dropout_of_attention_is_that_of_one_device(heads: int, weights: bool) -> None:
+    single: Any = nn.MultiheadAttention(24, heads, dropout=0.4, batch_first=True).double()
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel())
+    full = torch.randn(2, 5, 24, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
+    torch.manual_seed(11)
+    expected, scores = single(x, x, x, need_weights=weights)
+    torch.manual_seed(11)
+    got, ours = module(y, y, y, need_weights=weights)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(ours, scores)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_attention_leaves_along_the_sequence(batch_first: bool) -> None:
+    lies = Shard(1 if batch_first else 0)
+    single: Any = nn.MultiheadAttention(24, 6, batch_first=batch_first).double()
+    nn.init.normal_(single.out_proj.bias)
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel(output_layouts=lies))
+    full = torch.randn((3, 8, 24) if batch_first else (8, 3, 24), dtype=torch.double)
+    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
+    expected, _ = single(x, x, x)
+    got, _ = module(y, y, y)
+    torch.testing.assert_close(got, part(expected, lies.dim))
+    seed = torch.randn_like(full)
+    expected.backward(seed)
+    got.backward(part(seed, lies.dim))
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("local", [True, False])
+def test_convolution_by_rows_leaves_in_parts(local: bool) -> None:
+    single: Any = nn.Conv1d(7, 10, 3, padding=1).double()
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(2), use_local_output=local)
+    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
+    full = torch.randn(3, 7, 8, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
+    expected, got = single(x), module(y)
+    torch.testing.assert_close(got if local else got.to_local(), part(expected, 2))
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    (got if local else got.to_local()).backward(part(seed, 2))
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same(module, single)
+
+
 @on_ranks(2)
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     axis = mesh()
@@ -151,11 +207,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         parallelize_module(nn.Embedding(4, 4, sparse=True), axis, ColwiseParallel())
     with pytest.raises(UnsupportedModuleError, match="HeadParallel has no sharding for Linear"):
         parallelize_module(nn.Linear(4, 4), axis, HeadParallel())
-    attention: Any = parallelize_module(nn.MultiheadAttention(8, 2, dropout=0.1), axis, HeadParallel())
+    attention: Any = parallelize_module(nn.MultiheadAttention(8, 2), axis, HeadParallel())
     x = torch.randn(3, 2, 8)
-    with pytest.raises(UnsupportedModuleError, match="dropout"):
-        attention(x, x, x)
-    attention.eval()(x, x, x)
+    with pytest.raises(UnsupportedModuleError, match="average them"):
+        attention(x, x, x, average_attn_weights=False)
+    with pytest.raises(UnsupportedModuleError, match="mask per head"):
+        attention(x, x, x, attn_mask=torch.zeros(4, 3, 3))
 
 
 @on_ranks(2)

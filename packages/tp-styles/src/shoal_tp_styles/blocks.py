@@ -1,6 +1,7 @@
 """Fused parameters as one DTensor per block, and fused again.
 
-`weight` becomes `weight_<block>` (and `bias` likewise); the local parts lie side by side in one buffer.
+`weight` becomes `weight_<block>` (and `bias` likewise); the local parts lie side by side in one buffer.  Blocks are
+rows: a fused weight that lies as (in, out) is turned when it is split, and back when it is fused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ._torch import pieces
 from .errors import TiedWeightError
 from .sharding import Heads, ModuleSharding
 
-__all__ = ["block_rows", "fuse_blocks", "lay_side_by_side", "split_blocks"]
+__all__ = ["block_rows", "fuse_blocks", "is_turned", "lay_side_by_side", "split_blocks"]
 
 
 def _blocks(sharding: ModuleSharding) -> Mapping[str, Heads]:
@@ -36,6 +37,15 @@ def fused_names(sharding: ModuleSharding) -> tuple[str, str]:
 
 def _name(kind: str, block: str) -> str:
     return f"{kind}_{block}" if block else kind
+
+
+def is_turned(sharding: ModuleSharding) -> bool:
+    """Whether the fused weight lies as (in, out), its blocks as (out, in)."""
+    return bool(sharding.options.get("transposed"))
+
+
+def _turned(tensor: Tensor, turn: bool) -> Tensor:
+    return tensor.t() if turn and tensor.ndim == 2 else tensor
 
 
 def _rows(whole: Tensor, blocks: Mapping[str, Heads]) -> Iterator[tuple[str, Heads, Tensor]]:
@@ -87,12 +97,12 @@ def split_blocks(module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, 
         if src_data_rank is not None:
             # One broadcast of the whole, then every rank cuts its pieces, also of heads that ranks share.
             whole = distribute_tensor(whole, mesh, (Replicate(),), src_data_rank=src_data_rank).to_local()
-        parts = [_part(rows, heads, mesh) for _, heads, rows in _rows(whole, blocks)]
+        parts = [_part(rows, heads, mesh) for _, heads, rows in _rows(_turned(whole, is_turned(sharding)), blocks)]
         module._parameters[kind] = None
         for block, part in zip(blocks, _side_by_side(parts), strict=True):
             module.register_parameter(_name(kind, block), nn.Parameter(part, requires_grad=param.requires_grad))
     if "" not in blocks:
-        module.register_load_state_dict_pre_hook(_SplitOnLoad(blocks, mesh, fused_names(sharding)))  # type: ignore[no-untyped-call]  # torch
+        module.register_load_state_dict_pre_hook(_SplitOnLoad(blocks, mesh, fused_names(sharding), is_turned(sharding)))  # type: ignore[no-untyped-call]  # torch
 
 
 def _part(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
@@ -115,6 +125,7 @@ class _SplitOnLoad:
     blocks: Mapping[str, Heads]
     mesh: DeviceMesh
     fused: tuple[str, str]
+    turn: bool
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         for kind in self.fused:
@@ -122,7 +133,7 @@ class _SplitOnLoad:
             if whole is None or module._parameters.get(kind) is not None:
                 continue
             del state_dict[prefix + kind]
-            for block, heads, rows in _rows(whole, self.blocks):
+            for block, heads, rows in _rows(_turned(whole, self.turn), self.blocks):
                 state_dict[prefix + _name(kind, block)] = _part(rows, heads, self.mesh)
 
 
@@ -138,8 +149,10 @@ def fuse_blocks(module: nn.Module, sharding: ModuleSharding) -> None:
             continue
         with torch.no_grad():
             whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in present]
-            fused = nn.Parameter(torch.cat(whole), requires_grad=present[0].requires_grad)
+            turn = is_turned(sharding)
+            fused = nn.Parameter(_turned(torch.cat(whole), turn).contiguous(), requires_grad=present[0].requires_grad)
             grads = [part.grad for part in present if part.grad is not None]
             if len(grads) == len(present):
-                fused.grad = torch.cat([grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads])
+                rows = torch.cat([grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads])
+                fused.grad = _turned(rows, turn).contiguous()
         module._parameters[kind] = fused

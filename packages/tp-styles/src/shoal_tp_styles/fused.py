@@ -17,6 +17,7 @@ from shoal_dtensor import Placement, Replicate, Shard
 
 from .errors import LayoutError
 from .sharding import Heads, ModuleSharding, Port
+from .structure import TransposedLinear, out_features
 from .style import DeclaredStyle, unsupported
 
 __all__ = ["PackedColwiseParallel"]
@@ -52,25 +53,24 @@ class PackedColwiseParallel(DeclaredStyle):
         return hash((type(self), blocks, self.input_layouts, self.axis))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        if not isinstance(module, nn.Linear):
-            raise unsupported("PackedColwiseParallel", module, (nn.Linear,))
+        features = out_features(module)
+        if features is None:
+            raise unsupported("PackedColwiseParallel", module, (nn.Linear, TransposedLinear))
         given = self.blocks
         if isinstance(given, int):
-            given = {str(number): module.out_features // given for number in range(given)}
+            given = {str(number): features // given for number in range(given)}
         blocks = {
             name: block if isinstance(block, Heads) else Heads(block // self.multiple_of, self.multiple_of)
             for name, block in given.items()
         }
         total = sum(block.features for block in blocks.values())
-        if total != module.out_features:
-            raise LayoutError(
-                f"PackedColwiseParallel: the blocks {given} have {total} features, the module {module.out_features}"
-            )
+        if total != features:
+            raise LayoutError(f"PackedColwiseParallel: the blocks {given} have {total} features, the module {features}")
         port = Port(self.input_layouts or Replicate(), Replicate())
         return ModuleSharding(
             "PackedColwiseParallel",
             {"weight": Shard(0), "bias": Shard(0)},
             inputs=(port,),
             outputs=(Port(Shard(-1), Shard(-1)),),
-            options={"blocks": blocks},
+            options={"blocks": blocks, "transposed": not isinstance(module, nn.Linear)},
         )

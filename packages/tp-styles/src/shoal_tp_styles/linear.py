@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard
 
 from .errors import LayoutError
 from .sharding import HeadCut, Heads, ModuleSharding, Port
+from .structure import TransposedLinear, kinds_of
 from .style import DeclaredStyle, unsupported
 
 __all__ = ["COLWISE", "ROWWISE", "ColwiseParallel", "RowwiseParallel"]
@@ -33,6 +34,7 @@ class Features:
 
 COLWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 0, "bias": 0}, None, -1),
+    TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1),
     nn.Embedding: Features({"weight": 1}, None, -1),
     nn.EmbeddingBag: Features({"weight": 1}, None, -1),
     nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, inputs=2),
@@ -43,15 +45,20 @@ COLWISE: dict[type[nn.Module], Features] = {
 
 ROWWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 1}, -1, None),
+    TransposedLinear: Features({"weight": 0}, -1, None),
     nn.Embedding: Features({"weight": 0}, None, None),
     nn.Conv1d: Features({"weight": 1}, -2, None),
     nn.Conv2d: Features({"weight": 1}, -3, None),
     nn.Conv3d: Features({"weight": 1}, -4, None),
 }
 
+OF_HEADS: dict[type[nn.Module], Features] = {
+    kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)
+}
+
 
 def _features(style: str, table: dict[type[nn.Module], Features], module: nn.Module) -> Features:
-    for kind in type(module).__mro__:
+    for kind in kinds_of(module):
         if kind in table:
             return table[kind]
     raise unsupported(style, module, tuple(table))
@@ -61,7 +68,8 @@ def _features(style: str, table: dict[type[nn.Module], Features], module: nn.Mod
 class ColwiseParallel(DeclaredStyle):
     """Cut a module along its output features: every rank computes some columns of the output.
 
-    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv: output channels.
+    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv: output channels.  A Linear
+    that holds its weight as (in, out) (GPT-2's `Conv1D`) is known by its structure.
 
     Args:
         input_layouts: what a plain tensor that arrives means; Replicate if left out.  Inside it is replicated.
@@ -82,7 +90,8 @@ class ColwiseParallel(DeclaredStyle):
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection to `count` heads of `size` features.
 
-        Heads are not cut through; where there are fewer heads than ranks, neighbouring ranks hold the same head.
+        Heads are not cut through; where there are fewer heads than ranks, neighbouring ranks hold the same head (Linear
+        only).  An Embedding may hold features of heads too: a relative position bias has one feature for each.
 
         Example:
             >>> ColwiseParallel().heads(2, 64).of_heads
@@ -106,7 +115,9 @@ class ColwiseParallel(DeclaredStyle):
         )
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
-        if not isinstance(module, nn.Linear) or module.out_features != heads.features:
+        features = _features("ColwiseParallel.heads", OF_HEADS, module)
+        weight: Any = module._parameters["weight"]
+        if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(
                 f"ColwiseParallel.heads: {heads} have {heads.features} features, which {module} does not give"
             )
@@ -116,10 +127,10 @@ class ColwiseParallel(DeclaredStyle):
             )
         return ModuleSharding(
             "ColwiseParallel",
-            {"weight": HeadCut(0, heads), "bias": HeadCut(0, heads)},
+            {name: HeadCut(dim, heads) for name, dim in features.parameters.items()},
             inputs=(Port(self.input_layouts or Replicate(), Replicate()),),
             outputs=(Port(Shard(-1), Shard(-1)),),
-            options={"blocks": {"": heads}},
+            options={"blocks": {"": heads}} if isinstance(module, nn.Linear) else {},
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 
 from .apply import shardings_of
-from .blocks import block_rows, lay_side_by_side
+from .blocks import block_rows, is_turned, lay_side_by_side
 from .errors import PlanError
 
 __all__ = ["Loaded", "load_sharded"]
@@ -149,6 +149,7 @@ class _Wanted:
     source: str
     first_row: int
     whole_shape: tuple[int, ...]
+    turn: bool
 
 
 def _wanted(module: nn.Module) -> Iterator[_Wanted]:
@@ -160,16 +161,18 @@ def _wanted(module: nn.Module) -> Iterator[_Wanted]:
             for name, tensor in table.items():
                 if tensor is None or name in owner._non_persistent_buffers_set:
                     continue
-                source, first, rows = fused.get(name, (name, 0, 0))
+                source, first, rows, turn = fused.get(name, (name, 0, 0, False))
                 shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
-                yield _Wanted(table, name, tensor, dot + source, first, shape)
+                turn = turn and len(shape) == 2
+                yield _Wanted(table, name, tensor, dot + source, first, shape[::-1] if turn else shape, turn)
 
 
-def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Parameter of a block -> (fused name, first row, rows of the fused whole)."""
+def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]:
+    """Parameter of a block -> (fused name, first row, rows of the fused whole, whether the whole is turned)."""
     for sharding, _ in shardings_of(owner):
         if "blocks" in sharding.options:
-            yield from block_rows(sharding)
+            for name, where in block_rows(sharding):
+                yield name, (*where, is_turned(sharding))
 
 
 def _missing(wants: list[_Wanted], found: set[str]) -> set[str]:
@@ -182,7 +185,7 @@ def _fill(want: _Wanted, reader: _Reader, loaded: Loaded, done: dict[int, Tensor
         return
     tensor = want.tensor
     box = _box(tensor, want.first_row)
-    part = reader.read(want.source, box)
+    part = reader.read(want.source, box[::-1]).t() if want.turn else reader.read(want.source, box)
     loaded.bytes_read += part.numel() * part.element_size()
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     with torch.no_grad():

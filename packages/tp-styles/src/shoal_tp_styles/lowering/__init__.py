@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..sharding import ModuleSharding
+from ..structure import TransposedLinear, kinds_of
 from .adapter import AdapterColumn, AdapterRow
 from .attention import AttentionHeads
 from .boundary import Boundary
@@ -24,13 +25,15 @@ from .rows import RowLinear
 
 __all__ = ["LOWERINGS", "Boundary", "Lowered", "lowering_of"]
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 LOWERINGS: dict[tuple[str, type[nn.Module]], type[Lowered]] = {
     ("ColwiseParallel", nn.Linear): ColumnLinear,
     ("RowwiseParallel", nn.Linear): RowLinear,
     ("ColwiseParallel", nn.Embedding): ColumnEmbedding,
     ("RowwiseParallel", nn.Embedding): RowEmbedding,
-    **{("ColwiseParallel", kind): ColumnChannels for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Bilinear)},
-    **{("RowwiseParallel", kind): RowChannels for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)},
+    **{("ColwiseParallel", kind): ColumnChannels for kind in (*CONVOLUTIONS, nn.Bilinear, TransposedLinear)},
+    **{("RowwiseParallel", kind): RowChannels for kind in (*CONVOLUTIONS, TransposedLinear)},
     ("LoRA ColwiseParallel", nn.Linear): AdapterColumn,
     ("LoRA RowwiseParallel", nn.Linear): AdapterRow,
     ("ColwiseParallel", nn.EmbeddingBag): ColumnEmbeddingBag,
@@ -46,13 +49,14 @@ def lowering_of(sharding: ModuleSharding, module: nn.Module) -> type[Lowered] | 
     if "forward" in module.__dict__:
         return None
     # Tokenwise looks its computation up by the exact type; the others only need the parent's forward.
-    exact = LOWERINGS.get((kind, type(module)))
+    kinds = kinds_of(module)
+    exact = LOWERINGS.get((kind, kinds[0]))
     if exact is RowLinear and "chunks" in sharding.options:
         return OverlappedRow
     if exact is not None or kind == "SequenceParallel":
         return Tokenwise if exact is None and is_norm(module) else exact
-    for parent in type(module).__mro__[1:]:
-        found = LOWERINGS.get((kind, parent)) if issubclass(parent, nn.Module) else None
+    for parent in kinds[1:]:
+        found = LOWERINGS.get((kind, parent))
         if found is not None:
             return found if type(module).forward is getattr(parent, "forward", None) else None
     return None

@@ -9,10 +9,11 @@ from torch.nn.functional import linear
 
 from shoal_dtensor import DTensor, Partial, Replicate
 
-from .boundary import arrive_local, leave, leave_local, wrap_like
+from .boundary import arrive_local, leave, leave_local
 from .enter import enter
 from .forward import Lowered, spec_of
-from .regions import axis_dim, copy, gather, gather_partial, reduce, scatter, split, uneven
+from .partial import leave_partial
+from .regions import axis_dim, copy, gather, gather_partial, split
 
 __all__ = ["AdapterColumn", "AdapterRow"]
 
@@ -53,11 +54,7 @@ class AdapterColumn(Lowered):
 class AdapterRow(Lowered):
     """x: S(-1), W: S(1), A: S(1), B: R -> y: R | S(d); the partial sums of base and adapter are reduced together."""
 
-    __slots__ = ("where",)
-
-    def resolve(self) -> None:
-        port = self.port_out
-        self.where = axis_dim(port.desired, self.comm)
+    __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
         port = self.port_in
@@ -67,28 +64,10 @@ class AdapterRow(Lowered):
         elif port.layout == Replicate():
             input = split(input, self.comm, input.ndim - 1, spec.cuts[1].sizes)
         p: Any = {
-            **enter({"weight": self.params["weight"], "bias": self.params["bias"], "lora_A": self.params["lora_A"]}),
+            **enter({"weight": self.params["weight"], "lora_A": self.params["lora_A"]}),
             # B meets only this rank's part of A x, so its gradients are partial sums.
             **enter({"lora_B": self.params["lora_B"]}, self.comm),
         }
         scale: Any = self.sharding.options["scale"]
         partial = linear(input, p["weight"]) + scale * linear(linear(input, p["lora_A"]), p["lora_B"])
-        out = self.summed(partial)
-        return out if p["bias"] is None else out + p["bias"]
-
-    def summed(self, partial: Tensor) -> Tensor:
-        """The partial output brought where it is wanted."""
-        port = self.port_out
-        local = self.sharding.local_outputs
-        if port.desired == Replicate():
-            out = reduce(partial, self.comm)
-        elif self.where is not None:
-            _, dim, sizes = self.where
-            dim = dim + partial.ndim if dim < 0 else dim
-            if sizes is None and partial.shape[dim] % self.comm.size:
-                raise uneven(self.sharding.kind, partial.shape[dim], dim, self.comm)
-            out = scatter(partial, self.comm, dim, sizes)
-        else:
-            left = leave(partial, port, self.mesh)
-            return leave_local(left) if local else left
-        return out if local else wrap_like(out, port.desired, self.mesh, None)
+        return leave_partial(self, partial, self.params["bias"])

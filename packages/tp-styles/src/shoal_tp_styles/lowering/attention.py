@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shoal_dtensor import Replicate
+from shoal_dtensor import DTensor
 
 from ..errors import UnsupportedModuleError
+from ..sharding import HeadCut, Heads
 from .enter import enter
 from .packed import Blocks
-from .regions import axis_dim, copy, reduce, scatter, uneven
+from .partial import leave_partial
+from .regions import copy, reduce
 
 __all__ = ["AttentionHeads"]
 
@@ -39,10 +41,6 @@ class AttentionHeads(Blocks):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self.module
-        if module.training and module.dropout > 0:
-            raise UnsupportedModuleError(
-                "HeadParallel: dropout of attention weights on cut heads; set dropout=0 or eval()"
-            )
         if need_weights and not average_attn_weights:
             raise UnsupportedModuleError(
                 "HeadParallel: the weights of single heads lie on different ranks; average them"
@@ -53,20 +51,29 @@ class AttentionHeads(Blocks):
             inputs = [x.transpose(0, 1) for x in inputs]
         q, k, v = self.project(inputs, same=(query is key and key is value))
         mask = _mask(q, k, key_padding_mask, attn_mask, causal=is_causal and attn_mask is None)
-        scores = torch.matmul(q, k.transpose(-2, -1)) * module.head_dim**-0.5 if need_weights else None
-        if scores is not None:
+        drops = module.training and module.dropout > 0
+        attention = None
+        if need_weights or drops:
+            scores = torch.matmul(q, k.transpose(-2, -1)) * module.head_dim**-0.5
             attention = (scores if mask is None else scores + mask).softmax(-1)
+            attention = self.dropped(attention, self.heads()) if drops else attention
             mixed = attention @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out = self.output(mixed.transpose(1, 2).flatten(-2))
-        if batched and not module.batch_first:
-            out = out.transpose(0, 1)
-        out = out if batched else out.squeeze(0)
-        if scores is None:
+        weight: Any = enter({"weight": module.out_proj.weight})["weight"]
+        partial = functional.linear(mixed.transpose(1, 2).flatten(-2), weight)
+        # The layout names dims as the caller sees them.
+        partial = partial.squeeze(0) if not batched else partial if module.batch_first else partial.transpose(0, 1)
+        out = leave_partial(self, partial, module.out_proj.bias)
+        if attention is None or not need_weights:
             return out, None
         weights = reduce(attention.sum(1), self.comm) / module.num_heads
         return out, weights if batched else weights.squeeze(0)
+
+    def heads(self) -> Heads:
+        """All heads of the module."""
+        module: Any = self.module
+        return Heads(module.num_heads, module.head_dim)
 
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Queries, keys and values of the own heads: `(batch, heads, length, head_dim)`."""
@@ -85,24 +92,17 @@ class AttentionHeads(Blocks):
         head: Any = self.module.head_dim
         return [part.view(*part.shape[:-1], width // head, head).transpose(1, 2) for part in parts]
 
-    def output(self, mixed: Tensor) -> Tensor:
-        """The output projection by rows; batch first."""
+    def dropped(self, attention: Tensor, heads: Heads) -> Tensor:
+        """Attention weights after dropout: as everywhere, the values that one device with all heads would draw."""
         module: Any = self.module
-        local: Any = enter(dict(module.out_proj._parameters))
-        partial = functional.linear(mixed, local["weight"])
-        where = axis_dim(self.port_out.desired, self.comm)
-        if where is None and self.port_out.desired != Replicate():
-            raise UnsupportedModuleError(f"HeadParallel: the output cannot leave as {self.port_out.desired}")
-        if where is None:
-            out = reduce(partial, self.comm)
-        else:
-            # The layout names dims as the caller sees them: undo batch-first for the sequence and batch dims.
-            dim = where[1] % partial.ndim
-            dim = dim if module.batch_first or dim > 1 else 1 - dim
-            if where[2] is None and partial.shape[dim] % self.comm.size:
-                raise uneven(self.sharding.kind, partial.shape[dim], dim, self.comm)
-            out = scatter(partial, self.comm, dim, where[2])
-        return out if local["bias"] is None else out + local["bias"]
+        batch, _, queries, keys = attention.shape
+        shape = torch.Size((batch, heads.count, queries, keys))
+        cut = HeadCut(1, Heads(heads.count, 1)).on(self.comm.size)
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(attention, self.mesh, (cut,), run_check=False, shape=shape, stride=stride)
+        out: Any = functional.dropout(whole, module.dropout)
+        local: Tensor = out.to_local(grad_placements=(cut,))
+        return local
 
 
 def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool) -> Tensor | None:

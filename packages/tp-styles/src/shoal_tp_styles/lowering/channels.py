@@ -1,7 +1,7 @@
-"""Convolutions cut by output or input channels, and Bilinear cut by output features.
+"""Convolutions cut by output or input channels, Bilinear cut by output features, Linears that lie as (in, out).
 
-columns   x: R | S(d), W: S(0), b: S(0) -> y: S(channels)
-rows      x: S(channels), W: S(1), b: R -> y: R | S(d), the bias once, after the reduction
+columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
+rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from shoal_dtensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedModuleError
 from ..sharding import Port
-from .boundary import arrive_local, leave, leave_local, wrap_like
+from ..structure import TransposedLinear, kinds_of
+from .boundary import arrive_local, leave, leave_local
 from .enter import enter
 from .forward import Lowered, spec_of
-from .regions import axis_dim, copy, gather, gather_partial, reduce, scatter, split, uneven
+from .partial import leave_partial
+from .regions import Sizes, axis_dim, copy, gather, gather_partial, split
 
 __all__ = ["ColumnChannels", "RowChannels"]
+
+Compute = Callable[[Any, list[Tensor], Any, Any], Tensor]
 
 
 def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
@@ -33,29 +37,48 @@ def _bilinear(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tens
     return functional.bilinear(inputs[0], inputs[1], weight, bias)
 
 
-_COMPUTE: dict[type[nn.Module], Callable[[Any, list[Tensor], Any, Any], Tensor]] = {
+def _transposed(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
+    return functional.linear(inputs[0], weight.t(), bias)
+
+
+_COMPUTE: dict[type[nn.Module], Compute] = {
     nn.Conv1d: _conv,
     nn.Conv2d: _conv,
     nn.Conv3d: _conv,
     nn.Bilinear: _bilinear,
+    TransposedLinear: _transposed,
 }
 
 
-def _check(module: Any, kind: str) -> None:
+def _computation(module: Any, kind: str) -> Compute:
     if getattr(module, "groups", 1) != 1:
         raise UnsupportedModuleError(
             f"{kind}: {module} has groups={module.groups}; only convolutions of one group are cut"
         )
+    return next(_COMPUTE[known] for known in kinds_of(module) if known in _COMPUTE)
 
 
-class ColumnChannels(Lowered):
-    """Stand-in for a Conv or Bilinear whose output channels are cut."""
+class _Channels(Lowered):
+    """What both directions share: the computation, and how the weight is cut."""
 
     __slots__ = ("compute",)
 
+    compute: Compute
+
     def resolve(self) -> None:
-        _check(self.module, self.sharding.kind)
-        self.compute = next(_COMPUTE[kind] for kind in type(self.module).__mro__ if kind in _COMPUTE)
+        self.compute = _computation(self.module, self.sharding.kind)
+
+    def cut(self) -> tuple[int, Sizes]:
+        """Size of the cut dim of the weight, and of its parts."""
+        spec = spec_of(self.params["weight"], "weight")
+        ((dim, _),) = spec.shard_order
+        return spec.shape[dim], spec.cuts[dim].sizes
+
+
+class ColumnChannels(_Channels):
+    """Stand-in for a Conv, Bilinear or turned Linear whose output channels are cut."""
+
+    __slots__ = ()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         arrived = [self.arrive(x, port) for x, port in zip(inputs, self.sharding.inputs or (), strict=True)]
@@ -64,11 +87,11 @@ class ColumnChannels(Lowered):
         port = self.port_out
         if port.layout == port.desired and self.sharding.local_outputs:
             return out
-        spec = spec_of(self.params["weight"], "weight")
+        size, sizes = self.cut()
         dim = out.ndim + getattr(port.layout, "dim", -1)
         if self.sharding.local_outputs and port.desired == Replicate():
-            return gather(out, self.comm, dim, spec.cuts[0].sizes)
-        left = leave(out, port, self.mesh, (*out.shape[:dim], spec.shape[0], *out.shape[dim + 1 :]))
+            return gather(out, self.comm, dim, sizes)
+        left = leave(out, port, self.mesh, (*out.shape[:dim], size, *out.shape[dim + 1 :]))
         return leave_local(left) if self.sharding.local_outputs else left
 
     def arrive(self, x: Tensor, port: Port | None) -> Tensor:
@@ -80,44 +103,18 @@ class ColumnChannels(Lowered):
         return copy(x, self.comm) if where is None else gather_partial(x, *where)
 
 
-class RowChannels(Lowered):
-    """Stand-in for a Conv whose input channels are cut."""
+class RowChannels(_Channels):
+    """Stand-in for a Conv or turned Linear whose input channels are cut."""
 
     __slots__ = ()
 
-    def resolve(self) -> None:
-        _check(self.module, self.sharding.kind)
-
     def __call__(self, input: Tensor) -> Tensor:
-        spec = spec_of(self.params["weight"], "weight")
         port = self.port_in
         channels = input.ndim + getattr(port.desired, "dim", 0)
         if isinstance(input, DTensor) or port.layout not in (Replicate(), port.desired):
             input = arrive_local(input, port, self.mesh, grad=port.desired)
         elif port.layout == Replicate():
-            input = split(input, self.comm, channels, spec.cuts[1].sizes)
-        local: Any = enter({"weight": self.params["weight"], "bias": self.params["bias"]})
-        partial = _conv(self.module, [input], local["weight"], None)
-        bias = local["bias"]
-        if bias is not None:
-            bias = bias.view(-1, *(1,) * (partial.ndim - channels - 1))
-        return self.summed(partial, bias, channels)
-
-    def summed(self, partial: Tensor, bias: Tensor | None, channels: int) -> Tensor:
-        """The partial output brought where it is wanted, with the bias."""
-        port = self.port_out
-        local = self.sharding.local_outputs
-        where = axis_dim(port.desired, self.comm)
-        dim = -1 if where is None else where[1] % partial.ndim
-        if port.desired == Replicate():
-            out = reduce(partial, self.comm)
-        elif where is not None and dim != channels:
-            if where[2] is None and partial.shape[dim] % self.comm.size:
-                raise uneven(self.sharding.kind, partial.shape[dim], dim, self.comm)
-            out = scatter(partial, self.comm, dim, where[2])
-        else:
-            whole = reduce(partial, self.comm)
-            left = leave(whole if bias is None else whole + bias, Port(Replicate(), port.desired), self.mesh)
-            return leave_local(left) if local else left
-        out = out if bias is None else out + bias
-        return out if local else wrap_like(out, port.desired, self.mesh, None)
+            input = split(input, self.comm, channels, self.cut()[1])
+        weight: Any = enter({"weight": self.params["weight"]})["weight"]
+        partial = self.compute(self.module, [input], weight, None)
+        return leave_partial(self, partial, self.params["bias"], channels)

@@ -18,11 +18,12 @@ from shoal_dtensor import DTensor, Replicate
 from .._torch import apply
 from ..errors import UnsupportedModuleError
 from ..sharding import ModuleSharding
-from .boundary import arrive_local, leave, leave_local, wrap_like
+from .boundary import arrive_local, leave, leave_local
 from .enter import enter
 from .forward import Lowered, spec_of
 from .linear import first_order_only
-from .regions import axis_dim, gather, gather_blocks, reduce, scatter, uneven
+from .partial import leave_partial
+from .regions import axis_dim, gather, gather_blocks
 
 __all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding"]
 
@@ -139,15 +140,13 @@ class _OwnRows(Function):
 class RowEmbedding(Lowered):
     """Stand-in for an embedding whose vocabulary is cut."""
 
-    __slots__ = ("where",)
+    __slots__ = ()
 
     def resolve(self) -> None:
         _check(self.module, self.sharding)
-        port = self.port_out
-        self.where = axis_dim(port.desired, self.comm)
 
     def __call__(self, input: Tensor) -> Tensor:
-        port, port_out = self.port_in, self.port_out
+        port = self.port_in
         module: Any = self.module
         if isinstance(input, DTensor):
             input = arrive_local(input, port, self.mesh, grad=Replicate())
@@ -156,17 +155,4 @@ class RowEmbedding(Lowered):
         weight = self.params["weight"]
         first = spec_of(weight, "weight").local_offset[0]
         partial: Tensor = apply(_OwnRows, input, weight, first, module.padding_idx, module.scale_grad_by_freq)
-        local = self.sharding.local_outputs
-        if port_out.desired == Replicate():
-            out = reduce(partial, self.comm)
-            return out if local else wrap_like(out, port_out.desired, self.mesh, None)
-        if self.where is not None:
-            _, dim, sizes = self.where
-            dim = dim + partial.ndim if dim < 0 else dim
-            if sizes is not None or partial.shape[dim] % self.comm.size == 0:
-                out = scatter(partial, self.comm, dim, sizes)
-                return out if local else wrap_like(out, port_out.desired, self.mesh, None)
-            if local and dim < partial.ndim - 1:
-                raise uneven(self.sharding.kind, partial.shape[dim], dim, self.comm)
-        left = leave(partial, port_out, self.mesh)
-        return leave_local(left) if local else left
+        return leave_partial(self, partial, None)
