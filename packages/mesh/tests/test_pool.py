@@ -161,3 +161,13 @@ def _alive(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
+
+
+def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "from shoal_mesh.testing import rank_pool\n\ndef job():\n    return 1\n\nprint(rank_pool(2).run(job))\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "__name__ == '__main__'" in ended.stderr

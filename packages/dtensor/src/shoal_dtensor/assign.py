@@ -15,12 +15,13 @@ from typing import NamedTuple, TypeGuard
 from shoal_mesh import DeviceMesh
 
 from .chunks import Cut, cut_dim
+from .folded import AnyCut, FoldedCut, folded
 from .placements import Partial, Placement, Replicate, Shard, norm_order
 from .redistribute import cost, seconds
 from .rules import Entry, Row, S, with_norms
 from .spec import Spec, TensorMeta
 
-__all__ = ["Assignment", "Operands", "assign"]
+__all__ = ["Assignment", "Operands", "assign", "cut_behind", "is_plain"]
 
 # More combinations than this are cut down to each axis's cheapest rows: 4 axes with 5 rows each make 625.
 MAX_COMBINATIONS = 1024
@@ -44,12 +45,14 @@ class Operands:
         fixed: pairs (input, output or None): this input is written in place, so its layout must stay, and the
             output that aliases it has the same.
         outs: specs of `out=` arguments; output `i` must lie as `outs[i]` does.
+        unordered: whether the order of elements along cut dims does not matter (see `Rule`).
     """
 
     specs: tuple[Spec, ...]
     outputs: tuple[TensorMeta, ...]
     fixed: tuple[tuple[int, int | None], ...] = ()
     outs: tuple[Spec, ...] = ()
+    unordered: bool = False
 
 
 def assign(rows: Sequence[Row], operands: Operands, mesh: DeviceMesh) -> Assignment | None:
@@ -84,15 +87,25 @@ def _candidates(rows: Sequence[Row], operands: Operands, axis: int) -> list[Row]
     lying = [*operands.specs, *operands.outs]
     for row in rows:
         entries = [*row.inputs, *row.outputs[: len(operands.outs)]] if operands.outs else row.inputs
-        follows = any(_lies_so(entry, spec, axis) for entry, spec in zip(entries, lying, strict=False))
+        whole = operands.unordered and is_plain(row)
+        follows = any(_lies_so(entry, spec, axis, whole) for entry, spec in zip(entries, lying, strict=False))
         if follows and all(_reaches(entry, spec, axis) for entry, spec in zip(row.inputs, operands.specs, strict=True)):
             found.append(row)
     return found
 
 
-def _lies_so(entry: Entry, spec: Spec, axis: int) -> bool:
+def is_plain(row: Row) -> bool:
+    """Whether every sharded entry is a whole dim, element for element, in any order."""
+    entries = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
+    return not row.ordered and all(entry.unit == entry.runs == 1 and entry.cut is None for entry in entries)
+
+
+def _lies_so(entry: Entry, spec: Spec, axis: int, whole: bool) -> bool:
     if isinstance(entry, S):
-        return axis in spec.cuts[entry.dim].axes
+        cut = spec.cuts[entry.dim]
+        if axis not in cut.axes:
+            return False
+        return entry.runs == 1 if isinstance(cut, Cut) else whole or cut.runs_of(axis) == entry.runs
     return isinstance(entry, Partial) and spec.placements[axis] is entry
 
 
@@ -124,21 +137,34 @@ def _resolve(
             yield tuple(s for s in inputs if s is not None), tuple(s for s in outputs if s is not None)
 
 
-def _factor_cuts(row: Row, axes: tuple[int, ...], operands: Operands, mesh: DeviceMesh) -> list[Cut]:
+def _factor_cuts(row: Row, axes: tuple[int, ...], operands: Operands, mesh: DeviceMesh) -> list[AnyCut]:
     """The cuts of a row's factor by `axes` that some operand already has, else the one of `torch.chunk`."""
-    found: dict[Cut, None] = {}
+    found: dict[AnyCut, None] = {}
     length: int | None = None
-    shapes = [(entry, spec) for entry, spec in zip(row.inputs, operands.specs, strict=True) if isinstance(entry, S)]
-    for entry, spec in shapes:
-        length = spec.shape[entry.dim] // entry.unit
-        cut = _leading(spec.cuts[entry.dim], axes)
-        steps = cut.divided(entry.unit) if cut is not None else None
+    whole = operands.unordered and is_plain(row)
+    for entry, spec in zip(row.inputs, operands.specs, strict=True):
+        if not isinstance(entry, S):
+            continue
+        length = spec.shape[entry.dim] // (entry.unit * entry.runs)
+        steps = _factor_cut(entry, spec.cuts[entry.dim], axes, whole)
         if steps is not None:
             found[steps] = None
     if not found and length is not None:
         default: list[Placement] = [Shard(0)] * mesh.ndim
         found[cut_dim(length, axes, default, mesh.shape)] = None
     return [cut for cut in found if cut.even or not row.even]
+
+
+def _factor_cut(entry: S, cut: AnyCut, axes: tuple[int, ...], whole: bool) -> AnyCut | None:
+    """How `axes` cut the factor behind an entry of an operand whose dim is cut so; None if they do not."""
+    if isinstance(cut, FoldedCut):
+        if whole:
+            return cut if set(cut.axes) == set(axes) else None
+        level = cut.level(entry.runs)
+    else:
+        level = cut if entry.runs == 1 else None
+    outer = _leading(level, axes) if level is not None else None
+    return outer.divided(entry.unit) if outer is not None else None
 
 
 def _leading(cut: Cut, axes: tuple[int, ...]) -> Cut | None:
@@ -153,11 +179,11 @@ def _leading(cut: Cut, axes: tuple[int, ...]) -> Cut | None:
     return Cut(cut.axes[:count], cut.axis_sizes[:count], sizes)
 
 
-Cuts = dict[int, tuple[Row, Cut]]
+Cuts = dict[int, tuple[Row, AnyCut]]
 
 
 def _operand(index: int, spec: Spec, combination: Sequence[Row], cuts: Cuts) -> Spec | None:
-    placed = _placed([row.inputs[index] for row in combination], cuts)
+    placed = _placed([row.inputs[index] for row in combination], cuts, spec.shape)
     if placed is None:
         return None
     placements, by_dim = placed
@@ -171,7 +197,7 @@ def _operand(index: int, spec: Spec, combination: Sequence[Row], cuts: Cuts) -> 
 
 
 def _output(index: int, meta: TensorMeta, combination: Sequence[Row], cuts: Cuts, mesh: DeviceMesh) -> Spec | None:
-    placed = _placed([row.outputs[index] for row in combination], cuts)
+    placed = _placed([row.outputs[index] for row in combination], cuts, meta.shape)
     if placed is None:
         return None
     placements, by_dim = placed
@@ -182,9 +208,11 @@ def _output(index: int, meta: TensorMeta, combination: Sequence[Row], cuts: Cuts
 _WHOLE = Cut((), (), ())
 
 
-def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict[int, Cut]] | None:
+def _placed(
+    entries: Sequence[Entry], cuts: Cuts, shape: Sequence[int]
+) -> tuple[list[Placement], dict[int, AnyCut]] | None:
     """The placements and cuts that one operand's entries mean; None if two rows cut one dim."""
-    by_dim: dict[int, Cut] = {}
+    by_dim: dict[int, AnyCut] = {}
     rows: dict[int, list[Row]] = {}
     for axis, entry in enumerate(entries):
         if not isinstance(entry, S):
@@ -193,8 +221,8 @@ def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict
         known = rows.setdefault(entry.dim, [])
         if any(row is other for other in known):
             continue
-        cut = factor.scaled(entry.unit) if entry.cut is None else entry.cut(factor)
-        both = _nested(by_dim[entry.dim], cut) if known else cut
+        cut = cut_behind(entry, factor, shape[entry.dim])
+        both = _joined(by_dim[entry.dim], cut, shape[entry.dim]) if known and cut is not None else cut
         if both is None:
             return None
         known.append(row)
@@ -204,6 +232,24 @@ def _placed(entries: Sequence[Entry], cuts: Cuts) -> tuple[list[Placement], dict
         for axis, entry in enumerate(entries)
     ]
     return placements, by_dim
+
+
+def cut_behind(entry: S, factor: AnyCut, length: int) -> AnyCut | None:
+    """How a dim of `length` elements is cut when the factor behind its entry is cut so."""
+    if isinstance(factor, FoldedCut):
+        return factor  # only plain entries get one
+    if entry.cut is not None:
+        return entry.cut(factor)
+    cut = factor.scaled(entry.unit)
+    return cut if entry.runs == 1 else folded({entry.runs: cut}, length)
+
+
+def _joined(one: AnyCut, other: AnyCut, length: int) -> AnyCut | None:
+    """A dim cut by two rows: one of them in runs that the other leaves whole, or nested; None if neither."""
+    levels = [dict(cut.levels) if isinstance(cut, FoldedCut) else {1: cut} for cut in (one, other)]
+    if not levels[0].keys() & levels[1].keys():
+        return folded(levels[0] | levels[1], length)
+    return _nested(one, other) if isinstance(one, Cut) and isinstance(other, Cut) else None
 
 
 def _nested(one: Cut, other: Cut) -> Cut | None:

@@ -82,6 +82,14 @@ class Cut:
         start = self.offsets[piece]
         return start, start + self.sizes[piece]
 
+    def size(self, coordinate: Sequence[int]) -> int:
+        """Number of elements that the rank at a mesh coordinate holds."""
+        return self.sizes[self.index(coordinate)]
+
+    def indices(self, coordinate: Sequence[int]) -> list[int]:
+        """Global indices of the elements that the rank at a mesh coordinate holds."""
+        return [*range(*self.interval(coordinate))]
+
     def scaled(self, unit: int) -> Cut:
         """The same cut where every element became `unit` elements."""
         return self if unit == 1 else Cut(self.axes, self.axis_sizes, tuple(size * unit for size in self.sizes))
@@ -94,8 +102,8 @@ class Cut:
             return None
         return Cut(self.axes, self.axis_sizes, tuple(size // unit for size in self.sizes))
 
-    def placements(self, dim: int) -> dict[int, Shard]:
-        """The placement on tensor dim `dim` that each of the cut's axes has, in canonical form."""
+    def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
+        """The placement on tensor dim `dim` that each of the cut's axes has: sizes where needed, or `explicit`."""
         found: dict[int, Shard] = {}
         default: tuple[int, ...] = (self.length,)
         inner = len(self.sizes)
@@ -103,7 +111,7 @@ class Cut:
             inner //= axis_size
             default = tuple(piece for whole in default for piece in chunk_sizes(whole, axis_size))
             sizes = tuple(sum(self.sizes[i : i + inner]) for i in range(0, len(self.sizes), inner))
-            found[axis] = Shard(dim) if sizes == default else Shard(dim, sizes=sizes)
+            found[axis] = Shard(dim, sizes=sizes) if explicit or sizes != default else Shard(dim)
             default = sizes
         return found
 
@@ -146,7 +154,7 @@ def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = N
     asked = dict(shard_order or ())
     axes_of: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard | StridedShard):
             axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
     for dim, axes in asked.items():
         if sorted(axes) != list(axes_of.get(dim, ())):
@@ -163,7 +171,7 @@ def normalize_placements(
     ndim: int,
     shard_order: ShardOrder | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
-    """Placements with non-negative dims and no strided spelling, and the order in which axes cut each dim.
+    """Placements with non-negative dims and without torch's strided spelling, and the order in which axes cut each dim.
 
     Args:
         placements: one per mesh axis, as a user wrote them.
@@ -188,7 +196,7 @@ def normalize_placements(
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < ndim:
                 raise PlacementError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
-            if isinstance(placement, StridedShard):
+            if isinstance(placement, StridedShard) and placement.sizes is None:
                 strided[axis] = placement.split_factor
                 placement = Shard(dim)
             else:
@@ -223,11 +231,11 @@ def _order_of_strided(
     return order
 
 
-def canonical_placements(placements: Sequence[Placement], cuts: Sequence[Cut]) -> tuple[Placement, ...]:
+def canonical_placements(placements: Sequence[Placement], cuts: Sequence[object]) -> tuple[Placement, ...]:
     """`placements` with explicit sizes dropped where they say what `torch.chunk` would do anyway."""
     result = list(placements)
     for dim, cut in enumerate(cuts):
-        if any(getattr(placements[axis], "sizes", None) is not None for axis in cut.axes):
+        if isinstance(cut, Cut) and any(getattr(placements[axis], "sizes", None) is not None for axis in cut.axes):
             for axis, placement in cut.placements(dim).items():
                 result[axis] = placement
     return tuple(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -11,7 +12,7 @@ from shoal_mesh import DeviceMesh, all_gather, broadcast, current_mesh
 from .chunks import Cut, ShardOrder, normalize_placements
 from .errors import PlacementError
 from .per_dim import Placements, read_placements
-from .placements import Partial, Placement, Replicate, Shard
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec import Spec, contiguous_stride
 
 __all__ = ["global_spec", "mesh_or_current", "target_spec"]
@@ -98,11 +99,9 @@ def _even_spec(
     normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
     shape = list(local.shape)
     for dim, axes in order:
-        sizes = [p.sizes for axis in axes if isinstance(p := normal[axis], Shard) and p.sizes is not None]
-        ways = 1
-        for axis in axes:
-            ways *= mesh.shape[axis]
-        shape[dim] = sum(sizes[-1]) if sizes else shape[dim] * ways
+        cutting = [p for axis in axes if isinstance(p := normal[axis], Shard | StridedShard)]
+        totals = [sum(p.sizes) * (p.split_factor if isinstance(p, StridedShard) else 1) for p in cutting if p.sizes]
+        shape[dim] = totals[-1] if totals else shape[dim] * prod(mesh.shape[axis] for axis in axes)
     spec = Spec(mesh, normal, shape, stride or _like(local, shape), local.dtype, order)
     if spec.coordinate is not None and spec.local_shape != local.shape:
         raise PlacementError(

@@ -89,8 +89,8 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
     if isinstance(placement, Partial):
         order = norm_order(placement.reduce_op)
         return peer.Partial(placement.reduce_op) if order is None else _partial_norm()(order)
-    assert isinstance(placement, Shard), "a spec holds Shard, Replicate and Partial only"
-    cut = spec.cuts[placement.dim]
+    assert isinstance(placement, Shard | StridedShard), "all other placements were handled"
+    cut = spec.cut(placement.dim)
     default: tuple[int, ...] = (cut.length,)
     for size in cut.axis_sizes:
         default = tuple(part for whole in default for part in chunk_sizes(whole, size))

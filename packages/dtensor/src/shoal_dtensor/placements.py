@@ -135,31 +135,57 @@ class Shard(Placement):
 
 
 class StridedShard(Placement):
-    """torch's strided spelling of "axes to the right cut this dim first", for interchange only.
+    """The axis cuts tensor dim `dim` in several runs alike: what a reshape makes of a cut dim that is not the slowest.
 
-    `StridedShard(dim, split_factor=k)` on an axis says that mesh axes to its right whose sizes multiply to
-    `k` cut the dim before it does.  Specs never hold one: it is translated to an explicit shard order.
+    `(batch, sequence) -> (batch * sequence)` with the sequence cut gives `StridedShard(0, split_factor=batch,
+    sizes=...)`: the dim is `split_factor` equal runs, of each of which coordinate `i` holds the `i`-th piece.
+
+    Without `sizes` it is torch's spelling of "axes to the right cut this dim first", for interchange: mesh axes to
+    its right whose sizes multiply to `split_factor` cut the dim before it does.  Specs translate that to an explicit
+    shard order.
+
+    Args:
+        dim: the tensor dim.
+        split_factor: number of runs.
+        sizes: elements of one run that each coordinate holds.
+
+    Raises:
+        PlacementError: if `split_factor` is below 1 or a size negative.
     """
 
-    __slots__ = ("dim", "split_factor")
+    __slots__ = ("dim", "sizes", "split_factor")
     __match_args__ = ("dim",)
     dim: int
     split_factor: int
+    sizes: tuple[int, ...] | None
 
-    def __new__(cls, dim: int, *, split_factor: int) -> StridedShard:
+    def __new__(cls, dim: int, *, split_factor: int, sizes: Sequence[int] | None = None) -> StridedShard:
         if split_factor < 1:
             raise PlacementError(f"StridedShard: split_factor must be at least 1, got {split_factor}")
-        found: StridedShard = cls._intern({"dim": int(dim), "split_factor": int(split_factor)})
+        if sizes is not None:
+            sizes = tuple(int(size) for size in sizes)
+            if any(size < 0 for size in sizes):
+                raise PlacementError(f"StridedShard: sizes must not be negative, got {sizes}")
+        found: StridedShard = cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
         return found
 
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def on_dim(self, dim: int) -> StridedShard:
+        """The same cut on another tensor dim."""
+        return self if dim == self.dim else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _strided_shard, (self.dim, self.split_factor)
+        return _strided_shard, (self.dim, self.split_factor, self.sizes)
 
     def __repr__(self) -> str:
-        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor})"
+        more = f", sizes={self.sizes}" if self.sizes is not None else ""
+        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor}{more})"
 
     def __str__(self) -> str:
-        return f"SS({self.dim},{self.split_factor})"
+        more = f",{list(self.sizes)}" if self.sizes is not None else ""
+        return f"SS({self.dim},{self.split_factor}{more})"
 
 
 class Replicate(Placement):
@@ -261,5 +287,5 @@ def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
     return Shard(dim, sizes=sizes, multiple_of=multiple_of)
 
 
-def _strided_shard(dim: int, split_factor: int) -> StridedShard:
-    return StridedShard(dim, split_factor=split_factor)
+def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = None) -> StridedShard:
+    return StridedShard(dim, split_factor=split_factor, sizes=sizes)

@@ -115,7 +115,7 @@ def decide(
     elif rule.each:
         decided = _each(rule, call, inputs)
     else:
-        decided = _assigned(rule, call, Operands(inputs, metas, _fixed(call), outs))
+        decided = _assigned(rule, call, Operands(inputs, metas, _fixed(call), outs, rule.unordered))
     return _decision(rule, call, specs, decided, _Request(scope, copies, build))
 
 
@@ -152,7 +152,9 @@ def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
             tuple(call.outputs[j] for j in results),
         )
         fixed = tuple((j, None) for j in sub.written)
-        found = _assigned(rule, sub, Operands(tuple(inputs[j] for j in indices), sub.outputs, fixed))
+        found = _assigned(
+            rule, sub, Operands(tuple(inputs[j] for j in indices), sub.outputs, fixed, (), rule.unordered)
+        )
         for j, spec in zip(indices, found.inputs, strict=True):
             if decided[j] not in (None, spec):
                 raise MixedTensorError(f"{call.op}: the shared input {inputs[j]!r} would have to lie in two ways")

@@ -14,10 +14,18 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .chunks import Cut, ShardOrder, canonical_placements, cut_dim, normalize_placements, order_of
-from .placements import Partial, Placement, Replicate, Shard
+from .chunks import Cut, ShardOrder, canonical_placements, normalize_placements, order_of
+from .folded import AnyCut, FoldedCut, cut_any, interval_cut
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
 
-__all__ = ["Box", "Spec", "TensorMeta", "compute_local_shape_and_global_offset", "contiguous_stride"]
+__all__ = [
+    "Box",
+    "Spec",
+    "TensorMeta",
+    "compute_local_shape_and_global_offset",
+    "contiguous_stride",
+    "spec_of_cuts",
+]
 
 Box = tuple[tuple[int, int], ...]
 
@@ -40,7 +48,7 @@ class Spec:
 
     Args:
         mesh: the device mesh.
-        placements: one per mesh axis; negative dims and strided spellings are resolved.
+        placements: one per mesh axis; negative dims and torch's strided spelling are resolved.
         shape: global shape.
         stride: global stride in elements; contiguous when left out.
         dtype: element type.
@@ -48,10 +56,10 @@ class Spec:
 
     Attributes:
         cuts: for each tensor dim, how the mesh cuts it.
+        folded: whether a reshape folded a cut dim behind another one, so that ranks hold no box (see `FoldedCut`).
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
         coordinate: of this rank in the mesh; None if it is outside.
-        local_shape: of this rank's box; `(0,)` outside the mesh.
-        local_offset: global index of the box's first element.
+        local_shape: of this rank's part; `(0,)` outside the mesh.
 
     Raises:
         PlacementError: if the placements do not fit the mesh or the tensor.
@@ -69,7 +77,7 @@ class Spec:
         "coordinate",
         "cuts",
         "dtype",
-        "local_offset",
+        "folded",
         "local_shape",
         "mesh",
         "ndim",
@@ -87,11 +95,11 @@ class Spec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     shard_order: ShardOrder
-    cuts: tuple[Cut, ...]
+    cuts: tuple[AnyCut, ...]
+    folded: bool
     partials: tuple[tuple[int, str], ...]
     coordinate: tuple[int, ...] | None
     local_shape: torch.Size
-    local_offset: tuple[int, ...]
     ndim: int
 
     def __new__(
@@ -112,8 +120,9 @@ class Spec:
         asked = key
         normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order)
         axes_of = dict(order)
-        cuts = tuple(cut_dim(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
+        cuts = tuple(cut_any(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
         canonical = canonical_placements(normal, cuts)
+        order = tuple((dim, cut.axes) for dim, cut in enumerate(cuts) if cut.axes)
         key = (mesh, canonical, shape, stride, dtype, order)
         found = cls._interned.get(key)
         if found is None:
@@ -129,7 +138,7 @@ class Spec:
         placements: tuple[Placement, ...],
         meta: TensorMeta,
         order: ShardOrder,
-        cuts: tuple[Cut, ...],
+        cuts: tuple[AnyCut, ...],
     ) -> Spec:
         shape, stride, dtype = meta
         spec = object.__new__(cls)
@@ -141,29 +150,53 @@ class Spec:
         put(spec, "dtype", dtype)
         put(spec, "shard_order", order)
         put(spec, "cuts", cuts)
+        put(spec, "folded", any(isinstance(cut, FoldedCut) for cut in cuts))
         put(spec, "ndim", len(shape))
         partials = tuple((axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial))
         put(spec, "partials", partials)
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
         put(spec, "coordinate", coordinate)
-        box: Box = ((0, 0),) if coordinate is None else spec.box(coordinate)
-        put(spec, "local_shape", torch.Size(stop - start for start, stop in box))
-        put(spec, "local_offset", tuple(start for start, _ in box))
+        put(spec, "local_shape", torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate))
         return spec
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """Per tensor dim, the global `(start, stop)` that the rank at a mesh coordinate holds."""
+        """Per tensor dim, the global `(start, stop)` that the rank at a mesh coordinate holds.
+
+        Raises:
+            PlacementError: if the spec is folded.
+        """
         boxes: dict[tuple[int, ...], Box] = object.__getattribute__(self, "_boxes")
         key = tuple(coordinate)
         found = boxes.get(key)
         if found is None:
-            found = boxes[key] = tuple(cut.interval(key) for cut in self.cuts)
+            found = boxes[key] = tuple(self.cut(dim).interval(key) for dim in range(self.ndim))
         return found
+
+    def cut(self, dim: int) -> Cut:
+        """How the mesh cuts a tensor dim of which every rank holds one interval.
+
+        Raises:
+            PlacementError: if the dim is folded.
+        """
+        return interval_cut(self.cuts[dim])
+
+    def offset(self, dim: int) -> int:
+        """Global index along a tensor dim of the first element that this rank holds.
+
+        Raises:
+            PlacementError: if the dim is folded.
+        """
+        return 0 if self.coordinate is None else self.cut(dim).interval(self.coordinate)[0]
+
+    @property
+    def local_offset(self) -> tuple[int, ...]:
+        """Global index of the first element of this rank's box; zeros outside the mesh."""
+        return (0,) if self.coordinate is None else tuple(start for start, _ in self.box(self.coordinate))
 
     def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
         """Local shape on the rank at a mesh coordinate."""
-        return torch.Size(stop - start for start, stop in self.box(coordinate))
+        return torch.Size(cut.size(coordinate) for cut in self.cuts)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -236,14 +269,26 @@ class Spec:
     def __repr__(self) -> str:
         names = self.mesh.axis_names
         dims = [
-            f"{n}@({','.join(names[a] for a in cut.axes)})" + ("" if cut.even else f"={list(cut.sizes)}")
-            if cut.axes
-            else str(n)
+            f"{n}@({','.join(names[a] for a in cut.axes)}){_pieces(cut)}" if cut.axes else str(n)
             for n, cut in zip(self.shape, self.cuts, strict=True)
         ]
         partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
         mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
         return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+
+
+def spec_of_cuts(
+    mesh: DeviceMesh, cuts: Sequence[AnyCut | None], partials: Sequence[tuple[int, str]], meta: TensorMeta
+) -> Spec:
+    """The spec of a tensor whose dims are cut so (None: whole) and whose values are partial over some mesh axes."""
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for axis, op in partials:
+        placements[axis] = Partial(op)
+    for dim, cut in enumerate(cuts):
+        for axis, placement in cut.placements(dim).items() if cut is not None else ():
+            placements[axis] = placement
+    order = tuple((dim, cut.axes) for dim, cut in enumerate(cuts) if cut is not None and cut.axes)
+    return Spec(mesh, placements, meta.shape, meta.stride, meta.dtype, order)
 
 
 def compute_local_shape_and_global_offset(
@@ -284,9 +329,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:
     """The entries of a shard order that still hold for new placements."""
-    resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements]
+    resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard | StridedShard) and p.dim < 0 else p for p in placements]
     now = dict(order_of(resolved))
     return tuple((dim, axes) for dim, axes in order if sorted(axes) == list(now.get(dim, ())))
+
+
+def _pieces(cut: AnyCut) -> str:
+    """How a cut differs from an even one."""
+    if isinstance(cut, FoldedCut):
+        return f" folded of {list(cut.shape)}"
+    return "" if cut.even else f"={list(cut.sizes)}"
 
 
 def _short_dtype(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ import torch
 from . import portable
 from ._torch import TCPStore
 from .errors import RankError
-from .portable import Failure, Job
+from .portable import Failure, Job, loading
 
 __all__ = ["RankPool"]
 
@@ -132,10 +132,15 @@ class RankPool:
         """Start the ranks that are not up; `run` does it too.
 
         Raises:
-            RankError: they did not come up in time.
+            RankError: they did not come up in time, or a rank would start ranks because it runs the main script anew.
         """
         if self._connections and self._parent == os.getpid():
             return
+        if script := loading():
+            raise RankError(
+                f"{script} starts ranks as soon as it is imported, and the ranks import it to find the function that "
+                f"they are to run; put what starts them under `if __name__ == '__main__':`"
+            )
         self._parent = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
         address = str(self._folder / "s")

@@ -141,12 +141,23 @@ def _load_file(name: str, file: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickle look themselves up
     if name == "__mp_main__":
         sys.modules["__main__"] = module
+    _LOADING.append(file)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        _LOADING.pop()
     return module
+
+
+_LOADING: list[str] = []
+
+
+def loading() -> str:
+    """The file that this rank is running to find a function in it; empty when it is not."""
+    return _LOADING[-1] if _LOADING else ""
 
 
 def _dump_code(function: FunctionType, *, with_globals: bool, seen: tuple[str, ...] = ()) -> bytes:

@@ -85,7 +85,7 @@ def _spread(spec: Spec) -> Iterator[Spec]:
 def _scattered(spec: Spec, axes: list[int]) -> Iterator[Spec]:
     """The spec with `axes` cutting the first dim that they cut evenly."""
     ways = prod(spec.mesh.shape[axis] for axis in axes)
-    for dim, cut in enumerate(spec.cuts):
+    for dim, cut in enumerate(map(spec.cut, range(spec.ndim))):
         if cut.even and cut.sizes[0] and cut.sizes[0] % ways == 0:
             yield _replaced(spec, axes, dim)
             return

@@ -30,6 +30,7 @@ from .steps import (
     Exchange,
     Pad,
     ReduceScatter,
+    Reshape,
     Scale,
     Share,
     Slice,
@@ -134,6 +135,11 @@ def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
         return local
 
     return Kernel(finish=finish)
+
+
+def _reshape(step: Reshape, coordinate: Coordinate) -> Kernel:
+    shape = step.dst.local_shape_at(coordinate)
+    return Kernel(finish=lambda local, _: local.reshape(shape))
 
 
 def _share(step: Share, coordinate: Coordinate) -> Kernel:
@@ -381,6 +387,7 @@ def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
 
 _KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
     Slice: _slice,
+    Reshape: _reshape,
     Share: _share,
     Pad: _pad,
     Scale: _scale,

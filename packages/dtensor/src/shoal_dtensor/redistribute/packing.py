@@ -58,7 +58,7 @@ def regular(boxes: Sequence[Box]) -> bool:
 
 def grid_of(fine: Spec, coarse: Spec, dims: Sequence[int]) -> list[int]:
     """For each of `dims`, how many pieces of the finer cut make one of the coarser."""
-    return [len(fine.cuts[d].sizes) // len(coarse.cuts[d].sizes) for d in dims]
+    return [len(fine.cut(d).sizes) // len(coarse.cut(d).sizes) for d in dims]
 
 
 def join(flat: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:

@@ -16,6 +16,7 @@ from ..errors import RedistributeError
 from ..placements import Partial, Placement, Replicate
 from ..spec import Spec
 from .across import plan_across
+from .folds import joined, plain, plan_folded
 from .pricing import Links
 from .search import Route, routes
 from .space import Move, Space
@@ -69,6 +70,8 @@ def alternatives(
 ) -> list[Plan]:
     """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
     _check(src, dst)
+    if src.folded or dst.folded:
+        return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
     space = Space(src, dst, links_of(src.mesh, topology))
     return [_build(src, dst, space, route) for route in routes(space, memory_limit, count)]
 
@@ -88,6 +91,8 @@ def cache_clear() -> None:
 @lru_cache(maxsize=CACHE_SIZE)
 def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
     _check(src, dst)
+    if src.folded or dst.folded:
+        return plan_folded(src, dst, lambda one, other: _plan(one, other, links, memory_limit))
     space = Space(src, dst, links)
     return _build(src, dst, space, routes(space, memory_limit)[0])
 
@@ -99,6 +104,12 @@ def _plan_across(src: Spec, dst: Spec, src_links: Links, dst_links: Links, memor
     def within(one: Spec, other: Spec) -> Plan:
         return _plan(one, other, src_links if one.mesh == src.mesh else dst_links, memory_limit)
 
+    if src.folded:
+        between = plain(src)
+        return joined(within(src, between), _plan_across(between, dst, src_links, dst_links, memory_limit))
+    if dst.folded:
+        between = plain(dst)
+        return joined(_plan_across(src, between, src_links, dst_links, memory_limit), within(between, dst))
     return plan_across(src, dst, within, (src_links, dst_links), memory_limit)
 
 

@@ -28,7 +28,7 @@ from shoal_mesh import (
 
 from ..spec import Spec
 from .kernels import Collective, Kernel, kernel
-from .steps import Plan, Slice
+from .steps import Plan
 
 _STARTED = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})  # collectives that can be waited for
 
@@ -70,7 +70,7 @@ def closing(plan: Plan) -> Stage:
     if not plan.steps or plan.dst.coordinate is None:
         return _identity
     order = _memory_order(plan.dst)
-    sliced = type(plan.steps[-1]) is Slice
+    sliced = plan.slices
     if order is None:
         return _copy if sliced else _identity
     back = sorted(range(plan.dst.ndim), key=order.__getitem__)

@@ -113,7 +113,7 @@ class Space:
 
     def _tokens(self, spec: Spec, kind: int, other: Dims | None) -> Dims:
         dims = []
-        for dim, cut in enumerate(spec.cuts):
+        for dim, cut in enumerate(map(spec.cut, range(spec.ndim))):
             tokens: Tokens = ()
             for axis, ways in zip(cut.axes, cut.axis_sizes, strict=True):
                 if ways == 1:

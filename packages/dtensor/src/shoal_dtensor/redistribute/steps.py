@@ -20,6 +20,7 @@ __all__ = [
     "Pad",
     "Plan",
     "ReduceScatter",
+    "Reshape",
     "Scale",
     "Share",
     "Slice",
@@ -96,6 +97,11 @@ class Share(Step):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad(Step):
     """S -> P: each rank surrounds its part by what the reduction ignores; no communication."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshape(Step):
+    """The same elements under another shape, which folds dims or unfolds them; no communication."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +206,12 @@ class Plan:
     def collectives(self) -> int:
         """Number of steps that communicate."""
         return sum(step.communicates for step in self.steps)
+
+    @property
+    def slices(self) -> bool:
+        """Whether what the last step makes is a part of the tensor that was there before it."""
+        kept = [step for step in self.steps if type(step) is not Reshape]
+        return not kept or type(kept[-1]) is Slice
 
     def __str__(self) -> str:
         head = f"{layout(self.src)} -> {layout(self.dst)}: "

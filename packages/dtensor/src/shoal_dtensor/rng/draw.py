@@ -153,7 +153,7 @@ def _own_stream(
     assert coordinate is not None, "a rank outside the mesh has no stream of its own"
     shape, box = [], []
     for dim in frame.order:
-        cut = spec.cuts[dim]
+        cut = spec.cut(dim)
         own, before, total = cut.index(coordinate), 0, 0
         for piece, size in enumerate(cut.sizes):
             if _agrees(piece, cut.axes, cut.axis_sizes, coordinate, axes):

@@ -29,7 +29,7 @@ def checked(index: Tensor, length: int) -> Tensor:
 
 def inside(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
     """The local positions of global indices into a cut dim (0 where they are elsewhere), and whether they are local."""
-    start, held = spec.local_offset[dim], spec.local_shape[dim]
+    start, held = spec.offset(dim), spec.local_shape[dim]
     at = checked(index, spec.shape[dim]) - start
     mine = (at >= 0) & (at < held)
     return at.masked_fill(~mine, 0), mine

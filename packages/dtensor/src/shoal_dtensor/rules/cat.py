@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 def _ends(spec: Spec, dim: int) -> tuple[bool, bool]:
     """Whether this rank holds the first and the last piece of a dim."""
-    cut = spec.cuts[dim]
+    cut = spec.cut(dim)
     piece = cut.index(spec.coordinate or (0,) * spec.mesh.ndim)
     return piece == 0, piece == len(cut.sizes) - 1
 

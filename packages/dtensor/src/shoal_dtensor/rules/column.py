@@ -32,7 +32,7 @@ class Turn:
     __slots__ = ("columns", "cut", "dim", "mesh", "piece", "rest")
 
     def __init__(self, spec: Spec, dim: int) -> None:
-        self.cut, self.dim = spec.cuts[dim], dim
+        self.cut, self.dim = spec.cut(dim), dim
         self.mesh = spec.mesh
         self.piece = self.cut.index(spec.coordinate or (0,) * spec.mesh.ndim)
         self.rest = [n for d, n in enumerate(spec.local_shape) if d != dim]
@@ -77,7 +77,7 @@ def by_columns(spec: Spec, dim: int, results: Sequence[Spec], function: Columnwi
 
     def run(x: Tensor) -> list[Tensor]:
         made = function(turn.to_columns(x))
-        return [turn.to_pieces(result, target.cuts[dim]) for result, target in zip(made, results, strict=True)]
+        return [turn.to_pieces(result, target.cut(dim)) for result, target in zip(made, results, strict=True)]
 
     return run
 

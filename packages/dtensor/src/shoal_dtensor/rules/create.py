@@ -46,8 +46,8 @@ def _local_size(decided: LocalCall) -> LocalFunction | None:
 
 CREATE: Table = family(
     {
-        "zeros_like ones_like empty_like": Rule(_like, by_value=False),
-        "full_like": Rule(_like, by_value=False),
+        "zeros_like ones_like empty_like": Rule(_like, by_value=False, unordered=True),
+        "full_like": Rule(_like, by_value=False, unordered=True),
         "new_empty_strided": Rule(_new, _local_layout),
         "new_zeros new_ones new_empty new_full": Rule(_new, _local_size),
     }

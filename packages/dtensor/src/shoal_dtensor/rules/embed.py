@@ -32,7 +32,7 @@ def _slice_local(decided: LocalCall) -> LocalFunction | None:
     dim = call.dim()
     if not spec.cuts[dim].axes:
         return None
-    window, start, held = window_of(call, spec.shape[dim]), spec.local_offset[dim], spec.local_shape[dim]
+    window, start, held = window_of(call, spec.shape[dim]), spec.offset(dim), spec.local_shape[dim]
     first = window.before(start)
     count = window.before(start + held) - first
     bounds = local_bounds(window, start, count)
@@ -54,7 +54,7 @@ def _select_local(decided: LocalCall) -> LocalFunction | None:
     dim = call.dim()
     if not spec.cuts[dim].axes:
         return None
-    at = call["index"] % spec.shape[dim] - spec.local_offset[dim]
+    at = call["index"] % spec.shape[dim] - spec.offset(dim)
     if not 0 <= at < spec.local_shape[dim]:
         return filling_out(call, lambda x, *args, **kwargs: x.clone())
     return filling_out(call, lambda x, source, *args, **kwargs: aten.select_scatter.default(x, source, dim, at))

@@ -25,12 +25,13 @@ def _rows(call: OpCall) -> list[Row]:
     (source,), count = call.tensors, len(call.outputs)
     kept = bool(call.get("keepdim", False))
     if call["dim"] is None:
-        return [Row((S(d),), (R,) * count, traffic=source.dtype.itemsize + 8) for d in range(source.ndim)]
+        offer = source.dtype.itemsize + 8
+        return [Row((S(d),), (R,) * count, traffic=offer, ordered=True) for d in range(source.ndim)]
     dim, rows = call.dim(), []
     for d in range(source.ndim):
         if d == dim:
             offers = prod(call.outputs[0].shape) * (source.dtype.itemsize + 8)
-            rows.append(Row((S(d),), (R,) * count, traffic=offers))
+            rows.append(Row((S(d),), (R,) * count, traffic=offers, ordered=True))
         else:
             rows.append(Row((S(d),), (S(d if kept or d < dim else d - 1),) * count))
     return rows
@@ -57,11 +58,11 @@ def _local(decided: LocalCall) -> LocalFunction | None:
     call, (spec,) = decided.call, decided.inputs
     if call["dim"] is None:
         return filling_out(call, _anywhere(decided)) if cutting(spec) else None
-    if not spec.ndim or not (cut := spec.cuts[dim := call.dim()]).axes:
+    if not spec.ndim or not (cut := spec.cut(dim := call.dim())).axes:
         return or_empty(decided)
     if any(not n for d, n in enumerate(spec.local_shape) if d != dim):
         return or_empty(decided)
-    largest, kept, offset = "max" in call.op.__name__, bool(call["keepdim"]), spec.local_offset[dim]
+    largest, kept, offset = "max" in call.op.__name__, bool(call["keepdim"]), spec.offset(dim)
     offered = (min(spec.local_shape[dim], 1), *(n for d, n in enumerate(spec.local_shape) if d != dim))
     both = len(call.outputs) == 2
 
@@ -139,7 +140,7 @@ def _both_local(decided: LocalCall) -> LocalFunction | None:
 
 EXTREME: Table = family(
     {
-        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(_rows, _local),
+        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(_rows, _local, unordered=True),
         "aminmax": Rule(_both_rows, _both_local),
     }
 )

@@ -108,5 +108,6 @@ LINALG: Table = family(
         "addr": _added("m, n -> m n"),
         "baddbmm": _added("b m k, b k n -> b m n"),
         "addbmm": _added("b m k, b k n -> m n"),
-    }
+    },
+    unordered=True,
 )

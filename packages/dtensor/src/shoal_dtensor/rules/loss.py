@@ -138,7 +138,7 @@ def _nll_rows(call: OpCall) -> list[Row]:
             own = S(_target_dim(d, classes))
             known = {"self": S(d), "target": own}
             made = (own if whole else P("sum"), R)
-        rows.append(Row(tuple(known.get(n, R) for n in names), made, traffic=8))
+        rows.append(Row(tuple(known.get(n, R) for n in names), made, traffic=8, ordered=d == classes))
     return rows
 
 
@@ -167,7 +167,7 @@ def _picker(
     decided: LocalCall, spec: Any, classes: int, ignored: int
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
     """A function giving the loss and the weight of every target, zero where another rank has the class."""
-    start, size = spec.local_offset[classes], spec.local_shape[classes]
+    start, size = spec.offset(classes), spec.local_shape[classes]
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         mine = target - start
@@ -196,7 +196,7 @@ def _nll_backward_rows(call: OpCall) -> list[Row]:
             known["target"] = S(_target_dim(d, classes))
             if whole:
                 known["grad_output"] = S(_target_dim(d, classes))
-        rows.append(Row(tuple(known.get(n, R) for n in names), (S(d),)))
+        rows.append(Row(tuple(known.get(n, R) for n in names), (S(d),), ordered=d == classes))
     return rows + [Row(tuple(P(op) if n == "grad_output" else R for n in names), (P(op),)) for op in ("sum", "avg")]
 
 
@@ -206,7 +206,7 @@ def _nll_backward(decided: LocalCall) -> LocalFunction | None:
     spec, classes = decided.inputs[1], _class_dim(call)
     if not cutting(spec, (classes,)):
         return None
-    start, size = spec.local_offset[classes], spec.local_shape[classes]
+    start, size = spec.offset(classes), spec.local_shape[classes]
     ignored, reduction = call["ignore_index"], call["reduction"]
 
     def run(gradient: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Tensor:
@@ -226,13 +226,17 @@ def _nll_backward(decided: LocalCall) -> LocalFunction | None:
 
 LOSS: Table = family(
     {
-        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(_loss_rows, _loss),
-        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(_loss_rows, _loss),
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(_loss_rows, _loss, unordered=True),
+        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(_loss_rows, _loss, unordered=True),
         "multi_margin_loss multilabel_margin_loss_forward": Rule(_sample_rows, _sample),
         "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(_sample_rows, _sample),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(_loss_backward_rows, _loss_backward),
-        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(_loss_backward_rows, _loss_backward),
-        "nll_loss_forward nll_loss2d_forward": Rule(_nll_rows, _nll),
-        "nll_loss_backward nll_loss2d_backward": Rule(_nll_backward_rows, _nll_backward),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(
+            _loss_backward_rows, _loss_backward, unordered=True
+        ),
+        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(
+            _loss_backward_rows, _loss_backward, unordered=True
+        ),
+        "nll_loss_forward nll_loss2d_forward": Rule(_nll_rows, _nll, unordered=True),
+        "nll_loss_backward nll_loss2d_backward": Rule(_nll_backward_rows, _nll_backward, unordered=True),
     }
 )

@@ -73,7 +73,7 @@ def _trilinear(call: OpCall) -> list[Row]:
     return rows + linear
 
 
-_BATCH = Rule(_batches, or_empty)
+_BATCH = Rule(_batches, or_empty, unordered=True)
 
 MATRIX: Table = family(
     {

@@ -216,12 +216,14 @@ def _group_local(decided: LocalCall) -> LocalFunction | None:
 
 NORM: Table = family(
     {
-        "native_layer_norm": Rule(lambda call: _trailing(call, 2), _layer_norm),
+        "native_layer_norm": Rule(lambda call: _trailing(call, 2), _layer_norm, unordered=True),
         "native_layer_norm_backward": Rule(
-            lambda call: _trailing_backward(call, ("mean", "rstd")), _layer_norm_backward
+            lambda call: _trailing_backward(call, ("mean", "rstd")), _layer_norm_backward, unordered=True
         ),
-        "_fused_rms_norm": Rule(lambda call: _trailing(call, 1), _rms_norm),
-        "_fused_rms_norm_backward": Rule(lambda call: _trailing_backward(call, ("rstd",)), _rms_norm_backward),
+        "_fused_rms_norm": Rule(lambda call: _trailing(call, 1), _rms_norm, unordered=True),
+        "_fused_rms_norm_backward": Rule(
+            lambda call: _trailing_backward(call, ("rstd",)), _rms_norm_backward, unordered=True
+        ),
         "native_group_norm": Rule(_group_forward, _group_local),
         "native_group_norm_backward": Rule(_group_backward, _group_local),
     }

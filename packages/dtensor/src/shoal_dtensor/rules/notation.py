@@ -206,7 +206,7 @@ def product(
         >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
         >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
         >>> [row.outputs[0] for row in rule.rows(call)][:3]
-        [S(dim=0, unit=1, cut=None), Partial('sum'), S(dim=1, unit=1, cut=None)]
+        [S(dim=0, unit=1, runs=1, cut=None), Partial('sum'), S(dim=1, unit=1, runs=1, cut=None)]
     """
     pattern, kept = parse(text), tuple(whole.split())
 
@@ -214,7 +214,7 @@ def product(
         found = factor_rows(pattern, call.tensors, call.outputs, whole=kept, reduce=reduce)
         return found + linear_rows(linear, len(call.tensors), len(call.outputs))
 
-    return Rule(rows, local)
+    return Rule(rows, local, unordered=local is None)
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
@@ -249,7 +249,7 @@ def pointwise(
         found += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
         return found if call.outputs or not written else silent(found, written)
 
-    return Rule(rows, by_value=False)
+    return Rule(rows, by_value=False, unordered=True)
 
 
 def silent(rows: Sequence[Row], written: Sequence[int]) -> list[Row]:

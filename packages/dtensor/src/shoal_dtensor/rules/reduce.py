@@ -256,5 +256,6 @@ REDUCE: Table = family(
         "linalg_vector_norm norm": Rule(_norm_rows, _norm),
         "_foreach_norm": Rule(_norm_rows, _norms, each=True),
         "logsumexp special_logsumexp": Rule(_exponential_rows, _exponential_sum),
-    }
+    },
+    unordered=True,
 )

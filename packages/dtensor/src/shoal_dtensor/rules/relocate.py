@@ -71,7 +71,7 @@ def relocate(dim: int, source: Spec, target: Spec, runs: Sequence[Run]) -> Calla
         target: spec of the output.
         runs: where every output position comes from; positions that no run names stay undefined.
     """
-    cut, result = source.cuts[dim], target.cuts[dim]
+    cut, result = source.cut(dim), target.cut(dim)
     assert cut.axes == result.axes, "ranges move between the coordinates of the axes that cut the dim"
     coordinate = source.coordinate or (0,) * source.mesh.ndim
     mine, held, wanted = cut.index(coordinate), _intervals(cut), _intervals(result)

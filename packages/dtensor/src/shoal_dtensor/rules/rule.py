@@ -44,17 +44,20 @@ class S:
     """The axis cuts tensor dim `dim`, at multiples of `unit` elements.
 
     Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
-    of the dim belong to one step of the factor, so all S entries of a row are cut at the same factor steps.
+    of the dim belong to one step of the factor, so all S entries of a row are cut at the same factor steps.  With
+    `runs`, the dim is so many equal runs, and the factor is what one of them holds (see `FoldedCut`).
 
     Attributes:
         dim: the tensor dim.
         unit: elements of the dim per step of the factor.
+        runs: equal runs of the dim that are all cut alike.
         cut: for outputs whose pieces are no multiple of the input's (slices keep what each piece has of the selected
             range): from the factor's cut to this dim's cut, over the same axes.  `unit` is not looked at then.
     """
 
     dim: int
     unit: int = 1
+    runs: int = 1
     cut: CutMap | None = None
 
 
@@ -76,12 +79,14 @@ class Row:
         even: whether every coordinate must hold equally much.
         traffic: bytes per rank that the local algorithm itself moves over the axis (0 for most).  The result of a
             view operator whose row has traffic does not alias its input.
+        ordered: whether it matters where along the factor a piece lies, in a rule that is `unordered` otherwise.
     """
 
     inputs: tuple[Entry, ...]
     outputs: tuple[Entry, ...]
     even: bool = False
     traffic: int = 0
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,8 @@ class Rule:
         each: for `foreach` operators: lists are walked in step, and `rows` describes one element's call.
         dynamic: whether output shapes depend on data; the local function's outputs are then taken as they come.
         copies: for view operators: whether the local function's result does not alias its input.
+        unordered: whether only the sizes of pieces matter, not where in the dim they lie, to every row whose entries
+            are plain `S(dim)` and to `local` under them.  Such rows also run on folded dims (see `FoldedCut`).
     """
 
     rows: Callable[[OpCall], Sequence[Row]]
@@ -195,6 +202,7 @@ class Rule:
     each: bool = False
     dynamic: bool = False
     copies: bool = False
+    unordered: bool = False
 
 
 Table = dict[OpOverload, Rule]

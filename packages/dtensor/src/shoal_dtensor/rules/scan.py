@@ -50,13 +50,13 @@ LOGSUMEXP = Scan(torch.logaddexp, -torch.inf)
 
 def _before(spec: Spec, dim: int) -> int:
     """How many pieces stand before this rank's."""
-    return spec.cuts[dim].index(spec.coordinate or (0,) * spec.mesh.ndim)
+    return spec.cut(dim).index(spec.coordinate or (0,) * spec.mesh.ndim)
 
 
 def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
     def local(decided: LocalCall) -> LocalFunction | None:
         (spec,), call = decided.inputs, decided.call
-        if not spec.ndim or not (cut := spec.cuts[dim := call.dim()]).axes:
+        if not spec.ndim or not (cut := spec.cut(dim := call.dim())).axes:
             return None
         before, functional = _before(spec, dim), getattr(aten, call.op.__name__.split(".")[0].removesuffix("_")).default
 
@@ -78,9 +78,9 @@ def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
 def _extremes(decided: LocalCall) -> LocalFunction | None:
     """`cummax` and `cummin`: the running extreme and where it is; of equal ones the last, and NaN beats all."""
     (spec,), call = decided.inputs, decided.call
-    if not spec.ndim or not (cut := spec.cuts[dim := call.dim()]).axes:
+    if not spec.ndim or not (cut := spec.cut(dim := call.dim())).axes:
         return None
-    before, offset = _before(spec, dim), spec.local_offset[dim]
+    before, offset = _before(spec, dim), spec.offset(dim)
     largest = "cummax" in call.op.__name__
     functional = aten.cummax.default if largest else aten.cummin.default
     holders = [piece for piece in range(before) if cut.sizes[piece]]

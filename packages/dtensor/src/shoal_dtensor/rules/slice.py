@@ -42,7 +42,7 @@ def slice_local(call: LocalCall) -> LocalFunction | None:
     if not spec.cuts[dim].axes:
         return None
     window = window_of(call.call, spec.shape[dim])
-    bounds = local_bounds(window, spec.local_offset[dim], call.outputs[0].local_shape[dim])
+    bounds = local_bounds(window, spec.offset(dim), call.outputs[0].local_shape[dim])
     index = (*[slice(None)] * dim, slice(*bounds))
     return lambda x, *args, **kwargs: x[index]
 
@@ -82,17 +82,17 @@ def select_rows(call: OpCall) -> list[Row]:
     index = call["index"] % source.shape[dim]
     rows = [Row((S(dim),), (S(d, cut=Owner(index, n)),)) for d, n in enumerate(target.shape) if n]
     if not target.ndim:
-        rows = [Row((S(dim),), (R,), traffic=source.dtype.itemsize)]
+        rows = [Row((S(dim),), (R,), traffic=source.dtype.itemsize, ordered=True)]
     others = kept_dims((d, _after(d, dim)) for d in range(source.ndim) if d != dim)
     return rows + others + any_partial(1, 1)
 
 
 def select_local(call: LocalCall) -> LocalFunction | None:
     dim, spec, shape = call.call.dim(), call.inputs[0], call.outputs[0].local_shape
-    if not (cut := spec.cuts[dim]).axes:
+    if not (cut := spec.cut(dim)).axes:
         return None
     index = call.call["index"] % spec.shape[dim]
-    at = index - spec.local_offset[dim]
+    at = index - spec.offset(dim)
     mine = 0 <= at < spec.local_shape[dim]
     if shape or call.outputs[0].ndim:
         return (lambda x, *args: x.select(dim, at)) if mine else (lambda x, *args: x.new_empty(shape))
@@ -112,7 +112,7 @@ def unbind_local(call: LocalCall) -> LocalFunction | None:
     dim, spec = call.call.dim(), call.inputs[0]
     if not spec.cuts[dim].axes:
         return None
-    first, held = spec.local_offset[dim], spec.local_shape[dim]
+    first, held = spec.offset(dim), spec.local_shape[dim]
     shapes = [output.local_shape for output in call.outputs]
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
@@ -139,7 +139,7 @@ def slice_backward_rows(call: OpCall) -> list[Row]:
 def slice_backward_local(call: LocalCall) -> LocalFunction:
     dim, grad, target = _grad_dim(call.call), call.inputs[0], call.outputs[0]
     window, shape = window_of(call.call, target.shape[dim]), target.local_shape
-    start, stop, step = local_bounds(window, target.local_offset[dim], grad.local_shape[dim])
+    start, stop, step = local_bounds(window, target.offset(dim), grad.local_shape[dim])
 
     def run(g: Tensor, *args: Any) -> Tensor:
         full = g.new_zeros(shape)
@@ -160,7 +160,7 @@ def select_backward_rows(call: OpCall) -> list[Row]:
 
 def select_backward_local(call: LocalCall) -> LocalFunction:
     dim, grad, target = _grad_dim(call.call), call.inputs[0], call.outputs[0]
-    at = call.call["index"] % target.shape[dim] - target.local_offset[dim]
+    at = call.call["index"] % target.shape[dim] - target.offset(dim)
     mine = 0 <= at < target.local_shape[dim] and 0 not in grad.local_shape
     shape = target.local_shape
 
@@ -173,14 +173,14 @@ def select_backward_local(call: LocalCall) -> LocalFunction:
     return run
 
 
-SPLIT = Rule(split_rows, split_local)
+SPLIT = Rule(split_rows, split_local, unordered=True)
 
 SLICE: Table = {
-    aten.slice.Tensor: Rule(slice_rows, slice_local),
-    aten.select.int: Rule(select_rows, select_local),
-    aten.unbind.int: Rule(unbind_rows, unbind_local),
-    aten.slice_backward.default: Rule(slice_backward_rows, slice_backward_local),
-    aten.select_backward.default: Rule(select_backward_rows, select_backward_local),
+    aten.slice.Tensor: Rule(slice_rows, slice_local, unordered=True),
+    aten.select.int: Rule(select_rows, select_local, unordered=True),
+    aten.unbind.int: Rule(unbind_rows, unbind_local, unordered=True),
+    aten.slice_backward.default: Rule(slice_backward_rows, slice_backward_local, unordered=True),
+    aten.select_backward.default: Rule(select_backward_rows, select_backward_local, unordered=True),
 } | dict.fromkeys(
     (
         aten.split.Tensor,

@@ -110,5 +110,6 @@ SOFTMAX: Table = family(
         "_log_softmax": Rule(_forward_rows, _log_softmax),
         "_softmax_backward_data": Rule(_backward_rows, _softmax_backward),
         "_log_softmax_backward_data": Rule(_backward_rows, _log_softmax_backward),
-    }
+    },
+    unordered=True,
 )

@@ -50,7 +50,7 @@ def _sort_rows(call: OpCall) -> list[Row]:
     if not call.tensors[0].ndim:
         return []
     dim = call.dim()
-    return [*_others(call, dim), Row((S(dim),), (S(dim),) * len(call.outputs), traffic=_moved(call))]
+    return [*_others(call, dim), Row((S(dim),), (S(dim),) * len(call.outputs), traffic=_moved(call), ordered=True)]
 
 
 def _sort_local(decided: LocalCall) -> LocalFunction | None:
@@ -100,9 +100,9 @@ def _topk_rows(call: OpCall) -> list[Row]:
 
 def _topk_local(decided: LocalCall) -> LocalFunction | None:
     call, (spec,) = decided.call, decided.inputs
-    if not spec.ndim or not (cut := spec.cuts[dim := call.dim()]).axes:
+    if not spec.ndim or not (cut := spec.cut(dim := call.dim())).axes:
         return None
-    k, offset, named = int(call["k"]), spec.local_offset[dim], _arguments(call, "largest", "sorted")
+    k, offset, named = int(call["k"]), spec.offset(dim), _arguments(call, "largest", "sorted")
     sizes = [min(k, n) for n in cut.sizes]
     mine = min(k, spec.local_shape[dim])
 

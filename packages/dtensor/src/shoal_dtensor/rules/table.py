@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ class DuplicateRuleError(ShoalTensorError, ValueError):
     """Two tables give a rule for one operator."""
 
 
-def family(rules: Mapping[str, Rule]) -> Table:
+def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     """A table from `aten` names to rules.
 
     Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
     `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one and comes before a plain name.
-    Names that this version of torch lacks are skipped.
+    Names that this version of torch lacks are skipped.  With `unordered`, all rules are (see `Rule`).
 
     Example:
         >>> from .notation import product
@@ -34,7 +35,8 @@ def family(rules: Mapping[str, Rule]) -> Table:
     """
     table: Table = {}
     exact: Table = {}
-    for names, rule in rules.items():
+    for names, listed in rules.items():
+        rule = replace(listed, unordered=True) if unordered else listed
         for name in names.split():
             base, _, overload = name.partition(".")
             if overload:

@@ -1,7 +1,7 @@
 """Sharding of views that rearrange dims: reshapes, permutations, broadcasts, windows and reinterpretations.
 
 Every local call is a view of local storage, so what is written through the result reaches its base.  A cut that
-would not stay contiguous has no row: the propagator gathers, and marks the result as no view of its input.
+has no row is gathered by the propagator, which marks the result as no view of its input.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def kept_dims(pairs: Iterable[tuple[int, int]], outputs: int = 1) -> list[Row]:
 def rearrangement(
     rows: Callable[[OpCall], list[Row]], local: Callable[[LocalCall], LocalFunction | None] | None
 ) -> Rule:
-    """The rule of an operator that moves elements of one tensor and changes none."""
-    return Rule(lambda call: rows(call) + any_partial(1, len(call.outputs)), local)
+    """The rule of an operator that moves elements of one tensor, changes none and keeps the order within cut dims."""
+    return Rule(lambda call: rows(call) + any_partial(1, len(call.outputs)), local, unordered=True)
 
 
 # --- reshapes -------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def rearrangement(
 def reshape_rows(call: OpCall) -> list[Row]:
     """Rows of any operator that keeps the row-major order of elements, from its global shapes."""
     moves = reshape_moves(call.tensors[0].shape, call.outputs[0].shape)
-    return [Row((S(m.source, m.unit),), (S(m.target, m.steps),)) for m in moves]
+    return [Row((S(m.source, m.unit, m.runs),), (S(m.target, m.steps, m.target_runs),)) for m in moves]
 
 
 def reshape_local(call: LocalCall) -> LocalFunction:

@@ -1,9 +1,9 @@
 """Where the pieces of a cut dim lie after a reshape: integers only.
 
-A reshape keeps the row-major order of elements, and every rank holds one box.  So along one axis a cut
-survives exactly when it falls between whole steps of a target dim as well: on both sides only size-1 dims may
-stand before the cut dim (within the group of dims that are merged and split together), and the cut falls at
-multiples of the least common multiple of both dims' steps.
+A reshape keeps the row-major order of elements.  A cut of the slowest dim (only size-1 dims stand before it within the
+group of dims that are merged and split together) is a plain cut of the slowest target dim, at multiples of the least
+common multiple of both dims' steps.  A cut of a faster dim stays a plain cut where the dims before it stay, and is one
+of several equal runs where they are merged with it; splitting the runs again makes it plain.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ __all__ = ["Move", "groups", "reshape_moves"]
 
 
 class Move(NamedTuple):
-    """Source dim `source`, cut at multiples of `unit`, becomes target dim `target`, cut at multiples of `steps`."""
+    """Source dim `source`, cut at multiples of `unit`, becomes target dim `target`, cut at multiples of `steps`.
+
+    With `runs` the source dim is so many equal runs, all cut alike; with `target_runs` the target dim is.
+    """
 
     source: int
     unit: int
     target: int
     steps: int
+    runs: int = 1
+    target_runs: int = 1
 
 
 Group = tuple[range, range]
@@ -57,14 +62,18 @@ def reshape_moves(source: Sequence[int], target: Sequence[int]) -> list[Move]:
 
     Example:
         >>> reshape_moves((4, 6), (24,)), reshape_moves((24,), (2, 12)), reshape_moves((6, 4), (4, 6))
-        ([Move(source=0, unit=1, target=0, steps=6)], [Move(source=0, unit=12, target=0, steps=1)], \
-[Move(source=0, unit=3, target=0, steps=2)])
+        ([Move(source=0, unit=1, target=0, steps=6, runs=1, target_runs=1), \
+Move(source=1, unit=1, target=0, steps=1, runs=1, target_runs=4)], \
+[Move(source=0, unit=12, target=0, steps=1, runs=1, target_runs=1), \
+Move(source=0, unit=1, target=1, steps=1, runs=2, target_runs=1)], \
+[Move(source=0, unit=3, target=0, steps=2, runs=1, target_runs=1)])
     """
     if 0 in source:
         return _equal_ends(source, target)
     moves: list[Move] = []
     for dims, results in groups(source, target):
         moves += _group_moves(dims, results, source, target)
+        moves += _run_moves(dims, results, source, target)
     # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim can say so.
     reached = {move.source for move in moves}
     lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]
@@ -80,6 +89,22 @@ def _group_moves(dims: range, results: range, source: Sequence[int], target: Seq
             both = lcm(inside, steps)
             if both < total or source[i] == 1:
                 yield Move(i, both // inside, j, both // steps)
+
+
+def _run_moves(dims: range, results: range, source: Sequence[int], target: Sequence[int]) -> Iterator[Move]:
+    """Cuts of one of several equal runs: of a dim that has slower ones, in the source, in the target or in both."""
+    total = prod(source[i] for i in dims)
+    for i in dims:
+        for j in results:
+            before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
+            runs = max(before)
+            if source[i] == 1 or runs == 1 or runs % before[0] or runs % before[1]:
+                continue
+            own, other = runs // before[0], runs // before[1]
+            inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
+            both = lcm(inside, steps)
+            if source[i] % own == 0 and target[j] % other == 0 and both < total // runs:
+                yield Move(i, both // inside, j, both // steps, own, other)
 
 
 def _leading(dims: range, shape: Sequence[int]) -> Iterator[int]:

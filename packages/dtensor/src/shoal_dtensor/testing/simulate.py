@@ -18,10 +18,10 @@ from ..placements import norm_order
 from ..redistribute import Plan
 from ..redistribute.kernels import Collective, identity_of, kernel, members, transfer_kernel
 from ..redistribute.norms import powers, root
-from ..redistribute.steps import Slice, Step, Transfer
+from ..redistribute.steps import Step, Transfer
 from ..spec import Spec
 
-__all__ = ["coordinates", "global_value", "local_shards", "simulate"]
+__all__ = ["coordinates", "global_value", "local_shards", "part_of", "simulate"]
 
 Coordinate = tuple[int, ...]
 
@@ -53,8 +53,8 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
     held = dict(zip(_ranks(plan.src), shards, strict=True))
     for step in plan.steps:
         held |= _run(step, held)
-        if isinstance(step, Slice) and step is plan.steps[-1]:
-            held = {rank: tensor.clone() for rank, tensor in held.items()}
+    if plan.steps and plan.slices:
+        held = {rank: tensor.clone() for rank, tensor in held.items()}
     return [held[rank] for rank in _ranks(plan.dst)]
 
 
@@ -161,9 +161,21 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
     shards = []
     for c in coordinates(spec):
         layer = layers[tuple(c[axis] for axis in ops)]
-        box = spec.box(c)
-        shards.append(layer[tuple(slice(i, j) for i, j in box)].clone(memory_format=torch.contiguous_format))
+        shards.append(part_of(layer, spec, c).clone(memory_format=torch.contiguous_format))
     return shards
+
+
+def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
+    """What the rank at a mesh coordinate holds of a global tensor, partial axes left aside."""
+    if spec.folded:
+        return full[_where(spec, coordinate)]
+    return full[tuple(slice(start, stop) for start, stop in spec.box(coordinate))]
+
+
+def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
+    """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
+    held = [torch.tensor(cut.indices(coordinate), dtype=torch.int64) for cut in spec.cuts]
+    return torch.meshgrid(held, indexing="ij") if held else ()
 
 
 def _take_apart(
@@ -202,8 +214,8 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     layers: dict[Coordinate, Tensor] = {}
     filled: dict[Coordinate, Tensor] = {}
     for c, shard in zip(coordinates(spec), shards, strict=True):
-        where = tuple(slice(i, j) for i, j in spec.box(c))
-        assert shard.shape == spec.local_shape_at(c), f"rank at {c}: {tuple(shard.shape)}, spec says {spec.box(c)}"
+        where, wanted = _where(spec, c), tuple(spec.local_shape_at(c))
+        assert shard.shape == wanted, f"rank at {c}: {tuple(shard.shape)}, spec says {wanted}"
         place = tuple(c[axis] for axis in ops)
         layer = layers.setdefault(place, torch.zeros(spec.shape, dtype=shard.dtype))
         seen = filled.setdefault(place, torch.zeros(spec.shape, dtype=torch.bool))

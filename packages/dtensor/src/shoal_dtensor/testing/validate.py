@@ -20,13 +20,16 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
+from ..assign import cut_behind, is_plain
 from ..chunks import Cut, chunk_sizes
+from ..folded import AnyCut, FoldedCut, folded
 from ..placements import Partial, Placement
 from ..rules import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, with_norms
 from ..rules.default import TABLE
 from ..spec import Spec, TensorMeta
 from .parts import deal, gather
 from .ranks import ThreadMesh, on_threads, thread_meshes
+from .simulate import part_of
 
 __all__ = ["Report", "validate"]
 
@@ -88,7 +91,7 @@ def validate(
     return report
 
 
-def _cuts(trial: Trial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)) -> Iterator[Cut | None]:
+def _cuts(trial: Trial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)) -> Iterator[AnyCut | None]:
     """Cuts of a row's factor: as torch.chunk does, ragged, with empty pieces, everything on one coordinate."""
     steps = trial.steps(row)
     if steps is None:
@@ -99,9 +102,11 @@ def _cuts(trial: Trial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] 
     for one in dict.fromkeys(sizes):
         if len(set(one)) == 1 or not row.even:
             yield Cut(axes, shape, one)
+    if trial.rule.unordered and is_plain(row) and not trial.rule.each and not row.even and steps % 2 == 0:
+        yield folded({2: Cut(axes, shape, chunk_sizes(steps // 2, n))}, steps)
 
 
-def _pair_cuts(trial: Trial, first: Row, second: Row) -> Iterator[dict[int, Cut | None]]:
+def _pair_cuts(trial: Trial, first: Row, second: Row) -> Iterator[dict[int, AnyCut | None]]:
     if first is second:
         for cut in _cuts(trial, first, (2, 2), (0, 1)):
             yield {0: cut, 1: cut}
@@ -191,11 +196,11 @@ class Trial:
         found = None
         for tensor, entry in zip(self.tensors, row.inputs, strict=True):
             if isinstance(entry, S):
-                found = tensor.shape[entry.dim] // entry.unit
+                found = tensor.shape[entry.dim] // (entry.unit * entry.runs)
         return found
 
     def try_out(
-        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], cuts: dict[int, Cut | None]
+        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], cuts: dict[int, AnyCut | None]
     ) -> None:
         """Run one case and note it."""
         meshes = thread_meshes(shape)
@@ -221,25 +226,24 @@ class Trial:
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         if problems:
-            sizes = {axis: cut.sizes for axis, cut in cuts.items() if cut is not None}
+            sizes = {axis: cut.placements(0) for axis, cut in cuts.items() if cut is not None}
             report.wrong.append(f"{self.op} {_tell(self.call)} {_show(rows)} cut {sizes} on {shape}: {problems[0]}")
 
     def _dealt(
-        self, index: int, rows: Sequence[Row], cuts: Mapping[int, Cut | None], shape: Coordinate, where: Any
+        self, index: int, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None], shape: Coordinate, where: Any
     ) -> dict[Coordinate, Tensor]:
         entries = [row.inputs[index] for row in rows]
         shares = deal(self.tensors[index], entries, shape)
         spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, cuts)
-        boxes = {c: tuple(slice(start, stop) for start, stop in spec.box(c)) for c in where}
-        return {c: shares[c][boxes[c]].clone() for c in where}
+        return {c: part_of(shares[c], spec, c) for c in where}
 
-    def _targets(self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, Cut | None]) -> list[Tensor]:
+    def _targets(self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None]) -> list[Tensor]:
         """This rank's `out=` arguments."""
         specs = [_spec(mesh, t, [row.outputs[i] for row in rows], cuts) for i, t in enumerate(self.call.outputs)]
         return [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in specs] if self.outs else []
 
     def _local(
-        self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, Cut | None]
+        self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None]
     ) -> Callable[..., Any] | None:
         if self.rule.local is None:
             return None
@@ -248,7 +252,11 @@ class Trial:
         return self.rule.local(LocalCall(self.call, tuple(inputs), tuple(outputs)))
 
     def _problems(
-        self, results: Sequence[Any], meshes: Sequence[ThreadMesh], rows: Sequence[Row], cuts: Mapping[int, Cut | None]
+        self,
+        results: Sequence[Any],
+        meshes: Sequence[ThreadMesh],
+        rows: Sequence[Row],
+        cuts: Mapping[int, AnyCut | None],
     ) -> Iterator[str]:
         """What differs: outputs first, then the inputs that the operator writes."""
         expected = list(flatten([self.results[0]]))
@@ -270,7 +278,7 @@ class Trial:
         got: Sequence[Tensor],
         entries: Sequence[Entry],
         meshes: Sequence[ThreadMesh],
-        cuts: Mapping[int, Cut | None],
+        cuts: Mapping[int, AnyCut | None],
     ) -> Iterator[str]:
         coordinates = [mesh.get_coordinate() for mesh in meshes]
         spec = _spec(meshes[0], _meta(value), entries, cuts)
@@ -282,7 +290,7 @@ class Trial:
             return
         totals = gather(dict(zip(coordinates, got, strict=True)), entries, meshes[0].shape)
         for c, total in totals.items():
-            wanted = value[tuple(slice(start, stop) for start, stop in spec.box(c))]
+            wanted = part_of(value, spec, c)
             if not torch.allclose(*_comparable(total, wanted), rtol=1e-6, atol=1e-7, equal_nan=True):
                 yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
                 return
@@ -307,7 +315,7 @@ def _meta(value: Any) -> Any:
     return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _spec(mesh: ThreadMesh, meta: TensorMeta, entries: Sequence[Entry], cuts: Mapping[int, Cut | None]) -> Spec:
+def _spec(mesh: ThreadMesh, meta: TensorMeta, entries: Sequence[Entry], cuts: Mapping[int, AnyCut | None]) -> Spec:
     """The spec that entries mean for a tensor, given the cut of each axis's factor."""
     placements: list[Placement] = []
     order: dict[int, tuple[int, ...]] = {}
@@ -315,17 +323,18 @@ def _spec(mesh: ThreadMesh, meta: TensorMeta, entries: Sequence[Entry], cuts: Ma
         if not isinstance(entry, S):
             placements.append(entry)
             continue
-        cut = _fitting(cuts[axis], meta.shape[entry.dim] // entry.unit, entry)
-        own = entry.cut(cut) if entry.cut is not None else cut.scaled(entry.unit)
+        length = meta.shape[entry.dim]
+        own = cut_behind(entry, _fitting(cuts[axis], length // (entry.unit * entry.runs), entry), length)
+        assert own is not None, "one row's cut fits"
         placements.append(own.placements(entry.dim)[axis])
         order[entry.dim] = own.axes
     return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, tuple(sorted(order.items())))
 
 
-def _fitting(cut: Cut | None, steps: int, entry: S) -> Cut:
+def _fitting(cut: AnyCut | None, steps: int, entry: S) -> AnyCut:
     """The cut; that of torch.chunk if the elements of a `foreach` call differ in size."""
     assert cut is not None, "a row with sharded entries has a factor"
-    if entry.cut is not None or cut.length == steps:
+    if isinstance(cut, FoldedCut) or entry.cut is not None or cut.length == steps:
         return cut
     return Cut(cut.axes, cut.axis_sizes, chunk_sizes(steps, len(cut.sizes)))
 
@@ -371,5 +380,6 @@ def _show(rows: Sequence[Row]) -> str:
 
 def _brief(entry: Entry) -> str:
     if isinstance(entry, S):
-        return f"S({entry.dim})" if entry.unit == 1 else f"S({entry.dim},x{entry.unit})"
+        runs = f",{entry.runs} runs" if entry.runs != 1 else ""
+        return f"S({entry.dim}{f',x{entry.unit}' if entry.unit != 1 else ''}{runs})"
     return str(entry)
