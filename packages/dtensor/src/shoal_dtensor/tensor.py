@@ -319,6 +319,8 @@ class _LikeLeaf:
         self.spec = spec
 
     def __call__(self, grad: Any) -> Any:
+        if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
+            return None
         made = grad
         if not isinstance(grad, DTensor):  # zeros that a formula made: the same on every rank
             mesh = self.spec.mesh

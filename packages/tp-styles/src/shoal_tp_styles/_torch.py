@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["apply", "autocast_dtype", "autocasting", "direct", "pieces", "transforming"]
+__all__ = ["apply", "autocast_dtype", "autocasting", "direct", "pieces", "transforming", "will_run"]
 
 autocasting = torch._C._is_any_autocast_enabled
 
 
 transforming = torch._C._are_functorch_transforms_active
+
+# Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
+will_run = torch._C._will_engine_execute_node
 
 
 def direct(function: type[torch.autograd.Function]) -> Any:

@@ -21,7 +21,7 @@ from ..sharding import ModuleSharding
 from .boundary import arrive_local, leave, leave_local
 from .enter import enter
 from .forward import Lowered, spec_of
-from .linear import first_order_only
+from .gradients import SKIP, course, first_order_only, settle
 from .partial import leave_partial
 from .regions import axis_dim, gather, gather_blocks
 
@@ -120,6 +120,7 @@ class _OwnRows(Function):
         # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
         own = torch.where((own >= 0) & (own < rows), own, rows)
         ctx.save_for_backward(own)
+        ctx.weight = weight
         ctx.facts = weight._spec, rows, -1 if padding is None else padding - first, scale
         outside = (own == rows).unsqueeze(-1)
         if rows == 0:
@@ -131,10 +132,13 @@ class _OwnRows(Function):
         first_order_only()
         (own,) = ctx.saved_tensors
         spec, rows, padding, scale = ctx.facts
+        how = course(ctx.next_functions[1][0], ctx.weight)
+        if how == SKIP:
+            return None, None, None, None, None
         if not 0 <= padding < rows:
             padding = -1
         dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), own, rows + 1, padding, scale)[:rows]
-        return None, DTensor(dense.to(spec.dtype), spec, requires_grad=False), None, None, None
+        return None, settle(how, ctx.weight, spec, dense), None, None, None
 
 
 class RowEmbedding(Lowered):

@@ -1,4 +1,4 @@
-"""Parameters enter local computation: DTensor parameters in, their local parts out, gradients back as DTensors.
+"""Parameters enter local computation: DTensor parameters in, their local parts out, gradients back.
 
 With it any function of plain tensors is a lowering: what it computes on local parts, autograd
 differentiates natively.
@@ -15,6 +15,7 @@ from torch.autograd import Function
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm
 
+from .gradients import SKIP, course, first_order_only, settle
 from .regions import add_up
 
 __all__ = ["enter"]
@@ -23,20 +24,24 @@ __all__ = ["enter"]
 class _Enter(Function):
     @staticmethod
     def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm = comm
+        ctx.comm, ctx.params = comm, params
         ctx.specs = tuple(getattr(param, "_spec", None) for param in params)
         ctx.set_materialize_grads(False)
         return tuple(param._local_tensor.detach() if isinstance(param, DTensor) else param.detach() for param in params)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        kept = [None if grad is None else grad.contiguous() for grad in grads]
-        add_up(kept, ctx.comm)
-        wrapped = (
-            grad if grad is None or spec is None else DTensor(grad, spec, requires_grad=False)
-            for grad, spec in zip(kept, ctx.specs, strict=True)
-        )
-        return (None, *wrapped)
+        first_order_only()
+        ways, kept = [], []
+        for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
+            how = SKIP if grad is None or node is None else course(node, param)
+            ways.append(how)
+            kept.append(None if how == SKIP or grad is None else grad.contiguous())
+        whole: list[Any] = add_up(kept, ctx.comm)
+        for i, (param, spec, how) in enumerate(zip(ctx.params, ctx.specs, ways, strict=True)):
+            if whole[i] is not None and spec is not None:
+                whole[i] = settle(how, param, spec, whole[i])
+        return (None, *whole)
 
 
 def enter(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:

@@ -5,9 +5,9 @@ Type lines, per mesh axis (activations are plain local tensors):
     columns   x: R    -> y: S(-1)     backward: all-reduce of dx (shared by all readers of x), beside dW
     columns   x: S(d) -> y: S(-1)     all-gather of x; backward: reduce-scatter of dx, beside dW
 
-The weight is a DTensor parameter: one autograd function works on its local part and gives back the
-gradient as a DTensor of the same spec.  What is saved is what hand-written code saves: the input (an
-alias) and the local weight.
+The weight is a DTensor parameter: one autograd function works on its local part, and its gradient goes
+straight into `.grad` or back to autograd as a DTensor of the same spec (`gradients.py`).  What is saved is
+what hand-written code saves: the input (an alias) and the local weight.
 """
 
 from __future__ import annotations
@@ -19,28 +19,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Partial, Replicate, Spec
+from shoal_dtensor import DTensor, Partial, Replicate
 from shoal_mesh import Comm, all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
-from ..errors import SecondOrderError
 from .boundary import arrive_local, leave, leave_local
 from .forward import Lowered, spec_of
+from .gradients import SKIP, course, first_order_only, settle
 from .regions import Where, axis_dim, gather, gather_blocks, scatter_blocks
 from .share import find_token, keep_token
 
-__all__ = ["ColumnLinear", "first_order_only", "save", "weight_grads"]
+__all__ = ["ColumnLinear", "note", "save", "weight_grads"]
 
 Grads = tuple[Any, ...]
-
-
-def first_order_only() -> None:
-    """Refuse to run a backward that itself is recorded: its local parts would not carry gradients."""
-    if torch.is_grad_enabled():
-        raise SecondOrderError(
-            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
-            "DTensor path: parallelize_module(..., lower=False)"
-        )
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -48,30 +39,40 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 
 
 def weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTensor | None]:
-    """Gradients of weight and bias as DTensors of the parameters' specs, from local dy and x."""
+    """Gradients of weight and bias from local dy and x; None for those that went straight into `.grad`."""
     _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     weight_grad = bias_grad = None
+    if not needs_weight and not needs_bias:
+        return None, None
+    weight, bias = ctx.params
     weight_spec, bias_spec = ctx.specs
-    if grad.ndim != 2 and (needs_weight or needs_bias):
+    edges = ctx.next_functions
+    if grad.ndim != 2:
         grad = grad.reshape(-1, grad.shape[-1])
     if needs_weight:
-        if x.ndim != 2:
-            x = x.reshape(-1, x.shape[-1])
-        weight_grad = DTensor.__new__(DTensor, _like(grad.t().mm(x), weight_spec), weight_spec)
+        how = course(edges[1][0], weight)
+        if how != SKIP:
+            if x.ndim != 2:
+                x = x.reshape(-1, x.shape[-1])
+            weight_grad = settle(how, weight, weight_spec, grad.t().mm(x))
     if needs_bias:
-        bias_grad = DTensor.__new__(DTensor, _like(grad.sum(0), bias_spec), bias_spec)
+        how = course(edges[2][0], bias)
+        if how != SKIP:
+            bias_grad = settle(how, bias, bias_spec, grad.sum(0))
     return weight_grad, bias_grad
 
 
-def _like(grad: Tensor, spec: Spec) -> Tensor:
-    return grad if grad.dtype is spec.dtype else grad.to(spec.dtype)
+def note(ctx: Any, weight: DTensor, bias: DTensor | None) -> None:
+    """Keep the parameters for the backward, and how they lie now."""
+    ctx.params = weight, bias
+    ctx.specs = weight._spec, None if bias is None else bias._spec
 
 
 def _start(
     ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """What the forward of columns has in common: (output, local weight)."""
-    ctx.specs = (weight._spec, None if bias is None else bias._spec)
+    note(ctx, weight, bias)
     w = weight._local_tensor
     b = None if bias is None else bias._local_tensor
     if dtype is not None:

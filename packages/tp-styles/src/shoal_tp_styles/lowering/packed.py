@@ -22,7 +22,7 @@ from .._torch import pieces
 from ..sharding import Heads
 from .boundary import arrive_local
 from .forward import Lowered
-from .linear import first_order_only
+from .gradients import SKIP, course, first_order_only, settle
 from .regions import add_up, axis_dim, copy, gather_partial
 
 __all__ = ["Blocks", "PackedColumn", "joined"]
@@ -48,7 +48,7 @@ class _Join(Function):
 
     @staticmethod
     def forward(ctx: Any, comms: tuple[Comm | None, ...], *params: DTensor) -> Tensor:
-        ctx.comms = comms
+        ctx.comms, ctx.params = comms, params
         ctx.specs = tuple(param._spec for param in params)
         parts = [param._local_tensor for param in params]
         ctx.rows = [part.shape[0] for part in parts]
@@ -58,11 +58,16 @@ class _Join(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        grads = []
-        for piece, spec, comm in zip(pieces(grad, ctx.rows), ctx.specs, ctx.comms, strict=True):
-            own = piece.contiguous()
-            add_up([own], comm)
-            grads.append(DTensor(own, spec, requires_grad=False))
+        parts = pieces(grad, ctx.rows)
+        grads: list[DTensor | None] = []
+        for part, param, spec, comm, (node, _) in zip(
+            parts, ctx.params, ctx.specs, ctx.comms, ctx.next_functions, strict=True
+        ):
+            how = SKIP if node is None else course(node, param)
+            own: Any = None
+            if how != SKIP:
+                (own,) = add_up([part.contiguous()], comm)
+            grads.append(None if own is None else settle(how, param, spec, own))
         return (None, *grads)
 
 

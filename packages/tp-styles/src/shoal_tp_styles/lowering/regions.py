@@ -203,20 +203,23 @@ def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) ->
     return token
 
 
-def add_up(tensors: list[Tensor | None], comm: Comm | None) -> None:
-    """Sum some tensors over the axis, in place and in as few collectives as there are dtypes."""
+def add_up(tensors: list[Tensor | None], comm: Comm | None) -> list[Tensor | None]:
+    """The sums of some tensors over the axis, in as few collectives as there are dtypes; None stays None.
+
+    The tensors themselves are left alone: in a backward, others may hold them.
+    """
     if comm is None or comm.size == 1:
-        return
-    present = [tensor for tensor in tensors if tensor is not None]
-    for dtype in dict.fromkeys(tensor.dtype for tensor in present):
-        same = [tensor for tensor in present if tensor.dtype is dtype]
+        return tensors
+    summed = list(tensors)
+    present = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None]
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in present):
+        same = [(i, tensor) for i, tensor in present if tensor.dtype is dtype]
         if len(same) == 1:
-            all_reduce_(same[0], comm)
+            i, tensor = same[0]
+            summed[i] = all_reduce(tensor, comm)
             continue
-        flat = same[0].new_empty(sum(tensor.numel() for tensor in same))
-        parts = pieces(flat, [tensor.numel() for tensor in same])
-        for piece, tensor in zip(parts, same, strict=True):
-            piece.copy_(tensor.reshape(-1))
-        all_reduce_(flat, comm)
-        for piece, tensor in zip(parts, same, strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        flat = all_reduce_(torch.cat([tensor.reshape(-1) for _, tensor in same]), comm)
+        parts = pieces(flat, [tensor.numel() for _, tensor in same])
+        for (i, tensor), part in zip(same, parts, strict=True):
+            summed[i] = part.view_as(tensor)
+    return summed

@@ -19,7 +19,8 @@ from shoal_mesh import Comm, all_reduce_
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from .boundary import arrive_local, leave, leave_local, wrap_like
 from .forward import Lowered, spec_of
-from .linear import first_order_only, save, weight_grads
+from .gradients import first_order_only
+from .linear import note, save, weight_grads
 from .regions import Where, axis_dim, gather_blocks, scatter_blocks, split, uneven
 
 __all__ = ["RowLinear", "row_backward", "save_for_row"]
@@ -32,7 +33,7 @@ def save_for_row(
 ) -> tuple[Tensor, Tensor]:
     """Note on `ctx` what the backward of rows needs; gives input and local weight in the dtype of the product."""
     ctx.where, ctx.came_as = where, x.dtype
-    ctx.specs = (weight._spec, None if bias is None else bias._spec)
+    note(ctx, weight, bias)
     w = weight._local_tensor
     if dtype is not None:
         x, w = x.to(dtype), w.to(dtype)
