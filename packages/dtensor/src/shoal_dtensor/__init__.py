@@ -8,6 +8,7 @@ from .errors import (
     InPlaceError,
     MixedTensorError,
     NoRuleError,
+    OptimizerError,
     PlacementError,
     RandomStateError,
     RedistributeError,
@@ -16,6 +17,7 @@ from .errors import (
 from .explain import Explanation, explain
 from .factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .local_map import local_map
+from .local_step import local_step
 from .per_dim import PerDim
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .policy import checked_replicas, communication, implicit_replication, unknown_ops
@@ -41,6 +43,7 @@ __all__ = [
     "InPlaceError",
     "MixedTensorError",
     "NoRuleError",
+    "OptimizerError",
     "Partial",
     "PerDim",
     "Placement",
@@ -71,6 +74,7 @@ __all__ = [
     "implicit_replication",
     "is_rng_supported_mesh",
     "local_map",
+    "local_step",
     "manual_seed",
     "ones",
     "rand",

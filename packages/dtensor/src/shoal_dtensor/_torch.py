@@ -24,6 +24,7 @@ __all__ = [
     "DataDependentError",
     "OpOverload",
     "apply",
+    "bare_step",
     "change_shape",
     "decomposition_of",
     "direct",
@@ -36,6 +37,7 @@ __all__ = [
     "pytree",
     "shapes_of",
     "view_of",
+    "with_step_hooks",
 ]
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
@@ -60,6 +62,17 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class without what torch puts around it: a profiler range and the step hooks."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps
+
+
+def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with a profiler range and the optimizer's step hooks around it, as torch's own steps have."""
+    return torch.optim.Optimizer.profile_hook_step(step)
 
 
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]

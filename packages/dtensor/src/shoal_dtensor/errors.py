@@ -11,6 +11,7 @@ __all__ = [
     "InPlaceError",
     "MixedTensorError",
     "NoRuleError",
+    "OptimizerError",
     "PlacementError",
     "RandomStateError",
     "RedistributeError",
@@ -32,6 +33,10 @@ class RedistributeError(ShoalTensorError, ValueError):
 
 class NoRuleError(ShoalTensorError, NotImplementedError):
     """An operator has no sharding rule, no usable decomposition, and the policy refuses to replicate it."""
+
+
+class OptimizerError(ShoalTensorError, TypeError):
+    """An optimizer does not do what was asked with DTensors."""
 
 
 class MixedTensorError(ShoalTensorError, RuntimeError):

@@ -1,0 +1,222 @@
+"""Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
+
+Covers: local_step.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import (
+    DTensor,
+    MixedTensorError,
+    OptimizerError,
+    Partial,
+    PlacementError,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    local_step,
+)
+from shoal_dtensor.local_step import ELEMENTWISE
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+PLACEMENTS = (Shard(0), Shard(1), Replicate())
+KINDS = {kind.__name__: kind for kind in ELEMENTWISE}
+
+
+@functools.cache
+def mesh() -> Any:
+    """All ranks in a row."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
+def parameters() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The same parameters plain, and as DTensors with the last one plain: uneven, cut by columns, replicated."""
+    torch.manual_seed(3)
+    plain = [nn.Parameter(torch.randn(7, 3, dtype=torch.float64)) for _ in range(4)]
+    spread = [nn.Parameter(distribute_tensor(p.detach(), mesh(), [at])) for p, at in zip(plain, PLACEMENTS)]  # noqa: B905  # the last stays plain
+    return plain, [*spread, nn.Parameter(plain[3].detach().clone())]
+
+
+def give_gradients(plain: list[nn.Parameter], spread: list[nn.Parameter]) -> None:
+    """The same gradients for both."""
+    for one, other in zip(plain, spread, strict=True):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+        if isinstance(other.data, DTensor):
+            other.grad = distribute_tensor(one.grad, mesh(), other.data.placements)
+
+
+def whole(tensor: Any) -> Any:
+    """The global tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    """Parameters and states of two optimizers agree; states of DTensors are DTensors that lie as their parameters."""
+    (group,), (spread_group,) = one.param_groups, other.param_groups
+    for param, spread in zip(group["params"], spread_group["params"], strict=True):
+        torch.testing.assert_close(whole(spread.detach()), param.detach())
+        assert one.state[param].keys() == other.state[spread].keys()
+        for name, value in one.state[param].items():
+            found = other.state[spread][name]
+            torch.testing.assert_close(whole(found), value)
+            if isinstance(spread, DTensor) and isinstance(value, torch.Tensor) and value.ndim:
+                assert isinstance(found, DTensor)
+                assert found._spec.same_layout(spread._spec)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
+    plain, spread = parameters()
+    more: dict[str, Any] = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
+    one = KINDS[kind](plain, lr=0.1, foreach=foreach, **more)  # type: ignore[call-arg]  # every one of them has both
+    other = local_step(KINDS[kind](spread, lr=0.1, foreach=foreach, **more))  # type: ignore[call-arg]  # as above
+    for _ in range(3):
+        give_gradients(plain, spread)
+        with CommDebugMode() as comm:
+            other.step()
+        assert comm.get_total_counts() == 0
+        one.step()
+        assert_same(one, other)
+    assert all(getattr(p, "_local_tensor", p).grad is None for p in spread[:3])
+
+
+@on_ranks(4)
+def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
+    plain, spread = parameters()
+    one = torch.optim.AdamW(plain, lr=0.1, foreach=True)
+    other = local_step(torch.optim.AdamW(spread, lr=0.1, foreach=True))
+    give_gradients(plain, spread)
+    one.step(), other.step()
+    saved = other.state_dict()
+    moments = [saved["state"][i]["exp_avg"] for i in range(3)]
+    assert [m.placements for m in moments] == [(at,) for at in PLACEMENTS]
+    moved = [m.redistribute(placements=[Replicate()]) for m in moments]
+    for i, moment in enumerate(moved):
+        saved["state"][i]["exp_avg"] = moment
+    fresh = local_step(torch.optim.AdamW(spread, lr=0.1, foreach=True))
+    fresh.load_state_dict(saved)
+    give_gradients(plain, spread)
+    one.step(), fresh.step()
+    assert_same(one, fresh)
+    again = torch.optim.AdamW(spread, lr=0.1)
+    again.load_state_dict(fresh.state_dict())
+    again.param_groups[0]["foreach"] = False  # dispatch does not mix DTensors and plain tensors in a list
+    give_gradients(plain, spread)
+    one.step(), again.step()
+    assert_same(one, again)
+
+
+@on_ranks(4)
+def test_a_state_taken_away_starts_anew() -> None:
+    plain, spread = parameters()
+    one, other = torch.optim.Adam(plain, lr=0.1), local_step(torch.optim.Adam(spread, lr=0.1))
+    give_gradients(plain, spread)
+    one.step(), other.step()
+    for optimizer, param in ((one, plain[0]), (other, spread[0]), (one, plain[3]), (other, spread[3])):
+        del optimizer.state[param]
+    give_gradients(plain, spread)
+    one.step(), other.step()
+    assert_same(one, other)
+
+
+@on_ranks(4)
+def test_parameters_that_moved_or_have_no_gradient() -> None:
+    plain, spread = parameters()
+    one, other = torch.optim.AdamW(plain, lr=0.1), local_step(torch.optim.AdamW(spread, lr=0.1))
+    give_gradients(plain, spread)
+    plain[1].grad = spread[1].grad = None
+    one.step(), other.step()
+    assert spread[1] not in other.state
+    moved: Any = spread[0].data
+    spread[0].data = moved.redistribute(placements=[Shard(1)])
+    give_gradients(plain, spread)
+    grad: Any = spread[2].grad
+    spread[2].grad = grad.redistribute(placements=[Shard(0)])
+    one.step(), other.step()
+    assert_same(one, other)
+    there: Any = spread[0].data
+    assert there.placements == (Shard(1),)
+
+
+@on_ranks(4)
+def test_hooks_schedulers_and_closures_meet_dtensors() -> None:
+    plain, spread = parameters()
+    other = torch.optim.AdamW(spread, lr=0.1)
+    seen: list[type] = []
+    other.register_step_pre_hook(lambda o, *_: seen.append(type(o.param_groups[0]["params"][0])))
+    other = local_step(other)
+    other.register_step_post_hook(lambda o, *_: seen.append(type(o.state[o.param_groups[0]["params"][0]]["exp_avg"])))
+    schedule = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        give_gradients(plain, spread)
+        seen.append(type(other.param_groups[0]["params"][0]))
+        return 3.5
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert other.step(closure) == 3.5
+        schedule.step()
+    assert seen == [DTensor] * 3
+    assert other.param_groups[0]["lr"] == 0.05
+
+
+@on_ranks(4)
+def test_a_step_that_fails_leaves_dtensors() -> None:
+    plain, spread = parameters()
+    other = local_step(torch.optim.AdamW(spread, lr=0.1))
+    give_gradients(plain, spread)
+    other.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        other.step()
+    assert all(a is b for a, b in zip(other.param_groups[0]["params"], spread, strict=True))
+    other.param_groups[0]["betas"] = (0.9, 0.999)
+    one = torch.optim.AdamW(plain, lr=0.1)
+    other.step(), one.step()
+    for param, expected in zip(spread, plain, strict=True):
+        torch.testing.assert_close(whole(param.detach()), expected.detach())
+
+
+@on_ranks(4)
+def test_what_is_refused() -> None:
+    _, spread = parameters()
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(OptimizerError, match="element by element"):
+        local_step(Mine(spread))
+    with pytest.raises(OptimizerError, match="LBFGS"):
+        local_step(torch.optim.LBFGS(spread[:1]))
+    with pytest.raises(OptimizerError, match="once"):
+        local_step(local_step(torch.optim.SGD(spread)))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh(), [Partial()]))
+    partial.grad = torch.ones_like(partial)
+    with pytest.raises(PlacementError, match="partial"):
+        local_step(torch.optim.SGD([partial])).step()
+    adam = local_step(torch.optim.Adam(spread[:1]))
+    adam.state[spread[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(7, 3), "exp_avg_sq": torch.ones(7, 3)}
+    spread[0].grad = torch.ones_like(spread[0])
+    with pytest.raises(MixedTensorError, match="exp_avg"):
+        adam.step()
+
+
+@on_ranks(2)
+def test_a_copy_steps_through_dispatch() -> None:
+    _, spread = parameters()
+    copy = pickle.loads(pickle.dumps(local_step(torch.optim.SGD(spread[2:3], lr=0.1))))
+    assert "step" not in vars(copy)
