@@ -98,7 +98,7 @@ def test_profiles_show_axes_and_bytes() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
             annotate_collectives(),
         ):
             all_reduce(torch.ones(8), (mesh, "tp"))

@@ -37,7 +37,7 @@ class Vocab:
         """
         if not isinstance(logits, DTensor):
             raise LayoutError("plain logits need vocab=Vocab(comm, sizes): which classes each rank holds")
-        cut = logits._spec.cuts[dim]
+        cut = logits._spec.cut(dim)
         if len(cut.axes) != 1 or logits._spec.partials:
             raise LayoutError(
                 f"the class dim {dim} of the logits must be cut on exactly one mesh axis, got {logits._spec}"

@@ -46,7 +46,7 @@ class AdapterColumn(Lowered):
             return out
         spec = spec_of(self.params["weight"], "weight")
         if self.sharding.local_outputs and out_port.desired == Replicate():
-            return gather(out, self.comm, out.ndim - 1, spec.cuts[0].sizes)
+            return gather(out, self.comm, out.ndim - 1, spec.cut(0).sizes)
         left = leave(out, out_port, self.mesh, (*out.shape[:-1], spec.shape[0]))
         return leave_local(left) if self.sharding.local_outputs else left
 
@@ -62,7 +62,7 @@ class AdapterRow(Lowered):
         if isinstance(input, DTensor) or (port.layout not in (Replicate(), port.desired)):
             input = arrive_local(input, port, self.mesh, grad=port.desired)
         elif port.layout == Replicate():
-            input = split(input, self.comm, input.ndim - 1, spec.cuts[1].sizes)
+            input = split(input, self.comm, input.ndim - 1, spec.cut(1).sizes)
         p: Any = {
             **enter({"weight": self.params["weight"], "lora_A": self.params["lora_A"]}),
             # B meets only this rank's part of A x, so its gradients are partial sums.

@@ -67,7 +67,7 @@ class ColumnEmbedding(Lowered):
             return out
         spec = spec_of(self.params["weight"], "weight")
         if self.sharding.local_outputs and port.desired == Replicate():
-            return gather(out, self.comm, out.ndim - 1, spec.cuts[1].sizes)
+            return gather(out, self.comm, out.ndim - 1, spec.cut(1).sizes)
         left = leave(out, port, self.mesh, (*out.shape[:-1], spec.shape[1]))
         return leave_local(left) if self.sharding.local_outputs else left
 

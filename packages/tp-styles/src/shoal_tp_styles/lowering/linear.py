@@ -274,6 +274,6 @@ class ColumnLinear(Lowered):
             return out
         spec = spec_of(self.params["weight"], "weight")
         if self.sharding.local_outputs and self.port_out.desired == Replicate():
-            return gather(out, self.comm, out.ndim - 1, spec.cuts[0].sizes)
+            return gather(out, self.comm, out.ndim - 1, spec.cut(0).sizes)
         left = leave(out, self.port_out, self.mesh, (*out.shape[:-1], spec.shape[0]))
         return leave_local(left) if self.sharding.local_outputs else left

@@ -116,7 +116,7 @@ class RowLinear(Lowered):
         if not isinstance(input, DTensor) and self.direct_in:
             local = input
         elif not isinstance(input, DTensor) and self.port_in.layout == Replicate():
-            local = split(input, self.comm, input.ndim - 1, spec.cuts[1].sizes)
+            local = split(input, self.comm, input.ndim - 1, spec.cut(1).sizes)
         else:
             local = arrive_local(input, self.port_in, self.mesh, grad=self.port_in.desired)
             shape = list(local.shape)
