@@ -18,17 +18,18 @@ from torch.overrides import TorchFunctionMode
 from shoal_dtensor import DTensor, Replicate
 
 from . import losses
+from .batch import Batch
 
 __all__ = ["loss_parallel"]
 
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Compute losses on logits cut along the classes where they lie.
+    """Compute losses on logits cut along the classes where they lie; other axes may cut the rows.
 
     Label smoothing, class weights, `ignore_index`, probability targets and every reduction are those of
-    `torch.nn.functional`; the loss is a replicated DTensor.  DTensor logits give the same numbers outside of the
-    block; inside it is certain that no rank gathers them.
+    `torch.nn.functional`; the loss is a replicated DTensor, or lies as the rows do where nothing is reduced.  DTensor
+    logits give the same numbers outside of the block; inside it is certain that no rank gathers them.
     """
     with _Mode():
         yield
@@ -48,12 +49,21 @@ class _Mode(TorchFunctionMode):
 
 
 def _classes_cut(logits: DTensor) -> bool:
-    return bool(logits._spec.cuts[0 if logits.ndim == 1 else 1].axes)
+    return bool(logits._spec.cuts[_class_dim(logits)].axes)
 
 
-def _as_dtensor(loss: Tensor, like: Tensor) -> DTensor:
+def _class_dim(logits: DTensor) -> int:
+    return 0 if logits.ndim == 1 else 1
+
+
+def _as_dtensor(loss: Tensor, like: Tensor, reduction: str) -> DTensor:
+    """The loss: of every row as the rows lie, or reduced and whole."""
     assert isinstance(like, DTensor), "only DTensor logits come here"
-    mesh = like.device_mesh
+    mesh, batch = like.device_mesh, Batch.of(like, _class_dim(like))
+    if reduction == "none" and batch.shape is not None:
+        return DTensor.from_local(
+            loss, mesh, batch.placements, run_check=False, shape=batch.shape, shard_order=batch.order
+        )
     return DTensor.from_local(loss, mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
@@ -71,7 +81,7 @@ def _cross_entropy(  # noqa: PLR0913  # torch's signature
     loss = losses.cross_entropy(
         input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
-    return _as_dtensor(loss, input)
+    return _as_dtensor(loss, input, reduction)
 
 
 def _nll_loss(  # noqa: PLR0913  # torch's signature
@@ -84,7 +94,8 @@ def _nll_loss(  # noqa: PLR0913  # torch's signature
     reduction: Any = "mean",
 ) -> Tensor:
     reduction = _legacy(size_average, reduce, reduction)
-    return _as_dtensor(losses.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction), input)
+    loss = losses.nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+    return _as_dtensor(loss, input, reduction)
 
 
 def _legacy(size_average: bool | None, reduce: bool | None, reduction: Any) -> Any:

@@ -6,21 +6,25 @@ makes of those few numbers per row (weights, smoothing, ignored rows, means) is 
 gradient is right by construction.  Saved for backward: the logits themselves and the log-sum-exp.
 
 Logits are DTensors cut along the class dim on one mesh axis (uneven cuts welcome), or plain local parts
-together with `vocab=Vocab(...)`.  Targets, weights and results are plain and equal on all ranks.
+together with `vocab=Vocab(...)`.  Other axes may cut the rows (a batch over data-parallel ranks).  Targets and weights
+are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on all ranks, and one entry for
+each of the rank's own rows where nothing is reduced.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor, Shard
+from shoal_dtensor import DTensor
 from shoal_mesh import all_reduce, all_reduce_
 
 from ._torch import apply
+from .batch import Batch
 from .errors import LayoutError, SecondOrderError
 from .vocab import Vocab, local_logits, plain
 
@@ -120,14 +124,22 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         vocab: the cut, for plain local logits (or to say how many classes are real, for padded ones).
 
     Returns:
-        The loss, plain and equal on all ranks; in float32 for half-precision logits.
+        The loss, plain and equal on all ranks ("none": of the own rows); in float32 for half-precision logits.
     """
     class_dim = 0 if input.ndim == 1 else 1
     x, cut = local_logits(input, vocab, class_dim)
     if target.is_floating_point():
-        return _soft(x, target, weight, cut, class_dim, reduction, label_smoothing)
-    labels = plain(target)
-    assert labels is not None, "a target was given"
+        return _soft(
+            x,
+            _own_part(target, input, cut, class_dim),
+            weight,
+            cut,
+            Batch.of(input, class_dim),
+            reduction,
+            label_smoothing,
+        )
+    batch = Batch.of(input, class_dim)
+    labels = batch.part(target)
     ignored = labels == ignore_index
     whole = plain(weight)
     part = None if whole is None else cut.part(whole)
@@ -142,21 +154,25 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         even = (lse * mass - total).masked_fill(ignored, 0)
         loss = (1 - label_smoothing) * loss + (label_smoothing / cut.total) * even
     loss = loss.masked_fill(ignored, 0)
-    return _reduced(loss, reduction, of_target.sum())
+    return _reduced(loss, reduction, of_target.sum(), batch)
+
+
+def _own_part(target: Tensor, logits: Tensor, cut: Vocab, class_dim: int) -> Tensor:
+    """The part of probabilities that belongs to the own logits, classes last."""
+    if target.requires_grad:
+        raise LayoutError("cross_entropy on a cut vocabulary gives no gradient to probability targets; detach them")
+    if isinstance(target, DTensor) and isinstance(logits, DTensor):
+        there = target.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
+        return there.to_local().movedim(class_dim, -1).narrow(-1, 0, cut.own)
+    given = plain(target)
+    assert given is not None, "a target was given"
+    return cut.part(Batch.of(logits, class_dim).part(given.movedim(class_dim, -1)))
 
 
 def _soft(  # noqa: PLR0913  # the facts of one loss
-    x: Tensor, target: Tensor, weight: Tensor | None, cut: Vocab, class_dim: int, reduction: Reduction, smoothing: float
+    x: Tensor, q: Tensor, weight: Tensor | None, cut: Vocab, batch: Batch, reduction: Reduction, smoothing: float
 ) -> Tensor:
     """Cross entropy with a distribution per row as target."""
-    if target.requires_grad:
-        raise LayoutError("cross_entropy on a cut vocabulary gives no gradient to probability targets; detach them")
-    if isinstance(target, DTensor) and target.placements[0] == Shard(class_dim):
-        q = target.to_local().movedim(class_dim, -1)
-    else:
-        given = plain(target)
-        assert given is not None, "a target was given"
-        q = cut.part(given.movedim(class_dim, -1))
     if smoothing > 0:
         q = q * (1 - smoothing) + smoothing / cut.total
     if weight is not None:
@@ -166,15 +182,19 @@ def _soft(  # noqa: PLR0913  # the facts of one loss
     mass = all_reduce(q.sum(-1), cut.comm)
     lse, _, by_q, _ = _stats(x, None, q, None, cut)
     loss = lse * mass - by_q
-    return _reduced(loss, reduction, loss.new_tensor(max(loss.numel(), 1)))
+    return _reduced(loss, reduction, max(prod(batch.rows(loss)), 1), batch)
 
 
-def _reduced(loss: Tensor, reduction: Reduction, weight: Tensor) -> Tensor:
+def _reduced(loss: Tensor, reduction: Reduction, weight: Tensor | int, batch: Batch) -> Tensor:
+    """The losses of the own rows, reduced over all rows; `weight` is the own rows' (a tensor), or that of all."""
     if reduction == "none":
         return loss
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-    return loss.sum() if reduction == "sum" else loss.sum() / weight
+    total = batch.total(loss.sum())
+    if reduction == "sum":
+        return total
+    return total / (batch.count(weight) if isinstance(weight, Tensor) else weight)
 
 
 def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
@@ -182,12 +202,12 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
 
     Args:
         logits: cut along `dim`.
-        tokens: class indices, of the logits' shape without `dim`.
+        tokens: class indices, of the logits' shape without `dim`; results are of the own rows.
         dim: the class dim.
         vocab: the cut, for plain local logits.
     """
     x, cut = local_logits(logits, vocab, dim)
-    lse, picked, _, _ = _stats(x, plain(tokens), None, None, cut)
+    lse, picked, _, _ = _stats(x, Batch.of(logits, dim).part(tokens), None, None, cut)
     return picked - lse
 
 
@@ -231,14 +251,15 @@ def nll_loss(
     vocab: Vocab | None = None,
 ) -> Tensor:
     """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`)."""
-    x, cut = local_logits(log_probs, vocab, 0 if log_probs.ndim == 1 else 1)
-    labels, whole = plain(target), plain(weight)
-    assert labels is not None, "a target was given"
+    class_dim = 0 if log_probs.ndim == 1 else 1
+    x, cut = local_logits(log_probs, vocab, class_dim)
+    batch = Batch.of(log_probs, class_dim)
+    labels, whole = batch.part(target), plain(weight)
     ignored = labels == ignore_index
     picked: Tensor = apply(_Pick, x, labels, cut)
     of_target = torch.ones_like(picked) if whole is None else whole[labels.masked_fill(ignored, 0)].to(picked.dtype)
     of_target = of_target.masked_fill(ignored, 0)
-    return _reduced((-picked * of_target).masked_fill(ignored, 0), reduction, of_target.sum())
+    return _reduced((-picked * of_target).masked_fill(ignored, 0), reduction, of_target.sum(), batch)
 
 
 class _Pick(Function):
@@ -278,6 +299,10 @@ def kl_div(
         vocab: the cut, for plain local logits.
     """
     x, cut = local_logits(logits, vocab, dim)
+    if isinstance(logits, DTensor) and isinstance(target_logits, DTensor):
+        target_logits = target_logits.redistribute(
+            logits.device_mesh, logits.placements, shard_order=logits.shard_order
+        )
     teacher, _ = local_logits(target_logits.detach(), vocab, dim)
     lse_t = log_sum_exp(teacher, cut)
     log_q = teacher - lse_t.unsqueeze(-1)
@@ -285,6 +310,8 @@ def kl_div(
     entropy = all_reduce(torch.special.entr(q).sum(-1), cut.comm)
     lse, _, by_q, _ = _stats(x, None, q, None, cut)
     rows = lse - by_q - entropy
+    batch = Batch.of(logits, dim)
+    count = batch.rows(rows)
     if reduction == "batchmean":
-        return rows.sum() / rows.shape[0]
-    return _reduced(rows, reduction, rows.new_tensor(max(rows.numel(), 1)))
+        return _reduced(rows, "mean", count[0], batch)
+    return _reduced(rows, reduction, max(prod(count), 1), batch)
