@@ -33,7 +33,7 @@ from .random import (
 from .redistribute import coalesce
 from .register import register_rule, register_sharding
 from .spec import Spec, TensorMeta, compute_local_shape_and_global_offset
-from .tensor import DTensor
+from .tensor import DTensor, deferred_gradients
 from .visualize import draw_sharding, visualize_sharding
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "coalesce",
     "communication",
     "compute_local_shape_and_global_offset",
+    "deferred_gradients",
     "distribute_module",
     "distribute_tensor",
     "draw_sharding",

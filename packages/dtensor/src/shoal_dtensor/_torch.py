@@ -23,7 +23,10 @@ __all__ = [
     "Build",
     "DataDependentError",
     "OpOverload",
+    "accumulating_leaf",
     "apply",
+    "at_end_of_backward",
+    "backward_number",
     "bare_step",
     "change_shape",
     "decomposition_of",
@@ -35,7 +38,9 @@ __all__ = [
     "is_view",
     "make_wrapper",
     "pytree",
+    "set_thread_object",
     "shapes_of",
+    "thread_object",
     "view_of",
     "with_step_hooks",
 ]
@@ -47,6 +52,36 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 def in_backward() -> bool:
     """Whether autograd's engine is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """A number for the backward pass that is running on this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have the backward pass that is running call a function when all gradients are computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def accumulating_leaf() -> Any:
+    """The leaf whose gradient hooks are running; None if its gradient is not accumulated (`torch.autograd.grad`)."""
+    node = torch._C._current_autograd_node()
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+    return getattr(node, "variable", None)
+
+
+def thread_object(key: str) -> Any:
+    """The object that this thread holds under a name, or None; the threads of a backward pass have their caller's."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def set_thread_object(key: str, value: Any) -> None:
+    """Have this thread hold an object under a name."""
+    torch._C._stash_obj_in_tls(key, value)
 
 
 def is_all_zero(tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -12,18 +13,19 @@ from shoal_mesh import DeviceMesh
 
 from . import checkpoint
 from ._torch import apply, disabled_torch_function, make_wrapper
-from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
+from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, redistributed
 from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch
 from .errors import PlacementError
+from .gradients import LikeLeaf, gradients_deferred, later
 from .indexing import has_lists, with_lists, without_numbers
 from .per_dim import Placements
 from .placements import Placement, Replicate, norm_order
 from .spec import Spec
 from .wrapping import wrap
 
-__all__ = ["DTensor"]
+__all__ = ["DTensor", "deferred_gradients"]
 
 
 class DTensor(torch.Tensor):
@@ -37,8 +39,9 @@ class DTensor(torch.Tensor):
         placements: how the tensor lies along each mesh axis.
 
     Example:
-        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_dtensor import Shard
         >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (4,))
         ...     x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
@@ -186,7 +189,7 @@ class DTensor(torch.Tensor):
         was = self.requires_grad
         super().requires_grad_(requires_grad)
         if requires_grad and not was and self.is_leaf:
-            self.register_hook(_LikeLeaf(self._spec))  # type: ignore[no-untyped-call]  # torch gives it no types
+            self.register_hook(LikeLeaf(DTensor, self._spec))  # type: ignore[no-untyped-call]  # torch gives it no types
         return self
 
     @property
@@ -297,6 +300,13 @@ class _Pending(DTensor):
 
     __slots__ = ()
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        waiting = None if kwargs else later(DTensor, func, args)
+        return dispatch(DTensor, func, args, kwargs or {}) if waiting is None else waiting
+
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, read once through a wait
         local: torch.Tensor = DTensor.local_slot.__get__(self).wait()
@@ -310,33 +320,35 @@ DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
 
 
-class _LikeLeaf:
-    """A gradient hook: lay the gradient as the leaf lies, reducing what is partial."""
-
-    __slots__ = ("spec",)
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-
-    def __call__(self, grad: Any) -> Any:
-        if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
-            return None
-        made = grad
-        if not isinstance(grad, DTensor):  # zeros that a formula made: the same on every rank
-            mesh = self.spec.mesh
-            spec = Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype)
-            made = DTensor(grad, spec, requires_grad=False)
-        found = made._spec
-        if found is self.spec or (found.mesh is self.spec.mesh and found.same_layout(self.spec)):
-            return None if made is grad else made
-        target = Spec(
-            self.spec.mesh, self.spec.placements, found.shape, found.stride, found.dtype, self.spec.shard_order
-        )
-        return apply(Redistribute, made, DTensor, gradient_spec(target), (None, None), False)
-
-
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:
     result = DTensor(local, spec, requires_grad=requires_grad)
     if is_parameter:
         result._is_param = True  # the mark that makes isinstance(x, nn.Parameter) true
     return result
+
+
+@contextmanager
+def deferred_gradients() -> Iterator[None]:
+    """Accumulate gradients over the backward passes of a block, and reduce them once, together, at its end.
+
+    Inside, the gradient of a leaf stays partial where it arrives so: it has its true value for whoever asks, but not
+    yet the leaf's placements. Leaves with hooks of their own are reduced in every pass, for the hooks to see them.
+    Nothing is reduced if the block raises.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     weight = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+        ...     with deferred_gradients():
+        ...         for batch in (torch.ones(4, 3), torch.ones(6, 3)):
+        ...             (distribute_tensor(batch, mesh, [Shard(0)]) * weight).sum().backward()
+        ...         print(weight.grad.placements)
+        ...     print(weight.grad.placements)
+        (Partial('sum'),)
+        (Replicate(),)
+    """
+    with gradients_deferred(DTensor):
+        yield

@@ -39,17 +39,17 @@ _MERGED = {
 class Queued:
     """A redistribution that is done together with the others of its batch; `wait()` gives the new local tensor."""
 
-    __slots__ = ("_batch", "_result", "_source", "_version", "local", "plan")
+    __slots__ = ("_result", "_source", "_version", "batch", "local", "plan")
 
     def __init__(self, batch: Batch, plan: Plan, local: Tensor, source: Tensor) -> None:
-        self._batch, self.plan, self.local = batch, plan, local
+        self.batch, self.plan, self.local = batch, plan, local
         self._source, self._version = source, source._version
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         """The result; the first of a batch to be asked runs them all."""
         if self._result is None:
-            self._batch.flush()
+            self.batch.flush()
         assert self._result is not None, "a flush serves every member of the batch"
         return self._result
 
@@ -87,8 +87,9 @@ class Batch:
         for i, queued in enumerate(queue):
             if queued.stale:
                 raise RedistributeError(
-                    f"coalesce(): the source of redistribution {i} ({queued.plan.src!r} to {queued.plan.dst!r}) "
-                    "was written to before it was sent; use the result first, or leave the block before writing"
+                    f"the source of redistribution {i} ({queued.plan.src!r} to {queued.plan.dst!r}) of several that "
+                    "travel together was written to before it was sent; use the result first, or leave the coalesce() "
+                    "block before writing; gradients of leaves travel at the end of a backward pass"
                 )
         results = run_all([queued.plan for queued in queue], [queued.local for queued in queue])
         for queued, result in zip(queue, results, strict=True):
