@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 
-__all__ = ["apply", "autocast_dtype", "autocasting", "direct", "pieces", "transforming", "will_run"]
+__all__ = [
+    "apply",
+    "autocast_dtype",
+    "autocasting",
+    "direct",
+    "is_compiling",
+    "pieces",
+    "transforming",
+    "will_run",
+]
+
+is_compiling = torch.compiler.is_compiling
 
 autocasting = torch._C._is_any_autocast_enabled
 

@@ -15,6 +15,7 @@ from .adapter import AdapterColumn, AdapterRow
 from .attention import AttentionHeads
 from .boundary import Boundary
 from .channels import ColumnChannels, RowChannels
+from .dropout import SequenceDropout
 from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
 from .forward import Lowered
 from .linear import ColumnLinear
@@ -38,6 +39,7 @@ LOWERINGS: dict[tuple[str, type[nn.Module]], type[Lowered]] = {
     ("LoRA RowwiseParallel", nn.Linear): AdapterRow,
     ("ColwiseParallel", nn.EmbeddingBag): ColumnEmbeddingBag,
     **{("SequenceParallel", kind): Tokenwise for kind in TOKENWISE},
+    ("SequenceParallel", nn.Dropout): SequenceDropout,
 }
 
 

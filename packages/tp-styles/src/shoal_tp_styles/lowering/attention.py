@@ -18,7 +18,7 @@ from ..errors import UnsupportedModuleError
 from ..sharding import HeadCut, Heads
 from .enter import enter
 from .packed import Blocks
-from .partial import leave_partial
+from .ports import leave_partial
 from .regions import copy, reduce
 
 __all__ = ["AttentionHeads"]

@@ -12,16 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, Partial, Replicate
-
 from ..errors import UnsupportedModuleError
-from ..sharding import Port
 from ..structure import TransposedLinear, kinds_of
-from .boundary import arrive_local, leave, leave_local
 from .enter import enter
 from .forward import Lowered, spec_of
-from .partial import leave_partial
-from .regions import Sizes, axis_dim, copy, gather, gather_partial, split
+from .ports import arrive_cut, arrive_whole, leave_cut, leave_partial
+from .regions import Sizes
 
 __all__ = ["ColumnChannels", "RowChannels"]
 
@@ -81,26 +77,11 @@ class ColumnChannels(_Channels):
     __slots__ = ()
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        arrived = [self.arrive(x, port) for x, port in zip(inputs, self.sharding.inputs or (), strict=True)]
+        arrived = [arrive_whole(self, x, port) for x, port in zip(inputs, self.sharding.inputs or (), strict=True)]
         local: Any = enter({"weight": self.params["weight"], "bias": self.params["bias"]})
         out = self.compute(self.module, arrived, local["weight"], local["bias"])
-        port = self.port_out
-        if port.layout == port.desired and self.sharding.local_outputs:
-            return out
-        size, sizes = self.cut()
-        dim = out.ndim + getattr(port.layout, "dim", -1)
-        if self.sharding.local_outputs and port.desired == Replicate():
-            return gather(out, self.comm, dim, sizes)
-        left = leave(out, port, self.mesh, (*out.shape[:dim], size, *out.shape[dim + 1 :]))
-        return leave_local(left) if self.sharding.local_outputs else left
-
-    def arrive(self, x: Tensor, port: Port | None) -> Tensor:
-        """One replicated input, whose gradient is partial here."""
-        port = port or self.port_in
-        where = axis_dim(port.layout, self.comm)
-        if isinstance(x, DTensor) or (where is None and port.layout != Replicate()):
-            return arrive_local(x, port, self.mesh, grad=Partial())
-        return copy(x, self.comm) if where is None else gather_partial(x, *where)
+        channels = out.ndim + getattr(self.port_out.layout, "dim", -1)
+        return leave_cut(self, out, channels, *self.cut())
 
 
 class RowChannels(_Channels):
@@ -109,12 +90,8 @@ class RowChannels(_Channels):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        port = self.port_in
-        channels = input.ndim + getattr(port.desired, "dim", 0)
-        if isinstance(input, DTensor) or port.layout not in (Replicate(), port.desired):
-            input = arrive_local(input, port, self.mesh, grad=port.desired)
-        elif port.layout == Replicate():
-            input = split(input, self.comm, channels, self.cut()[1])
+        channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
+        input = arrive_cut(self, input, channels, self.cut()[1])
         weight: Any = enter({"weight": self.params["weight"]})["weight"]
         partial = self.compute(self.module, [input], weight, None)
         return leave_partial(self, partial, self.params["bias"], channels)

@@ -15,15 +15,15 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate
 
-from .._torch import apply
+from .._torch import apply, is_compiling
 from ..errors import UnsupportedModuleError
 from ..sharding import ModuleSharding
-from .boundary import arrive_local, leave, leave_local
+from .boundary import arrive_local
 from .enter import enter
 from .forward import Lowered, spec_of
 from .gradients import SKIP, course, first_order_only, settle
-from .partial import leave_partial
-from .regions import axis_dim, gather, gather_blocks
+from .ports import leave_cut, leave_partial
+from .regions import axis_dim, gather_blocks
 
 __all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding"]
 
@@ -62,14 +62,8 @@ class ColumnEmbedding(Lowered):
 
     def finish(self, out: Tensor) -> Tensor:
         """The output in the layout and form that leave the module."""
-        port = self.port_out
-        if port.layout == port.desired and self.sharding.local_outputs:
-            return out
         spec = spec_of(self.params["weight"], "weight")
-        if self.sharding.local_outputs and port.desired == Replicate():
-            return gather(out, self.comm, out.ndim - 1, spec.cut(1).sizes)
-        left = leave(out, port, self.mesh, (*out.shape[:-1], spec.shape[1]))
-        return leave_local(left) if self.sharding.local_outputs else left
+        return leave_cut(self, out, out.ndim - 1, spec.shape[1], spec.cut(1).sizes)
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):
@@ -157,6 +151,20 @@ class RowEmbedding(Lowered):
         elif port.layout != port.desired:
             input = _tokens(input, port, self)
         weight = self.params["weight"]
-        first = spec_of(weight, "weight").local_offset[0]
+        first = spec_of(weight, "weight").offset(0)
+        if is_compiling():
+            return leave_partial(self, self.traced(input, first), None)
         partial: Tensor = apply(_OwnRows, input, weight, first, module.padding_idx, module.scale_grad_by_freq)
         return leave_partial(self, partial, None)
+
+    def traced(self, tokens: Tensor, first: int) -> Tensor:
+        """The rank's summand in terms that torch.compile follows: a row of zeros stands for the other ranks' tokens."""
+        module: Any = self.module
+        weight: Any = enter({"weight": self.params["weight"]})["weight"]
+        rows = weight.shape[0]
+        own = tokens - first
+        own = torch.where((own >= 0) & (own < rows), own, rows)
+        padding = None if module.padding_idx is None else module.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < rows else None
+        table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
+        return functional.embedding(own, table, padding, None, 2.0, module.scale_grad_by_freq)

@@ -15,8 +15,10 @@ from torch.autograd import Function
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm
 
+from .._torch import is_compiling
 from .gradients import SKIP, course, first_order_only, settle
-from .regions import add_up
+from .regions import add_up, copy
+from .traced import local_traced
 
 __all__ = ["enter"]
 
@@ -44,6 +46,13 @@ class _Enter(Function):
         return (None, *whole)
 
 
+def _traced(param: Tensor | None, comm: Comm | None) -> Tensor | None:
+    if param is None:
+        return None
+    local = local_traced(param)
+    return local if comm is None else copy(local, comm)
+
+
 def enter(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
     """The local parts of parameters, by name (None stays None).
 
@@ -52,6 +61,8 @@ def enter(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[st
         comm: given where the local gradients of these parameters are partial sums over an axis: they are summed,
             in one collective for all of them.
     """
+    if is_compiling():
+        return {name: _traced(param, comm) for name, param in params.items()}
     present = {name: param for name, param in params.items() if param is not None}
     local: dict[str, Tensor | None] = dict.fromkeys(params)
     if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):

@@ -19,6 +19,7 @@ from shoal_mesh import DeviceMesh
 
 from ..errors import LayoutError
 from ..sharding import ModuleSharding, Port
+from .traced import make_traceable
 
 __all__ = ["Lowered", "spec_of"]
 
@@ -50,6 +51,7 @@ class Lowered:
         self.comm = mesh.comm(0)
         self.port_in = _first(sharding.inputs)
         self.port_out = _first(sharding.outputs)
+        make_traceable()
         self.resolve()
 
     def resolve(self) -> None:

@@ -19,14 +19,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Partial, Replicate
+from shoal_dtensor import DTensor, Partial
 from shoal_mesh import Comm, all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting, direct, transforming
-from .boundary import arrive_local, leave, leave_local
+from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, transforming
+from .boundary import arrive_local
+from .enter import enter
 from .forward import Lowered, spec_of
 from .gradients import SKIP, course, first_order_only, settle
-from .regions import Where, axis_dim, gather, gather_blocks, scatter_blocks
+from .ports import arrive_whole, leave_cut
+from .regions import Where, axis_dim, gather_blocks, scatter_blocks
 from .share import find_token, keep_token
 
 __all__ = ["ColumnLinear", "note", "save", "weight_grads"]
@@ -198,7 +200,7 @@ class ColumnLinear(Lowered):
     def resolve(self) -> None:
         self.key = (self.comm, None, None)
         self.where = axis_dim(self.port_in.layout, self.comm)
-        self.plain = self.port_in.layout == Replicate() and self.finished
+        self.plain = self.port_in.layout.is_replicate() and self.finished
 
     @property
     def finished(self) -> bool:
@@ -206,6 +208,8 @@ class ColumnLinear(Lowered):
         return self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
 
     def __call__(self, input: Tensor) -> Tensor:
+        if is_compiling():
+            return self.finish(self.traced(input))
         if type(input) is not Tensor or not self.plain or autocasting() or transforming():
             return self.finish(self.general(input))
         params = self.params
@@ -226,6 +230,11 @@ class ColumnLinear(Lowered):
         out, token = _lead_direct(input, weight, bias, self.comm, None)
         keep_token(input, self.key, token)
         return out
+
+    def traced(self, input: Tensor) -> Tensor:
+        """The local product in terms that torch.compile follows."""
+        local: Any = enter({"weight": self.params["weight"], "bias": self.params["bias"]})
+        return linear(arrive_whole(self, input), local["weight"], local["bias"])
 
     def replicated(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
         """One reader, among possibly several, of a replicated activation."""
@@ -261,7 +270,7 @@ class ColumnLinear(Lowered):
         spec_of(weight, "weight")
         dtype = autocast_dtype(input)
         if not isinstance(input, DTensor):
-            if self.port_in.layout == Replicate():
+            if self.port_in.layout.is_replicate():
                 return self.replicated(input, weight, bias, dtype)
             if self.where is not None:
                 return self.gathered(input, weight, bias, dtype)
@@ -273,7 +282,4 @@ class ColumnLinear(Lowered):
         if self.finished:
             return out
         spec = spec_of(self.params["weight"], "weight")
-        if self.sharding.local_outputs and self.port_out.desired == Replicate():
-            return gather(out, self.comm, out.ndim - 1, spec.cut(0).sizes)
-        left = leave(out, self.port_out, self.mesh, (*out.shape[:-1], spec.shape[0]))
-        return leave_local(left) if self.sharding.local_outputs else left
+        return leave_cut(self, out, out.ndim - 1, spec.shape[0], spec.cut(0).sizes)

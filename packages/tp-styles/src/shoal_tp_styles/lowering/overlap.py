@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm, all_reduce_, reduce_scatter
 
-from .._torch import apply, autocast_dtype
+from .._torch import apply, autocast_dtype, is_compiling
 from .forward import spec_of
 from .regions import Where, gather_blocks
 from .rows import RowLinear, row_backward, save_for_row
@@ -68,6 +68,8 @@ class OverlappedRow(RowLinear):
         self.chunks = chunks
 
     def __call__(self, input: Tensor) -> Tensor:
+        if is_compiling():
+            return self.traced(input)  # a compiler orders collectives itself
         spec = spec_of(self.params["weight"], "weight")
         plain = not isinstance(input, DTensor) and self.direct_in and self.sharding.local_outputs
         where = self.target(list(input.shape), spec) if plain else None

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Partial, Replicate
+from shoal_dtensor import DTensor
 from shoal_mesh import Comm
 
-from .._torch import pieces
+from .._torch import is_compiling, pieces
 from ..sharding import Heads
-from .boundary import arrive_local
+from .enter import enter
 from .forward import Lowered
 from .gradients import SKIP, course, first_order_only, settle
-from .regions import add_up, axis_dim, copy, gather_partial
+from .ports import arrive_whole
+from .regions import add_up
 
 __all__ = ["Blocks", "PackedColumn", "joined"]
 
@@ -80,10 +81,9 @@ class _Block:
 class Blocks(Lowered):
     """Base of the stand-ins for fused modules: their parameters, joined."""
 
-    __slots__ = ("blocks", "where")
+    __slots__ = ("blocks",)
 
     def resolve(self) -> None:
-        self.where = axis_dim(self.port_in.layout, self.comm)
         named: Any = self.sharding.options["blocks"]
         self.blocks = [_Block(name, self._sharing(heads)) for name, heads in named.items()]
 
@@ -97,6 +97,9 @@ class Blocks(Lowered):
         params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
         if params[0] is None:
             return None
+        if is_compiling():
+            parts = [enter({kind: p}, b.comm)[kind] for b, p in zip(self.blocks, params, strict=True)]
+            return torch.cat([part for part in parts if part is not None])
         if not torch.is_grad_enabled():
             return joined([param._local_tensor for param in params])
         out: Tensor = _Join.apply(tuple(block.comm for block in self.blocks), *params)  # type: ignore[no-untyped-call] # torch
@@ -109,13 +112,7 @@ class PackedColumn(Blocks):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        port = self.port_in
-        if isinstance(input, DTensor) or (self.where is None and port.layout != Replicate()):
-            input = arrive_local(input, port, self.mesh, grad=Partial())
-        elif self.where is not None:
-            input = gather_partial(input, *self.where)
-        else:
-            input = copy(input, self.comm)
+        input = arrive_whole(self, input)
         weight = self.join("weight")
         assert weight is not None, "a Linear has a weight"
         return linear(input, weight, self.join("bias"))

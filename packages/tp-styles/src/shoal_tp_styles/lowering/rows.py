@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Replicate, Spec
+from shoal_dtensor import DTensor, Spec
 from shoal_mesh import Comm, all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting, direct, transforming
+from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, transforming
 from .boundary import arrive_local, leave, leave_local, wrap_like
+from .enter import enter
 from .forward import Lowered, spec_of
 from .gradients import first_order_only
 from .linear import note, save, weight_grads
+from .ports import arrive_cut, leave_partial
 from .regions import Where, axis_dim, gather_blocks, scatter_blocks, split, uneven
 
 __all__ = ["RowLinear", "row_backward", "save_for_row"]
@@ -96,15 +98,24 @@ class RowLinear(Lowered):
     def resolve(self) -> None:
         self.direct_in = self.port_in.layout == self.port_in.desired
         self.where = axis_dim(self.port_out.desired, self.comm)
-        self.direct_out = self.where is not None or self.port_out.desired == Replicate()
-        self.fast = self.direct_in and self.port_out.desired == Replicate() and self.sharding.local_outputs
+        self.direct_out = self.where is not None or self.port_out.desired.is_replicate()
+        self.fast = self.direct_in and self.port_out.desired.is_replicate() and self.sharding.local_outputs
 
     def __call__(self, input: Tensor) -> Tensor:
+        if is_compiling():
+            return self.traced(input)
         if type(input) is not Tensor or not self.fast or autocasting() or transforming():
             return self.general(input)
         params = self.params
         out: Tensor = _row_direct(input, params["weight"], params["bias"], self.comm, None)
         return out
+
+    def traced(self, input: Tensor) -> Tensor:
+        """The whole forward in terms that torch.compile follows."""
+        sizes = spec_of(self.params["weight"], "weight").cut(1).sizes
+        weight: Any = enter({"weight": self.params["weight"]})["weight"]
+        input = arrive_cut(self, input, input.ndim - 1, sizes)
+        return leave_partial(self, linear(input, weight), self.params["bias"])
 
     def general(self, input: Tensor) -> Tensor:
         """DTensor inputs, other layouts and autocast."""
@@ -115,7 +126,7 @@ class RowLinear(Lowered):
         shape = list(input.shape)
         if not isinstance(input, DTensor) and self.direct_in:
             local = input
-        elif not isinstance(input, DTensor) and self.port_in.layout == Replicate():
+        elif not isinstance(input, DTensor) and self.port_in.layout.is_replicate():
             local = split(input, self.comm, input.ndim - 1, spec.cut(1).sizes)
         else:
             local = arrive_local(input, self.port_in, self.mesh, grad=self.port_in.desired)
@@ -130,7 +141,7 @@ class RowLinear(Lowered):
 
     def target(self, shape: list[int], spec: Spec) -> Comm | Where | None:
         """The collective that brings the partial output where it is wanted; None where DTensor must do it."""
-        if self.port_out.desired == Replicate():
+        if self.port_out.desired.is_replicate():
             return self.comm
         if self.where is None:
             return None

@@ -20,6 +20,8 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from .._torch import is_compiling
+
 __all__ = ["find_token", "keep_token"]
 
 _NAME = "_shoal_token"
@@ -51,6 +53,8 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool) -> Tensor | None:
         key: communicator, layout and dtype of the reading.
         grad: whether the token must carry a gradient.
     """
+    if is_compiling():
+        return None
     kept: _Kept | None = getattr(tensor, _NAME, None)
     if kept is None or kept.key != key or kept.version != tensor._version or kept.storage != tensor.data_ptr():
         return None
@@ -59,4 +63,5 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool) -> Tensor | None:
 
 def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
     """Leave the token of a reading on the tensor."""
-    setattr(tensor, _NAME, _Kept(key, tensor._version, tensor.data_ptr(), token))
+    if not is_compiling():
+        setattr(tensor, _NAME, _Kept(key, tensor._version, tensor.data_ptr(), token))

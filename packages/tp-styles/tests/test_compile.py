@@ -1,0 +1,151 @@
+"""Lowered modules under torch.compile, whole graphs on real ranks.  Covers: lowering/traced.py, lowering/ports.py.
+
+A traced model gives the outputs and gradients of the eager one; its graphs hold functional collectives and no others.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    Heads,
+    LoRA,
+    PackedColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+
+
+def compiled(module: Any, graphs: list[Any]) -> Any:
+    """The module in one graph, the graphs of forward and backward kept."""
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]  # torch leaves it untyped
+    from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    return torch.compile(module, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+
+
+def collectives(graph: Any) -> list[str]:
+    """Short names of a graph's collectives, and `other` for what waits for nothing the compiler sees."""
+    names = [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)]
+    assert all(name.startswith("_c10d_functional.") for name in names), names
+    return [name.split(".")[1] for name in names if "wait_tensor" not in name]
+
+
+def assert_same(start: nn.Module, plan: dict[str, Any], x: torch.Tensor) -> list[list[str]]:
+    """Outputs and gradients of the traced model are the eager one's; gives the collectives of each graph."""
+    axis = init_device_mesh("cpu", (2,))
+    eager: Any = parallelize_module(copy.deepcopy(start), axis, plan, on_unmatched="error")
+    with torch.no_grad():
+        for name, param in eager.named_parameters():
+            if name.endswith("lora_B"):
+                param.add_(0.3)
+    module = copy.deepcopy(eager)
+    graphs: list[Any] = []
+    expected, got = eager(x), compiled(module, graphs)(x)
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    reference = dict(eager.named_parameters())
+    for name, param in module.named_parameters():
+        other = reference[name].grad
+        assert type(param.grad) is type(other), name
+        if isinstance(other, DTensor):
+            assert param.grad.placements == other.placements, name
+            torch.testing.assert_close(param.grad.full_tensor(), other.full_tensor())
+        else:
+            torch.testing.assert_close(param.grad, other)
+    return [collectives(graph) for graph in graphs]
+
+
+# Both are torch's own while it traces any autograd function, and any cached one.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_small_model_is_one_graph_with_one_collective_each_way() -> None:
+    with fake_world(4):
+        module: Any = parallelize_module(MLP(), init_device_mesh("cpu", (4,)), dict(MLP.plan))
+        graphs: list[Any] = []
+        x = torch.randn(3, 10, requires_grad=True)
+        compiled(module, graphs)(x).sum().backward()
+        assert [collectives(graph) for graph in graphs] == [["all_reduce"], ["all_reduce"]]
+        assert module.net1.weight.grad.placements == (Shard(0),)
+        assert x.grad is not None
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=250)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_transformer_is_one_graph(sequence: bool) -> None:
+    model = Transformer(ModelArgs(n_layers=1, dropout_p=0.0, vocab_size=11)).double()
+    forward, backward = assert_same(model, dict(transformer_plan(sequence)), torch.randint(11, (3, 8)))
+    kinds = {"all_reduce", "all_gather_into_tensor"} | ({"reduce_scatter_tensor"} if sequence else set())
+    assert {*forward, *backward} == kinds
+    if not sequence:
+        # Two embeddings, the rows of attention and of the feed-forward; the logits.
+        assert forward == ["all_reduce"] * 4 + ["all_gather_into_tensor"]
+
+
+class Mixed(nn.Module):
+    """One of everything that has a lowering of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.features = nn.Embedding(9, 8, padding_idx=1), nn.Embedding(9, 8)
+        self.norm, self.packed, self.rows = nn.RMSNorm(8), nn.Linear(8, 24), nn.Linear(12, 8)
+        self.wide, self.narrow = nn.Conv1d(8, 6, 3, padding=1), nn.Conv1d(6, 8, 1)
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, 8)`."""
+        h = self.norm(self.words(tokens) + self.features(tokens))
+        gate, up = self.packed(h).chunk(2, -1)
+        h = h + self.rows(torch.sigmoid(gate) * up)
+        h = h + self.narrow(torch.relu(self.wide(h.transpose(1, 2)))).transpose(1, 2)
+        out: torch.Tensor = h + self.down(torch.relu(self.up(h)))
+        return out
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=250)
+def test_every_lowering_is_traced() -> None:
+    plan: dict[str, Any] = {
+        "words": RowwiseParallel(input_layouts=Replicate()),
+        "features": ColwiseParallel(output_layouts=Replicate()),
+        "packed": PackedColwiseParallel(blocks={"gate": Heads(3, 4), "up": Heads(3, 4)}),
+        "rows": RowwiseParallel().heads(3, 4),
+        "wide": ColwiseParallel(),
+        "narrow": RowwiseParallel(),
+        "up": LoRA(base=ColwiseParallel(), rank=2, train_base=True),
+        "down": LoRA(base=RowwiseParallel(), rank=2, train_base=True),
+    }
+    torch.manual_seed(1)
+    assert_same(Mixed().double(), plan, torch.randint(9, (3, 4)))
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=250)
+def test_overlap_and_sequence_layouts_are_traced() -> None:
+    start = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6)).double()
+    plan: dict[str, Any] = {
+        "0": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "1": ColwiseParallel(input_layouts=Shard(0)),
+        "3": RowwiseParallel(output_layouts=Shard(0)).overlapped(2),
+    }
+    forward, backward = assert_same(start, plan, torch.randn(4, 3, 6, dtype=torch.double))
+    assert forward == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    assert sorted(set(backward)) == ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]
