@@ -55,7 +55,7 @@ TWO_AXES = [
     ((P, P), (S0, S0), BIG, ["ReduceScatter"]),
     ((S0, R), (R, S0), BIG, ["Exchange"]),
     ((P, S0), (S0, S0), BIG, ["ReduceScatter", "Exchange"]),
-    ((P, R), (R, R), BIG, ["Slice", "ReduceScatter", "AllGather"]),
+    ((P, R), (R, R), BIG, ["Slice", "AllReduce", "AllGather"]),
     ((P, R), (R, R), SMALL, ["AllReduce"]),
     ((R, S1), (S0, R), BIG, ["Slice", "AllGather"]),
     ((P, Partial("avg")), (R, R), BIG, ["AllReduce"]),

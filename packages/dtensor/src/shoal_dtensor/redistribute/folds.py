@@ -53,7 +53,8 @@ def joined(first: Plan, second: Plan) -> Plan:
     """One plan after another."""
     peak = max(first.peak_bytes, second.peak_bytes)
     seconds, sent = first.seconds + second.seconds, first.bytes_sent + second.bytes_sent
-    return Plan(first.src, second.dst, (*first.steps, *second.steps), seconds, sent, peak)
+    floor = first.floor + second.floor
+    return Plan(first.src, second.dst, (*first.steps, *second.steps), seconds, sent, peak, floor)
 
 
 def _is_folded(spec: Spec, dim: int) -> bool:
@@ -64,7 +65,8 @@ def _framed(src: Spec, dst: Spec, one: Spec, two: Spec, inner: Plan) -> Plan:
     """`inner` between two changes of shape."""
     before: tuple[Step, ...] = () if one is src else (Reshape(src=src, dst=one, peak_bytes=0),)
     after: tuple[Step, ...] = () if two is dst else (Reshape(src=two, dst=dst, peak_bytes=0),)
-    return Plan(src, dst, (*before, *inner.steps, *after), inner.seconds, inner.bytes_sent, inner.peak_bytes)
+    steps = (*before, *inner.steps, *after)
+    return Plan(src, dst, steps, inner.seconds, inner.bytes_sent, inner.peak_bytes, inner.floor)
 
 
 def _seen(spec: Spec, frame: Frame) -> Spec | None:

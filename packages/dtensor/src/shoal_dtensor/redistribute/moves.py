@@ -8,11 +8,11 @@ once.  Out of a reduction: `ReduceScatter` or `AllReduce` over several axes at o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 
-from .space import Dims, Move, Space, Tokens, shared, valid_tokens
+from .pricing import sent_among
+from .space import Dims, Move, Space, shared, valid_tokens
 
-__all__ = ["finishes", "presliced", "reductions", "transition"]
+__all__ = ["all_reduce", "finishes", "last_shardings", "reduce_scatter", "transition"]
 
 
 def transition(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...] = ()) -> list[Move]:
@@ -54,13 +54,7 @@ def _collectives(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...])
     changed = tuple(d for d, (a, b) in enumerate(zip(dims, goal, strict=True)) if a != b)
     if any(dims[d][: len(goal[d])] != goal[d] for d in changed):
         return [_exchange(space, dims, goal, pending, changed)]
-    fused = _gather(space, dims, goal, pending)
-    if len(changed) > 1 and changed[0] == 0 and space.bulky:  # the inner dims are cheaper to copy while the rest is cut
-        halfway = (dims[0], *goal[1:])
-        split = [_gather(space, dims, halfway, pending), _gather(space, halfway, goal, pending)]
-        if sum(move.seconds for move in split) < fused.seconds:
-            return split
-    return [fused]
+    return [_gather(space, dims, goal, pending)]
 
 
 def _gather(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...]) -> Move:
@@ -87,22 +81,14 @@ def _exchange(space: Space, dims: Dims, goal: Dims, pending: tuple[int, ...], ch
     moved = received
     near = tuple(a for a in axes if any(t // 3 == a for tokens in dims for t in tokens))
     if near != axes:
-        sent = _sent_among(space, goal, near, before, received)
+        cut = {t // 3 for tokens in goal for t in tokens}
+        copies = links.group(tuple(a for a in near if a not in cut))
+        sent = sent_among(links.group(near), copies, before, received)
         if links.seconds(near, sent) <= links.seconds(axes, received):
             axes, moved = near, sent
     copied = 0 if changed == (0,) else min(moved, before) + after  # whole rows lie in memory as they travel
     seconds = links.seconds(axes, moved) + links.copy(copied)
     return Move("Exchange", axes, changed, goal, pending, seconds, moved, peak)
-
-
-def _sent_among(space: Space, goal: Dims, near: tuple[int, ...], before: int, received: int) -> int:
-    """Bytes of the busiest rank if an exchange stays among ranks that differ only along the axes that cut now.
-
-    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it.
-    """
-    cut = {t // 3 for tokens in goal for t in tokens}
-    copies = space.links.group(tuple(a for a in near if a not in cut))
-    return max(received, min(before * copies, (space.links.group(near) - 1) * received))
 
 
 def _all_to_all(space: Space, dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, int] | None:
@@ -130,17 +116,9 @@ def _involved(dims: Dims, goal: Dims, changed: tuple[int, ...]) -> tuple[int, ..
 
 def finishes(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
     """Ways to `dst` once nothing is left to reduce: reshard, then `Pad` and `Share` axes that become partial."""
-    becoming = set(space.becoming)
-    goals = [space.goal]
-    if becoming:
-        kept = tuple(
-            valid_tokens(new + tuple(t for t in old if t // 3 in becoming), old, new)
-            for old, new in zip(dims, space.goal, strict=True)
-        )
-        if kept != space.goal:
-            goals.insert(0, kept)
-    for goal in goals:
+    for goal, _ in last_shardings(space, dims):
         moves = transition(space, dims, goal)
+        becoming = set(space.becoming)
         if goal != space.goal:
             axes = tuple(t // 3 for old, new in zip(goal, space.goal, strict=True) for t in old[len(new) :])
             moves.append(_local(space, "Pad", axes, goal, space.goal))
@@ -150,7 +128,35 @@ def finishes(space: Space, dims: Dims) -> Iterator[tuple[Move, ...]]:
         if space.scaled:
             moves.append(_local(space, "Scale", space.scaled, space.goal, space.goal))
         yield tuple(moves)
-        becoming = set(space.becoming)
+
+
+def last_shardings(space: Space, dims: Dims) -> list[tuple[Dims, int]]:
+    """The goal, cut further by axes that become partial: by all, by those that cut now, by none.
+
+    Each with the number of local steps from there to `dst`.
+    """
+    becoming = space.becoming
+    scaled = bool(space.scaled)
+    if not becoming:
+        return [(space.goal, int(scaled))]
+    kept = tuple(
+        valid_tokens(new + tuple(t for t in old if t // 3 in becoming), old, new)
+        for old, new in zip(dims, space.goal, strict=True)
+    )
+    used = {t // 3 for tokens in kept for t in tokens}
+    tail = tuple(3 * a for a in becoming if a not in used)
+    found = [kept, space.goal]
+    if tail and dims:
+        even = [d for d, tokens in enumerate(kept) if space.width(d, tokens + tail)[1] and space.shape[d]]
+        places = even or [max(range(len(kept)), key=lambda d: space.width(d, kept[d])[0])]
+        found[:0] = [(*kept[:d], kept[d] + tail, *kept[d + 1 :]) for d in places]
+    local = {goal: scaled + (goal != space.goal) for goal in found}
+    return [(goal, n + (_cutting(goal, becoming) < len(becoming))) for goal, n in local.items()]
+
+
+def _cutting(dims: Dims, axes: tuple[int, ...]) -> int:
+    """How many of the axes cut something."""
+    return sum(t // 3 in axes for tokens in dims for t in tokens)
 
 
 def _local(space: Space, kind: str, axes: tuple[int, ...], dims: Dims, after: Dims) -> Move:
@@ -159,83 +165,22 @@ def _local(space: Space, kind: str, axes: tuple[int, ...], dims: Dims, after: Di
     return Move(kind, axes, changed, after, (), space.links.copy(box), 0, space.box(dims) + box)
 
 
-def reductions(space: Space, dims: Dims, pending: tuple[int, ...]) -> Iterator[Move]:
-    """Reduce-scatters over some of the pending axes, and the all-reduce over all of them.
-
-    An all-reduce is the last reduction of a plan and takes all axes that are left: two in a row could leave
-    replicas that differ in the last bit, as each group may add in its own order.
-    """
-    links = space.links
-    before, wide = space.box(dims), space.widening
-    received = 2 * wide * before * (links.group(pending) - 1) // links.group(pending)
-    yield Move("AllReduce", pending, (), dims, (), links.seconds(pending, received), received, (1 + wide) * before)
-    for axes in _subsets(space, pending):
-        left = tuple(a for a in pending if a not in axes)
-        ways = links.group(axes)
-        for after in _scattered(space, dims, axes):
-            changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
-            order = tuple(t // 3 for d in changed for t in after[d][len(dims[d]) :])
-            box = space.box(after)
-            received = wide * (before * (ways - 1) // ways if space.even(after, changed) else box * (ways - 1))
-            packed = wide * before if changed != (0,) else 0
-            seconds = links.seconds(axes, received) + links.copy(packed)
-            yield Move("ReduceScatter", order, changed, after, left, seconds, received, before + packed + box)
+def all_reduce(space: Space, dims: Dims, pending: tuple[int, ...]) -> Move:
+    """The reduction over all axes that are left."""
+    before, wide, ways = space.box(dims), space.widening, space.links.group(pending)
+    received = 2 * wide * before * (ways - 1) // ways
+    seconds = space.links.seconds(pending, received)
+    return Move("AllReduce", pending, (), dims, (), seconds, received, (1 + wide) * before)
 
 
-def _subsets(space: Space, pending: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Sets of axes worth scattering over: all, and those that `dst` cuts; any, where axes differ in speed."""
-    if not space.links.uniform:
-        return [axes for n in range(len(pending), 0, -1) for axes in combinations(pending, n)]
-    cut = {t // 3 for tokens in space.goal for t in tokens}
-    found = [pending, tuple(a for a in pending if a in cut)]
-    if space.bulky:  # one dim after the other copies less than all at once
-        found += [tuple(a for a in pending if 3 * a in tokens) for tokens in space.goal]
-    return list(dict.fromkeys(axes for axes in found if axes))
-
-
-def presliced(space: Space, dims: Dims) -> Iterator[tuple[Dims, tuple[Move, ...]]]:
-    """States to start a reduction from: replicated axes may share its work by each taking a part, for free."""
-    start = _slice_towards(dims, space.goal, space.pending)
-    base = () if start == dims else (_slice(space, dims, start, space.pending),)
-    yield start, base
-    used = {t // 3 for tokens in start for t in tokens}
-    partial = {axis for axis, placement in enumerate(space.placements[0]) if placement.is_partial()}
-    idle = [a for a, n in enumerate(space.links.sizes) if n > 1 and a not in used and a not in partial]
-    for count in range(1, len(idle) + 1):
-        for axes in combinations(idle, count):
-            for after in _scattered(space, start, axes):
-                yield after, (_slice(space, dims, after, space.pending),)
-
-
-def _scattered(space: Space, dims: Dims, axes: tuple[int, ...]) -> list[Dims]:
-    """Ways to cut a box further by `axes`: each axis where `dst` wants it if it fits, the rest on one dim."""
-    result = list(dims)
-    rest = set(axes)
-    for dim, new in enumerate(space.goal):
-        old = result[dim]
-        if new[: len(old)] != old:
-            continue
-        end = len(old)
-        while end < len(new) and new[end] // 3 in rest:
-            rest.discard(new[end] // 3)
-            end += 1
-        result[dim] = new[:end]
-    if not rest:
-        return [tuple(result)]
-    tail = tuple(3 * a for a in sorted(rest))
-    dims_to_cut = _scratch_dims(space, result, tail)
-    return [(*result[:dim], result[dim] + tail, *result[dim + 1 :]) for dim in dims_to_cut]
-
-
-def _scratch_dims(space: Space, dims: list[Tokens], tail: Tokens) -> list[int]:
-    """Tensor dims on which axes without a place in `dst` are worth cutting.
-
-    The first that divides evenly, the first such that no pending reduction has to cut too, and their own.
-    """
-    even = [d for d, tokens in enumerate(dims) if space.width(d, tokens + tail)[1] and space.shape[d]]
-    quiet = [d for d in even if not any(t // 3 in space.pending for t in space.goal[d])]
-    wanted = [d for d, tokens in enumerate(space.goal) if any(t // 3 * 3 in tail for t in tokens)]
-    found = even[:1] + quiet[:1] + wanted
-    if not even and dims:
-        found.insert(0, max(range(len(dims)), key=lambda d: space.width(d, dims[d])[0]))
-    return list(dict.fromkeys(found))
+def reduce_scatter(space: Space, dims: Dims, after: Dims, pending: tuple[int, ...], left: tuple[int, ...]) -> Move:
+    """The reduction over the pending axes that are not `left`, each rank keeping a part."""
+    before, box = space.box(dims), space.box(after)
+    changed = tuple(d for d, (a, b) in enumerate(zip(dims, after, strict=True)) if a != b)
+    axes = tuple(t // 3 for d in changed for t in after[d][len(dims[d]) :])
+    assert sorted(axes) == sorted(set(pending) - set(left)), "the axes that are reduced are those that cut"
+    ways, wide = space.links.group(axes), space.widening
+    received = wide * (before * (ways - 1) // ways if space.even(after, changed) else box * (ways - 1))
+    packed = wide * before if changed != (0,) else 0
+    seconds = space.links.seconds(axes, received) + space.links.copy(packed)
+    return Move("ReduceScatter", axes, changed, after, left, seconds, received, before + packed + box)

@@ -144,7 +144,7 @@ def _build(src: Spec, dst: Spec, space: Space, route: Route) -> Plan:
         steps.append(_step(here, there, space, move, ops))
         here = there
     received = sum(move.received for move in route.moves)
-    return Plan(src, dst, tuple(steps), route.seconds, received, route.peak)
+    return Plan(src, dst, tuple(steps), route.seconds, received, route.peak, route.floor)
 
 
 def _spec(src: Spec, dst: Spec, space: Space, move: Move, becoming: dict[int, str]) -> Spec:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COPY_SPEEDUP", "Links"]
+__all__ = ["COPY_SPEEDUP", "Links", "sent_among"]
 
 COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
 
@@ -50,3 +50,17 @@ class Links:
     def copy(self, copied: float) -> float:
         """Time of copying so many bytes on the device."""
         return copied / (COPY_SPEEDUP * max(self.bandwidth, default=1.0))
+
+
+def sent_among(ranks: int, copies: int, before: int, received: int) -> int:
+    """Bytes of the busiest rank if an exchange stays among the `ranks` that hold different parts.
+
+    Each replica along the other axes then serves itself, so a rank may have to send all it has to all who want it.
+
+    Args:
+        ranks: size of the group.
+        copies: how many ranks of it want the same part.
+        before: bytes that a rank holds.
+        received: bytes that a rank lacks.
+    """
+    return max(received, min(before * copies, (ranks - 1) * received))

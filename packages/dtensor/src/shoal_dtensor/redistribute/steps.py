@@ -190,6 +190,7 @@ class Plan:
         seconds: expected time.
         bytes_sent: received by the busiest rank, over all steps.
         peak_bytes: expected memory at the worst moment, the source shard included.
+        floor: seconds that any other plan takes at least, as far as is known; `seconds` if none is faster.
         program, kernels: what `run` makes of the steps on this rank at its first call.
     """
 
@@ -199,6 +200,7 @@ class Plan:
     seconds: float
     bytes_sent: int
     peak_bytes: int
+    floor: float = 0.0
     program: list[Any] = field(default_factory=list, repr=False)
     kernels: list[Any] = field(default_factory=list, repr=False)
 
