@@ -69,6 +69,11 @@ def test_axes_that_change_together_are_fused(
     assert names(plan(spec((4, 4), src, shape), spec((4, 4), dst, shape))) == expected
 
 
+def test_a_tensor_without_dims() -> None:
+    assert names(plan(spec((4, 4), (P, P), ()), spec((4, 4), (R, R), ()))) == ["AllReduce"]
+    assert names(plan(spec((2, 2, 2), (P, R, R), ()), spec((2, 2, 2), (R, P, R), ()))) == ["AllReduce", "Share"]
+
+
 def test_sum_and_average_are_reduced_together() -> None:
     step = plan(spec((4, 2), (P, Partial("avg"))), spec((4, 2), (R, R))).steps[0]
     assert (step.op, step.divisor, step.axes) == ("sum", 2, (0, 1))  # type: ignore[attr-defined]  # of AllReduce

@@ -2,8 +2,8 @@
 
 A state is left aside only if every way through it provably takes as long as one that is known, so
 what is found is the cheapest there is among the states looked at: all of them up to three mesh axes.
-(Only a copy on the device that takes less than starting a collective may be one too many, and where
-pieces are uneven or axes become partial there may be a slightly better dim to cut meanwhile.)  Where
+(If one collective is enough and the tensor is small or uneven, cutting replicated axes in another way
+beforehand might save a little more.)  Where
 axes differ in speed the search may stop early, after `MOST_PRICED` prices, with the best way so far;
 it starts with the ways that settle one speed or one axis after the other, so it is never worse than
 those, and it says how much faster any way could be at best.

@@ -145,7 +145,8 @@ def _places(space: Space, axis: int) -> tuple[int, ...]:
 
 def _count(axes: int, dims: int) -> int:
     """Number of cuts of `dims` dims by subsets of `axes` axes in every order."""
-    return sum(comb(axes, k) * factorial(k) * comb(k + dims - 1, k) for k in range(axes + 1))
+    ways = (comb(axes, k) * factorial(k) * comb(k + dims - 1, k) for k in range(axes + 1))
+    return sum(ways) if dims else 1
 
 
 @lru_cache(maxsize=256)
