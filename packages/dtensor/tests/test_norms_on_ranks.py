@@ -1,4 +1,4 @@
-"""Covers: partial norms: rules/reduce.py, rules/optim.py, redistribute/{norms,once}.py; clip_grad_norm_ on ranks."""
+"""Covers: partial norms: rules/reduce.py, redistribute/{norms,once}.py, clip.py; torch's clip_grad_norm_ on ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -165,3 +165,48 @@ def test_partial_norms_to_and_from_torch() -> None:
     assert mine.placements == (Partial("norm2"),)
     torch.testing.assert_close(mine.full_tensor(), whole.norm())
     torch.testing.assert_close(to_torch(mine, peer.device_mesh).full_tensor(), whole.norm())
+
+
+@pytest.mark.parametrize("foreach", [None, False], ids=["foreach=None", "foreach=False"])
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.5, inf], ids=str)
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@on_ranks(4)
+def test_clipping_local_parts(shape: tuple[int, ...], order: float, foreach: bool | None) -> None:
+    plain, spread = parameters(shape)
+    mesh, one = spread[0].device_mesh, nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    one.grad = torch.ones(3, dtype=torch.float64)
+    late = nn.Parameter(distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [R] * mesh.ndim))
+    late.grad = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh, [Partial("avg")] * mesh.ndim)
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
+    other = nn.Parameter(distribute_tensor(torch.zeros(6, dtype=torch.float64), flat, [S0]))
+    other.grad = distribute_tensor(torch.ones(6, dtype=torch.float64), flat, [S0])
+    extra = torch.ones(11, dtype=torch.float64)
+    expected_all = torch.cat([*(p.grad.flatten() for p in plain), extra])
+    expected = torch.linalg.vector_norm(expected_all, order)
+    with CommDebugMode() as counted:
+        got = clip_grad_norm_([*spread, one, late, other, nn.Parameter(extra)], 0.5, order, foreach=foreach)
+    assert type(got) is Tensor and counted.get_total_counts() == 3, "one for each mesh, one for the partial gradient"
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+    factor = min(1.0, 0.5 / (expected.item() + 1e-6))
+    for p, q in zip(plain, spread, strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad * factor, rtol=1e-13, atol=0)
+    late_grad: Any = late.grad
+    assert late_grad.placements == (R,) * mesh.ndim
+    for done in (one.grad, late_grad.to_local(), other.grad):
+        whole = done.full_tensor() if isinstance(done, DTensor) else done
+        torch.testing.assert_close(whole, torch.full_like(whole, factor), rtol=1e-13, atol=0)
+
+
+@on_ranks(4)
+def test_clipping_local_parts_takes_one_collective() -> None:
+    plain, spread = parameters((2, 2))
+    with CommDebugMode() as counted:
+        got = clip_grad_norm_(spread, 0.5)
+    assert counted.get_total_counts() == 1
+    torch.testing.assert_close(got, nn.utils.clip_grad_norm_(plain, 0.5))
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    spread[0].grad.to_local().fill_(inf if spread[0].device_mesh.get_rank() == 1 else 1.0)
+    with pytest.raises(RuntimeError, match=r"of order 2\.0 of the gradients is inf"):
+        clip_grad_norm_(spread, 0.5, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="must be positive"):
+        clip_grad_norm_(spread, 0.5, 0.0)

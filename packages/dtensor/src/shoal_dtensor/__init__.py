@@ -1,6 +1,7 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from .__about__ import __version__
+from .clip import clip_grad_norm_
 from .dispatch import cache_info, clear_cache
 from .distribute import distribute_module, distribute_tensor
 from .errors import (
@@ -61,6 +62,7 @@ __all__ = [
     "check_random_state",
     "checked_replicas",
     "clear_cache",
+    "clip_grad_norm_",
     "coalesce",
     "communication",
     "compute_local_shape_and_global_offset",
