@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -229,3 +229,36 @@ def test_a_reader_whose_output_is_unused_leaves_its_gradient_alone() -> None:
     assert found["first.weight"] is None
     assert found["second.weight"] is not None
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("where", ["replicated", "sequence"])
+@on_ranks(2)
+def test_the_reduction_runs_beside_a_weight_gradient_that_takes_long(where: str) -> None:
+    style = ColwiseParallel(input_layouts=Replicate() if where == "replicated" else Shard(0))
+    name = "all_reduce_" if where == "replicated" else "scatter_blocks"
+    for width, beside in ((4, False), (1024, True)):
+        module = lowered(nn.Linear(width, 128), style)
+        x = torch.randn(16, width, dtype=torch.float64, requires_grad=True)
+        seen: list[bool] = []
+        reduce = getattr(linear, name)
+
+        def recorded(*args: Any, seen: list[bool] = seen, reduce: Any = reduce, **how: Any) -> Any:
+            seen.append(how.get("async_op", False))
+            return reduce(*args, **how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linear, name, recorded)
+            module(x).square().sum().backward()
+        assert seen == [beside]
+        whole = x.detach().clone()
+        if where == "sequence":
+            parts = [torch.empty_like(whole) for _ in range(2)]
+            torch.distributed.all_gather(parts, whole)
+            whole = torch.cat(parts)
+        params: list[Any] = list(module.parameters())
+        weight, bias = (param.full_tensor() for param in params)
+        expected = torch.autograd.grad(
+            nn.functional.linear(whole.requires_grad_(), weight, bias).square().sum(), whole
+        )[0]
+        rank = torch.distributed.get_rank()
+        torch.testing.assert_close(x.grad, expected.chunk(2)[rank] if where == "sequence" else expected)

@@ -23,6 +23,8 @@ from shoal_dtensor import DTensor, Spec
 from .._torch import will_run
 from ..errors import SecondOrderError
 
+is_compiling = torch.compiler.is_compiling
+
 __all__ = ["ADD", "GIVE", "SKIP", "course", "first_order_only", "settle"]
 
 SKIP, ADD, GIVE = range(3)
@@ -45,7 +47,7 @@ def course(node: Any, param: Any) -> int:
         node: where the autograd function's edge of this parameter leads (`ctx.next_functions`).
         param: the parameter that the function was called with.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return GIVE
     try:
         if not will_run(node):
