@@ -83,8 +83,9 @@ class HandColumn(nn.Module):
 
     def __init__(self, inner: int, outer: int, copies: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outer // WORLD, inner))
-        self.bias = nn.Parameter(torch.randn(outer // WORLD))
+        ways = dist.get_world_size()
+        self.weight = nn.Parameter(torch.randn(outer // ways, inner))
+        self.bias = nn.Parameter(torch.randn(outer // ways))
         self.copies = copies
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ class HandRow(nn.Module):
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(outer, inner // WORLD))
+        self.weight = nn.Parameter(torch.randn(outer, inner // dist.get_world_size()))
         self.bias = nn.Parameter(torch.randn(outer))
 
     def forward(self, x: Tensor) -> Tensor:
