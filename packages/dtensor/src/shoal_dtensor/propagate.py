@@ -327,9 +327,8 @@ def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:
 
 def _fixed(call: OpCall) -> tuple[tuple[int, int | None], ...]:
     """The inputs written in place, each with the output that it is."""
-    written = call.written
-    outputs = [i for i, r in enumerate(call.op._schema.returns) if r.alias_info is not None and r.alias_info.is_write]
-    return tuple((index, outputs[k] if k < len(outputs) else None) for k, index in enumerate(written))
+    outputs = call.rewritten
+    return tuple((index, outputs[k] if k < len(outputs) else None) for k, index in enumerate(call.written))
 
 
 def _aliased(call: OpCall, writes: Sequence[int], outputs: int) -> tuple[int | None, ...]:

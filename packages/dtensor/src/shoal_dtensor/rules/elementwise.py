@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..placements import REDUCE_OPS
+from ..spec import TensorMeta
 from .local import across, cutting, replacing
 from .notation import pointwise
 from .rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
@@ -82,23 +83,39 @@ def _converted(call: OpCall) -> Found:
     Partial sums are not narrowed: each part would be rounded, and where parts cancel the sum would be off by much more.
     """
     (source,), (target,) = call.tensors, call.outputs
+    found: Found = [((P(op),), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
+    return [*found, *([((ANY_NORM,), ANY_NORM)] if _keeps_norms(source, target) else [])]
+
+
+def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
+    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
     if source.dtype == target.dtype:
-        return _kept(call)
+        return True
+    if op in ("max", "min"):
+        return target.dtype.is_floating_point and not source.dtype.is_complex
     floating = all(d.is_floating_point or d.is_complex for d in (source.dtype, target.dtype))
-    widening = floating and torch.finfo(target.dtype).eps <= torch.finfo(source.dtype).eps
-    ordered = target.dtype.is_floating_point and not source.dtype.is_complex
-    ops = (("sum", "avg") if widening else ()) + (("max", "min") if ordered else ())
-    return [((partial,), partial) for partial in (*map(P, ops), *([ANY_NORM] if widening and ordered else []))]
+    return op in ("sum", "avg") and floating and torch.finfo(target.dtype).eps <= torch.finfo(source.dtype).eps
+
+
+def _keeps_norms(source: TensorMeta, target: TensorMeta) -> bool:
+    """Whether partial norms, which are real, may be converted."""
+    return all(_commutes(op, source, target) for op in ("sum", "max"))
+
+
+def _made(call: OpCall) -> TensorMeta:
+    return (call.outputs or call.tensors)[0]
 
 
 def _chosen(call: OpCall, first: int, count: int) -> Found:
     """One of `count` operands from `first` on is chosen for every element, whatever the values."""
     before, after = (R,) * first, (R,) * (len(call.tensors) - first - count)
     found: Found = []
+    chosen = range(first, first + count)
+    kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], _made(call))] for op in REDUCE_OPS}
     if count > 1 or not _fills_with_number(call):
-        found += [((*before, *(P(op),) * count, *after), P(op)) for op in REDUCE_OPS]
+        found += [((*before, *(P(op),) * count, *after), P(op)) for op in REDUCE_OPS if len(kept[op]) == count]
     for op in IDEMPOTENT:
-        found += [(_only(call, i, op), P(op)) for i in range(first, first + count)]
+        found += [(_only(call, i, op), P(op)) for i in kept[op]]
     return list(dict.fromkeys(found))
 
 
@@ -115,15 +132,24 @@ def _masked_fill(call: OpCall) -> Found:
     if len(call.tensors) == 2:
         found.append(((P("sum"), R), P("sum")))
     if len(call.tensors) == 3:
-        found += [((P(op), R, P(op)), P(op)) for op in REDUCE_OPS]
-        found += [((R, R, P(op)), P(op)) for op in IDEMPOTENT]
+        ops = [op for op in REDUCE_OPS if _commutes(op, call.tensors[2], _made(call))]
+        found += [((P(op), R, P(op)), P(op)) for op in ops]
+        found += [((R, R, P(op)), P(op)) for op in ops if op in IDEMPOTENT]
     return found
 
 
 def _copied(call: OpCall) -> Found:
     """`copy_`: the source's values, so any reduction may wait if the target has the same one."""
-    found: Found = [((p, p), p) for p in (*map(P, REDUCE_OPS), ANY_NORM) if len(call.tensors) == 2]
-    return found + [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    return _replaced(call) + [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+
+
+def _replaced(call: OpCall) -> Found:
+    """Values taken from the second tensor."""
+    if len(call.tensors) != 2:
+        return []
+    target, source = call.tensors
+    found: Found = [(_all(call, op), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
+    return [*found, *([((ANY_NORM, ANY_NORM), ANY_NORM)] if _keeps_norms(source, target) else [])]
 
 
 def _filled(call: OpCall) -> Found:
@@ -131,7 +157,7 @@ def _filled(call: OpCall) -> Found:
     found: Found = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
     if len(call.tensors) == 1:
         found.append(((P("sum"),), P("sum")))
-    return found + [(_all(call, op), P(op)) for op in REDUCE_OPS if len(call.tensors) == 2]
+    return found + _replaced(call)
 
 
 def _zeroed(call: OpCall) -> Found:
@@ -289,6 +315,20 @@ _FOREACH = (
 )
 _RULE_OF = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
+
+def _with_numbers(rule: Rule) -> Rule:
+    """`rule` for operators whose last tensor holds a number for each element of the lists."""
+
+    def rows(call: OpCall) -> list[Row]:
+        found = rule.rows(replace(call, tensors=call.tensors[:-1]))
+        return [replace(row, inputs=(*row.inputs, R)) for row in found]
+
+    return replace(rule, rows=rows)
+
+
+_LISTS = {f"_foreach_{n}": replace(_RULE_OF[n], each=True, local=None) for n in _FOREACH.split()}
+_TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
+
 ELEMENTWISE: Table = family(_RULES) | family(
-    {f"_foreach_{n}": replace(_RULE_OF[n], each=True, local=None) for n in _FOREACH.split()}
+    _LISTS | {f"{n}.Tensor {n}_.Tensor": _with_numbers(_LISTS[n]) for n in _TERNARY}
 )

@@ -34,7 +34,7 @@ def _without_sum(decided: LocalCall) -> LocalFunction | None:
     beta: float = decided.call["beta"]
 
     def run(added: Tensor, *_: Any, **__: Any) -> Tensor:
-        return (added * beta).expand(made.local_shape).clone()
+        return (added * beta).to(made.dtype).expand(made.local_shape).clone()
 
     return None if decided.call.written else filling_out(decided.call, run)
 
@@ -93,6 +93,17 @@ def _matmul(call: OpCall) -> list[Row]:
     return list(product(f"{left}, {right} -> {made}", linear=(0, 1)).rows(call))
 
 
+def _kron(call: OpCall) -> list[Row]:
+    """Dim by dim from the right, each pair of dims becomes one; an operand with fewer dims has none on the left."""
+    ndims = [tensor.ndim for tensor in call.tensors]
+    places = range(max(ndims))
+    first, second = (
+        [f"{name}{i}" if i >= max(ndims) - n else "" for i in places] for name, n in zip("ab", ndims, strict=True)
+    )
+    made = " ".join(f"({a} {b})" for a, b in zip(first, second, strict=True))
+    return list(product(f"{' '.join(first)}, {' '.join(second)} -> {made}", linear=(0, 1)).rows(call))
+
+
 LINALG: Table = family(
     {
         "mm": product("m k, k n -> m n", linear=(0, 1)),
@@ -100,7 +111,7 @@ LINALG: Table = family(
         "mv": product("m k, k -> m", linear=(0, 1)),
         "dot vdot": product("k, k -> ", linear=(0, 1)),
         "ger outer": product("m, n -> m n", linear=(0, 1)),
-        "kron": product("m n, p q -> (m p) (n q)", linear=(0, 1)),
+        "kron": Rule(_kron),
         "matmul": Rule(_matmul),
         "linear": Rule(_linear),
         "addmm": _added("m k, k n -> m n"),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 from torch import Tensor
 
 from shoal_mesh import all_reduce
 
 from .local import cutting
-from .notation import pointwise
 from .rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["OPTIM"]
 
-_EACH = replace(pointwise(), each=True)
+
+def _state_rows(call: OpCall) -> list[Row]:
+    """A parameter, its gradient and its state are cut alike; step counts, rates and scales are whole."""
+    shape = call.tensors[0].shape
+    return [Row(tuple(S(d) if t.shape == shape else R for t in call.tensors), ()) for d in range(len(shape))]
 
 
 def _unscale_rows(call: OpCall) -> list[Row]:
@@ -40,7 +42,7 @@ def _unscale(decided: LocalCall) -> LocalFunction | None:
 
 OPTIM: Table = family(
     {
-        "_fused_sgd _fused_adam _fused_adamw _fused_adagrad": _EACH,
-        "_amp_foreach_non_finite_check_and_unscale": Rule(_unscale_rows, _unscale, by_value=False, each=True),
+        "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": Rule(_state_rows, by_value=False, each=True),
+        "_amp_foreach_non_finite_check_and_unscale_": Rule(_unscale_rows, _unscale, by_value=False, each=True),
     }
 )

@@ -144,6 +144,14 @@ class OpCall:
             position += count
         return tuple(found)
 
+    @property
+    def rewritten(self) -> tuple[int, ...]:
+        """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
+        schema = self.op._schema
+        targets = {name for a in schema.arguments if a.is_out and a.alias_info for name in a.alias_info.before_set}
+        marks = [r.alias_info for r in schema.returns]
+        return tuple(i for i, m in enumerate(marks) if m is not None and m.is_write and not targets & m.before_set)
+
     def dim(self, name: str = "dim", of: int = 0) -> int:
         """The dim argument `name`, resolved to a non-negative dim of tensor input `of`."""
         ndim = max(self.tensors[of].ndim, 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._torch import OpOverload
 from ..errors import ShoalTensorError
 from ..policy import current, within
 from .rule import Rule, Table
@@ -25,7 +26,9 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
 
     Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
     `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one and comes before a plain name.
-    Names that this version of torch lacks are skipped.  With `unordered`, all rules are (see `Rule`).
+    Names that this version of torch lacks are skipped, and so are overloads that no function of torch leads to: those
+    with a list to write to (`_foreach_add.List_out`), and TorchScript's own for lists and dicts of tensors.  With
+    `unordered`, all rules are (see `Rule`).
 
     Example:
         >>> from .notation import product
@@ -54,8 +57,16 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
-        if any("Tensor" in str(argument.type) for argument in op._schema.arguments):
+        kinds = [str(argument.type) for argument in op._schema.arguments]
+        if any("Tensor" in kind for kind in kinds) and overload not in _UNREACHED and not _fills_list(op):
             yield op
+
+
+_UNREACHED = ("Dict_Tensor", "Tensor_list")
+
+
+def _fills_list(op: OpOverload) -> bool:
+    return any(argument.is_out and "List" in str(argument.type) for argument in op._schema.arguments)
 
 
 def merge(**tables: Table) -> Table:
