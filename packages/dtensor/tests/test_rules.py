@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor.rules import LocalCall, P, R, Row, Rule, S, pointwise, product
+from shoal_dtensor.testing.missed import missed_rows
 from shoal_dtensor.testing.validate import validate
 
 aten = torch.ops.aten
@@ -170,7 +171,7 @@ def test_a_local_function_that_raises_is_a_finding() -> None:
 
 def test_missed_rows_are_told() -> None:
     whole = Rule(lambda call: [])
-    missed = validate(aten.mm.default, real(4, 4), real(4, 4), rule=whole, missed=True).missed
+    missed = missed_rows(aten.mm.default, real(4, 4), real(4, 4), rule=whole)
     assert Row((S(0), R), (S(0),)) in missed
     assert Row((S(1), S(0)), (P("sum"),)) in missed
-    assert not validate(aten.mm.default, real(4, 4), real(4, 4), missed=True).missed
+    assert not missed_rows(aten.mm.default, real(4, 4), real(4, 4))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "Build",
@@ -37,7 +38,9 @@ __all__ = [
     "is_nameless",
     "is_view",
     "make_wrapper",
+    "operator_database",
     "pytree",
+    "recording",
     "set_thread_object",
     "shapes_of",
     "thread_object",
@@ -253,3 +256,24 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
             op(tensor, *args, **kwargs)
         finally:
             torch._C._set_meta_in_tls_dispatch_include(included)
+
+
+@contextmanager
+def recording(note: Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], None]) -> Iterator[None]:
+    """Inside the block, `note` sees every operator that runs below autograd, before it runs."""
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives it no types
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            note(op, args, kwargs or {})
+            return op(*args, **(kwargs or {}))
+
+    with Recorder():  # type: ignore[no-untyped-call]  # torch gives it no types
+        yield
+
+
+def operator_database() -> Sequence[Any]:
+    """Torch's own test samples of its public operators (`OpInfo`); importing them takes 2 s."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    found: Sequence[Any] = op_db
+    return found

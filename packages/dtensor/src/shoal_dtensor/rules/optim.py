@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-
 from torch import Tensor
 
 from shoal_mesh import all_reduce
 
+from ..spec import TensorMeta
 from .local import cutting
 from .rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table
 from .table import family
@@ -16,8 +16,9 @@ __all__ = ["OPTIM"]
 
 def _state_rows(call: OpCall) -> list[Row]:
     """A parameter, its gradient and its state are cut alike; step counts, rates and scales are whole."""
-    shape = call.tensors[0].shape
-    return [Row(tuple(S(d) if t.shape == shape else R for t in call.tensors), ()) for d in range(len(shape))]
+    given = [a for a in call.op._schema.arguments if isinstance(call.get(a.name), TensorMeta)]
+    cut = ["List" in str(a.type) and a.name != "state_steps" for a in given]
+    return [Row(tuple(S(d) if each else R for each in cut), ()) for d in range(call.tensors[0].ndim)]
 
 
 def _unscale_rows(call: OpCall) -> list[Row]:
@@ -40,9 +41,11 @@ def _unscale(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
+_EACH = Rule(_state_rows, by_value=False, each=True, unordered=True)
+
 OPTIM: Table = family(
     {
-        "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": Rule(_state_rows, by_value=False, each=True),
+        "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": _EACH,
         "_amp_foreach_non_finite_check_and_unscale_": Rule(_unscale_rows, _unscale, by_value=False, each=True),
     }
 )

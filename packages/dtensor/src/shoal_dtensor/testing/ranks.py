@@ -1,7 +1,8 @@
 """Ranks as threads of one process, without process groups: for checking local functions that communicate.
 
 A `ThreadMesh` is a mesh whose communicators meet at a barrier and pass tensors by reference.  Its groups answer the
-calls that `shoal_mesh.collectives` makes, so local functions run unchanged.
+calls that `shoal_mesh.collectives` makes, so local functions run unchanged.  One rank runs at a time, with a default
+generator of its own.
 """
 
 from __future__ import annotations
@@ -35,19 +36,44 @@ FOLD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+class Turns:
+    """Whose turn it is: ranks share the process's default generator, so each puts its own state in place."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._states: dict[int, Tensor] = {}
+
+    def take(self) -> None:
+        """Wait for this thread's turn."""
+        self._lock.acquire()
+        state = self._states.get(threading.get_ident())
+        if state is not None:
+            torch.set_rng_state(state)
+
+    def give(self) -> None:
+        """Let another thread run."""
+        self._states[threading.get_ident()] = torch.get_rng_state()
+        self._lock.release()
+
+
 class Meeting:
     """Where the members of one communicator exchange values."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, turns: Turns) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT)
         self.values: list[Any] = [None] * size
+        self.turns = turns
 
     def exchange(self, index: int, value: Any) -> list[Any]:
         """Everybody's values, in index order."""
         self.values[index] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
+        self.turns.give()
+        try:
+            self.barrier.wait()
+            found = list(self.values)
+            self.barrier.wait()
+        finally:
+            self.turns.take()
         return found
 
 
@@ -117,7 +143,10 @@ class ThreadMesh:
     device_type = "cpu"
     mesh_dim_names = None
 
-    def __init__(self, shape: tuple[int, ...], coordinate: tuple[int, ...], meetings: dict[Any, Meeting]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], coordinate: tuple[int, ...], meetings: dict[Any, Meeting], turns: Turns
+    ) -> None:
+        self.turns = turns
         self.shape, self.ndim, self.axis_names = shape, len(shape), tuple(map(str, range(len(shape))))
         self._coordinate, self._meetings = coordinate, meetings
         self._comms: dict[tuple[int, ...], Comm] = {}
@@ -127,6 +156,19 @@ class ThreadMesh:
 
     def size(self, mesh_dim: int | None = None) -> int:
         return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def ranks_along(self, axes: int | tuple[int, ...], coordinate: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Global ranks along some axes through a coordinate, row-major over the axes."""
+        axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        at = self._coordinate if coordinate is None else coordinate
+        found = []
+        for place in product(*(range(self.shape[axis]) for axis in axes)):
+            moved = dict(zip(axes, place, strict=True))
+            rank = 0
+            for axis, n in enumerate(self.shape):
+                rank = rank * n + moved.get(axis, at[axis])
+            found.append(rank)
+        return tuple(found)
 
     def comm(self, axes: int | tuple[int, ...]) -> Comm:
         """The communicator along some axes, index row-major over them in the order asked for."""
@@ -141,7 +183,7 @@ class ThreadMesh:
         size, index = prod(self.shape[axis] for axis in axes), 0
         for axis in axes:
             index = index * self.shape[axis] + self._coordinate[axis]
-        meeting = self._meetings.setdefault((axes, fixed), Meeting(size))
+        meeting = self._meetings.setdefault((axes, fixed), Meeting(size, self.turns))
         names = tuple(self.axis_names[axis] for axis in axes)
         return Comm(
             group=cast("ProcessGroup", ThreadGroup(meeting, index)),
@@ -158,11 +200,17 @@ class ThreadMesh:
 def thread_meshes(shape: tuple[int, ...]) -> list[ThreadMesh]:
     """One mesh per coordinate, row-major, that communicate with each other."""
     meetings: dict[Any, Meeting] = {}
-    return [ThreadMesh(shape, coordinate, meetings) for coordinate in product(*map(range, shape))]
+    turns = Turns()
+    return [ThreadMesh(shape, coordinate, meetings, turns) for coordinate in product(*map(range, shape))]
 
 
-def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMesh]) -> list[Any]:
+def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMesh], seed: int = 0) -> list[Any]:
     """What the functions return, each run on a thread of its own; the first failure is raised for all.
+
+    Args:
+        functions: one per rank.
+        meshes: theirs.
+        seed: of every rank's default generator.
 
     Raises:
         Exception: what a function raised; the others are woken from the barriers they wait at.
@@ -171,19 +219,25 @@ def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMe
     failures: list[BaseException] = []
 
     def work(index: int) -> None:
+        turns = meshes[index].turns
+        turns.take()
         try:
             with torch.no_grad():
+                torch.manual_seed(seed)
                 results[index] = functions[index]()
         except BaseException as error:
             failures.append(error)
             for meeting in list(meshes[index]._meetings.values()):
                 meeting.barrier.abort()
+        finally:
+            turns.give()
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with torch.random.fork_rng(devices=()):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     real = [error for error in failures if not isinstance(error, threading.BrokenBarrierError)]
     if failures:
         raise (real or failures)[0]

@@ -24,14 +24,15 @@ from ..assign import cut_behind, is_plain
 from ..chunks import Cut, chunk_sizes
 from ..folded import AnyCut, FoldedCut, folded
 from ..placements import Partial, Placement
-from ..rules import Entry, LocalCall, OpCall, R, Row, Rule, S, flatten, with_norms
+from ..rules import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
 from ..rules.default import TABLE
 from ..spec import Spec, TensorMeta
+from .calls import Call
 from .parts import deal, gather
 from .ranks import ThreadMesh, on_threads, thread_meshes
 from .simulate import part_of
 
-__all__ = ["Report", "validate"]
+__all__ = ["Report", "Trial", "validate"]
 
 Coordinate = tuple[int, ...]
 
@@ -43,12 +44,10 @@ class Report:
     Attributes:
         checked: how many cases (rows, mesh shape, cuts) ran.
         wrong: one line for each case whose result was not what the rows say.
-        missed: rows that would have been right but that the rule does not have; information, not an error.
     """
 
     checked: int = 0
     wrong: list[str] = field(default_factory=list)
-    missed: list[Row] = field(default_factory=list)
 
 
 def validate(
@@ -57,8 +56,8 @@ def validate(
     rule: Rule | None = None,
     ways: Sequence[int] = (2, 3, 4),
     pairs: bool = True,
-    values: bool = True,
-    missed: bool = False,
+    exact: bool = True,
+    kernel: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> Report:
     """Check every row that a rule gives for one call.
@@ -69,15 +68,15 @@ def validate(
         rule: the rule; that of the standing tables when left out.
         ways: sizes of the mesh axis to try.
         pairs: whether to try pairs of rows on a 2 x 2 mesh too.
-        values: False compares shapes and dtypes only (operators whose values are undefined or random).
-        missed: whether to look for sharding rows that the rule lacks.
+        exact: False compares shapes and dtypes only (operators whose values are undefined).
+        kernel: what computes the operator where it has no kernel for this device.
         kwargs: its keyword arguments.
 
     Example:
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
-    trial = Trial(op, args, kwargs, rule or TABLE[op], values)
+    trial = Trial(Call(op, args, kwargs), rule or TABLE[op], exact=exact, kernel=kernel)
     report = Report()
     for row in trial.rows:
         for n in ways:
@@ -86,8 +85,6 @@ def validate(
     for first, second in product(trial.rows, trial.rows) if pairs else ():
         for cuts in _pair_cuts(trial, first, second):
             trial.try_out(report, (2, 2), (first, second), cuts)
-    if missed:
-        report.missed = _missed(trial, ways[0])
     return report
 
 
@@ -126,41 +123,23 @@ def _clash(first: Row, second: Row) -> bool:
     return False
 
 
-def _missed(trial: Trial, n: int) -> list[Row]:
-    """Shardings of every input and output that the bare operator satisfies but no row says."""
-    known = {(row.inputs, row.outputs) for row in trial.rows}
-    found = []
-    options: list[list[Entry]] = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
-    made: list[list[Entry]] = [[R, P_SUM, *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]
-    for inputs in product(*options):
-        if all(entry is R for entry in inputs) or prod(map(len, options)) > 300:
-            continue
-        for outputs in product(*made):
-            row = Row(tuple(inputs), tuple(outputs))
-            steps = trial.steps(row)
-            if (row.inputs, row.outputs) in known or steps is None or steps < n:
-                continue
-            report = Report()
-            bare = Trial(trial.op, trial.args, trial.kwargs, Rule(lambda call: []), trial.values)
-            bare.try_out(report, (n,), (row,), {0: Cut((0,), (n,), chunk_sizes(steps, n))})
-            if report.checked and not report.wrong:
-                found.append(row)
-    return found
-
-
-P_SUM = Partial("sum")
 NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
+SEED = 0  # of the default generators, on every rank and on the single device
 
 
 class Trial:
     """One call of an operator with global tensors, to be run in pieces."""
 
-    def __init__(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], rule: Rule, values: bool) -> None:
-        self.op, self.args, self.kwargs, self.rule, self.values = op, args, dict(kwargs), rule, values
+    def __init__(self, call: Call, rule: Rule, *, exact: bool = True, kernel: Callable[..., Any] | None = None) -> None:
+        op, args, kwargs = call.op, call.args, call.kwargs
+        self.op, self.args, self.kwargs, self.rule = op, args, dict(kwargs), rule
+        self.exact, self.kernel = exact, kernel or op
         self.outs = tuple(a.name for a in op._schema.arguments if a.is_out)
         read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
         self.tensors: list[Tensor] = [*flatten(read)]
-        self.results = self._run(self.tensors, [kwargs[name].clone() for name in self.outs])
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(SEED)
+            self.results = self._run(self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])])
         metas = tuple(_meta(t) for t in self.tensors)
         outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
         self.call = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
@@ -175,8 +154,8 @@ class Trial:
         """Whether written inputs already lie as the result does; the propagator refuses other rows."""
         if not self.call.written or not row.outputs:
             return True
-        aliased = [i for i, r in enumerate(self.op._schema.returns) if r.alias_info is not None]
-        return all(row.inputs[i] == row.outputs[o] for i, o in zip(self.call.written, aliased, strict=False))
+        pairs = zip(self.call.written, self.call.rewritten, strict=False)
+        return all(row.inputs[i] == row.outputs[o] for i, o in pairs)
 
     def _run(
         self, tensors: Sequence[Tensor], outs: Sequence[Tensor], function: Callable[..., Any] | None = None
@@ -184,12 +163,17 @@ class Trial:
         """The result on copies of `tensors`, and the copies afterwards."""
         copies = [t.clone() for t in tensors]
         numbered = iter(copies)
-        args = _mapped(lambda a: next(numbered) if isinstance(a, Tensor) else a, self.args)
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in self.outs}
-        kwargs = _mapped(lambda a: next(numbered) if isinstance(a, Tensor) else a, kwargs)
-        for name, target in zip(self.outs, outs, strict=False):
-            kwargs[name] = target
-        return (function or self.op)(*args, **kwargs), copies
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return value.clone_state()
+            return next(numbered) if isinstance(value, Tensor) else value
+
+        args = _mapped(fresh, self.args)
+        kwargs = _mapped(fresh, {name: value for name, value in self.kwargs.items() if name not in self.outs})
+        targets = iter(outs)
+        kwargs |= {name: _mapped(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
+        return (function or self.kernel)(*args, **kwargs), copies
 
     def steps(self, row: Row) -> int | None:
         """How many steps the row's factor has; None if it cuts nothing."""
@@ -221,7 +205,7 @@ class Trial:
             for r in ranks
         ]
         try:
-            results = on_threads(functions, meshes)
+            results = on_threads(functions, meshes, SEED)
             problems = [*self._problems(results, meshes, rows, cuts)]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
@@ -286,7 +270,7 @@ class Trial:
             if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
                 yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
                 return
-        if not self.values:
+        if not self.exact:
             return
         totals = gather(dict(zip(coordinates, got, strict=True)), entries, meshes[0].shape)
         for c, total in totals.items():
@@ -350,7 +334,7 @@ def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
         tensors = tuple(flatten(element))
         args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
         kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
-        outputs = call.outputs[i : i + 1]
+        outputs = call.outputs[i::count]
         each.append(list(rule.rows(OpCall(call.op, args, kwargs, tensors, outputs))))
     return [_joined(values, rows) for rows in zip(*each, strict=False)]
 
@@ -365,7 +349,8 @@ def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
         elif isinstance(value, TensorMeta):
             shared = [next(one) for one in entries]
             inputs.append(shared[0])
-    return Row(tuple(inputs), tuple(entry for row in rows for entry in row.outputs))
+    outputs = zip(*(row.outputs for row in rows), strict=True)
+    return Row(tuple(inputs), tuple(entry for together in outputs for entry in together))
 
 
 def _tell(call: OpCall) -> str:
