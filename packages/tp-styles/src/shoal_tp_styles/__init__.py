@@ -3,6 +3,7 @@
 from . import choose, losses
 from .__about__ import __version__
 from .auto import auto_plan, format_plan
+from .channel import ChannelParallel
 from .costs import Preview, preview
 from .errors import (
     LayoutError,
@@ -29,6 +30,7 @@ from .style import ParallelStyle
 from .vocab import Vocab
 
 __all__ = [
+    "ChannelParallel",
     "ColwiseParallel",
     "HeadParallel",
     "Heads",

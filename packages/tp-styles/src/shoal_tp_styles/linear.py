@@ -47,6 +47,7 @@ ROWWISE: dict[type[nn.Module], Features] = {
     nn.Linear: Features({"weight": 1}, -1, None),
     TransposedLinear: Features({"weight": 0}, -1, None),
     nn.Embedding: Features({"weight": 0}, None, None),
+    nn.EmbeddingBag: Features({"weight": 0}, None, None),
     nn.Conv1d: Features({"weight": 1}, -2, None),
     nn.Conv2d: Features({"weight": 1}, -3, None),
     nn.Conv3d: Features({"weight": 1}, -4, None),

@@ -13,15 +13,18 @@ from ..sharding import ModuleSharding
 from ..structure import TransposedLinear, kinds_of
 from .adapter import AdapterColumn, AdapterRow
 from .attention import AttentionHeads
+from .bags import ColumnEmbeddingBag, RowEmbeddingBag
 from .boundary import Boundary
 from .channels import ColumnChannels, RowChannels
 from .dropout import SequenceDropout
-from .embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding
+from .embedding import ColumnEmbedding, RowEmbedding
 from .forward import Lowered
+from .groups import ChannelGroups
 from .linear import ColumnLinear
 from .norm import TOKENWISE, Tokenwise, is_norm
 from .overlap import OverlappedRow
 from .packed import PackedColumn
+from .recurrent import RECURRENT, Recurrent
 from .rows import RowLinear
 
 __all__ = ["LOWERINGS", "Boundary", "Lowered", "lowering_of"]
@@ -38,8 +41,11 @@ LOWERINGS: dict[tuple[str, type[nn.Module]], type[Lowered]] = {
     ("LoRA ColwiseParallel", nn.Linear): AdapterColumn,
     ("LoRA RowwiseParallel", nn.Linear): AdapterRow,
     ("ColwiseParallel", nn.EmbeddingBag): ColumnEmbeddingBag,
+    ("RowwiseParallel", nn.EmbeddingBag): RowEmbeddingBag,
+    ("ChannelParallel", nn.GroupNorm): ChannelGroups,
     **{("SequenceParallel", kind): Tokenwise for kind in TOKENWISE},
     ("SequenceParallel", nn.Dropout): SequenceDropout,
+    **{("SequenceParallel", kind): Recurrent for kind in RECURRENT},
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,8 +26,27 @@ Compute = Callable[[Any, list[Tensor], Any, Any], Tensor]
 
 
 def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
+    if 0 in weight.shape[:2]:
+        return _of_none(module, inputs[0], weight, bias)
     out: Tensor = module._conv_forward(inputs[0], weight, bias)
     return out
+
+
+def _of_none(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A convolution from or to no channels, which kernels refuse, by way of a channel of zeros.
+
+    So a rank that holds none takes part in every collective, forward and backward.
+    """
+    out_channels, in_channels = weight.shape[:2]
+    dim = x.ndim - weight.ndim + 1  # of the channels; there may be no batch dim
+    if in_channels == 0:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
+        weight = torch.cat([weight, weight.new_zeros(out_channels, 1, *weight.shape[2:])], 1)
+    if out_channels == 0:
+        weight = torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
+        bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
+    out: Tensor = module._conv_forward(x, weight, bias)
+    return out if out_channels else out.narrow(dim, 0, 0)
 
 
 def _bilinear(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:

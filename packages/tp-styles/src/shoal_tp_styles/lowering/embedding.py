@@ -25,10 +25,10 @@ from .gradients import SKIP, course, first_order_only, settle
 from .ports import leave_cut, leave_partial
 from .regions import axis_dim, gather_blocks
 
-__all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding"]
+__all__ = ["ColumnEmbedding", "RowEmbedding", "check_table"]
 
 
-def _check(module: nn.Module, sharding: ModuleSharding) -> None:
+def check_table(module: nn.Module, sharding: ModuleSharding) -> None:
     """Refuse what a table in pieces cannot do."""
     if getattr(module, "max_norm", None) is not None:
         raise UnsupportedModuleError(
@@ -44,7 +44,7 @@ class ColumnEmbedding(Lowered):
     __slots__ = ()
 
     def resolve(self) -> None:
-        _check(self.module, self.sharding)
+        check_table(self.module, self.sharding)
 
     def __call__(self, input: Tensor) -> Tensor:
         port = self.port_in
@@ -64,35 +64,6 @@ class ColumnEmbedding(Lowered):
         """The output in the layout and form that leave the module."""
         spec = spec_of(self.params["weight"], "weight")
         return leave_cut(self, out, out.ndim - 1, spec.shape[1], spec.cut(1).sizes)
-
-
-class ColumnEmbeddingBag(ColumnEmbedding):
-    """Stand-in for an embedding bag whose features are cut; every mode works, since bags are local."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
-        module: Any = self.module
-        tokens: Any = getattr(input, "_local_tensor", input)
-        offsets = getattr(offsets, "_local_tensor", offsets)
-        weight: Any = enter({"weight": self.params["weight"]})["weight"]
-        if per_sample_weights is not None and per_sample_weights.requires_grad:
-            raise UnsupportedModuleError(
-                "ColwiseParallel: an EmbeddingBag gives no gradient to per_sample_weights; detach them"
-            )
-        out = functional.embedding_bag(
-            tokens,
-            weight,
-            offsets,
-            scale_grad_by_freq=module.scale_grad_by_freq,
-            mode=module.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=module.include_last_offset,
-            padding_idx=module.padding_idx,
-        )
-        return self.finish(out)
 
 
 def _tokens(tokens: Tensor, port: Any, lowered: Lowered) -> Tensor:
@@ -141,7 +112,7 @@ class RowEmbedding(Lowered):
     __slots__ = ()
 
     def resolve(self) -> None:
-        _check(self.module, self.sharding)
+        check_table(self.module, self.sharding)
 
     def __call__(self, input: Tensor) -> Tensor:
         port = self.port_in
