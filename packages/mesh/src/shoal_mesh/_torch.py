@@ -6,7 +6,8 @@ import datetime as dt
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from itertools import count
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
+from torch._library import opaque_object
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,8 +47,10 @@ __all__ = [
     "backend_config",
     "backend_options",
     "c10d_ops",
+    "constant_when_compiled",
     "default_group",
     "default_store",
+    "distinct",
     "fake_store",
     "full_backend_config",
     "functional",
@@ -67,6 +71,41 @@ functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
+
+_calls = count(1 << 40)
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The input of a functional collective, as an expression that no other collective of the graph has.
+
+    The compiler merges calls with equal inputs, trusting that all ranks have the same graph.  They need not: two parts
+    that are empty on this rank are equal here, and are not elsewhere.  A slice up to a number of its own tells them
+    apart.  (What torch.compile traces line by line is the user's program: there, equal inputs are equal everywhere.)
+    """
+    if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
+        return tensor
+    return tensor[: next(_calls)]
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def constant_when_compiled(cls: Class) -> Class:
+    """Class decorator: torch.compile takes instances for constants of its graph.
+
+    They are made, asked for attributes and called while it traces, guarded by equality, and may be arguments of what
+    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one.
+    """
+    names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
+    members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
+    try:
+        opaque_object.register_opaque_type(cls, typ="value", members=members)
+    except TypeError:  # torch 2.11 asks for a metaclass, which only types that are passed by reference need
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
+        opaque_object._OPAQUE_TYPES[cls] = opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
+        torch._C._register_opaque_type(name)
+    return cls
 
 
 def default_group() -> ProcessGroup | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import _torch
-from ._torch import ProcessGroup
+from ._torch import ProcessGroup, constant_when_compiled
 from .arguments import BackendOverride, read_backends, read_device_type, read_names, read_ranks
 from .errors import AxisError, MeshError, NoGroupError
 from .grid import AxisLike, Parts, RankGrid
@@ -35,6 +35,7 @@ def current_mesh() -> DeviceMesh | None:
     return entered[-1] if entered else None
 
 
+@constant_when_compiled
 class DeviceMesh(RankGrid):
     """Ranks in a grid with named axes and a process group along each of them.
 
@@ -370,6 +371,11 @@ class DeviceMesh(RankGrid):
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks, names and choices; groups are found again where the mesh is unpickled."""
         return (_rebuild, (self._parts, self._root, self._coordinate is not None))
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"mesh_{id(self)}"
+        return name, {name: self}
 
     def __copy__(self) -> DeviceMesh:
         return self

@@ -46,18 +46,27 @@ class Parts:
 
 
 class RankGrid:
-    """Ranks at coordinates, and the one this process has; everything of a mesh that needs no communication."""
+    """Ranks at coordinates, and the one this process has; everything of a mesh that needs no communication.
+
+    Attributes:
+        device_type: `cpu`, `cuda`, ...: never with an index.
+        ndim: number of axes.
+        shape: number of ranks along each axis.
+        mesh_dim_names: names of the axes, None for an unnamed mesh.
+        axis_names: names of the axes; "0", "1", ... for an unnamed mesh.
+        is_abstract: whether the mesh is for planning only and has no process groups.
+    """
 
     __slots__ = (
-        "__weakref__", "_abstract_rank", "_choices", "_comms", "_coordinate", "_derived", "_device_type", "_flattened",
-        "_hash", "_key", "_layout", "_names", "_parts", "_rank_map", "_root", "_tensor", "_world",
+        "__weakref__", "_abstract_rank", "_choices", "_comms", "_coordinate", "_derived", "_flattened", "_hash", "_key",
+        "_layout", "_names", "_parts", "_rank_map", "_root", "_tensor", "_world", "axis_names", "device_type",
+        "is_abstract", "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
     _abstract_rank: int | None
     _choices: tuple[BackendChoice, ...]
     _comms: dict[Any, Comm]
     _coordinate: tuple[int, ...] | None
     _derived: dict[Any, Any]
-    _device_type: str
     _flattened: dict[str, Any]
     _hash: int
     _key: tuple[object, ...]
@@ -68,6 +77,12 @@ class RankGrid:
     _root: Any
     _tensor: torch.Tensor | None
     _world: int
+    device_type: str
+    ndim: int
+    shape: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...] | None
+    axis_names: tuple[str, ...]
+    is_abstract: bool
 
     @classmethod
     def _of(cls, parts: Parts, root: Any = None) -> Self:
@@ -79,10 +94,17 @@ class RankGrid:
     def _set(self, parts: Parts, root: Any) -> None:
         """Fill the slots; the only place that does."""
         self._parts, self._root = parts, root
-        self._device_type, self._layout, self._names = parts.device_type, parts.layout, parts.names
+        self._layout, self._names = parts.layout, parts.names
         self._choices, self._rank_map, self._abstract_rank = parts.choices, parts.rank_map, parts.abstract_rank
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
         self._world = 0 if parts.abstract_rank is not None else world_id()
+        put = object.__setattr__
+        put(self, "device_type", parts.device_type)
+        put(self, "ndim", parts.layout.ndim)
+        put(self, "shape", parts.layout.shape)
+        put(self, "mesh_dim_names", parts.names)
+        put(self, "axis_names", parts.names or tuple(map(str, range(parts.layout.ndim))))
+        put(self, "is_abstract", parts.abstract_rank is not None)
         where = parts.layout if parts.rank_map is None else self._normal_ranks()
         kinds = tuple(choice.key for choice in parts.choices)
         self._key = (parts.device_type, parts.names, where, parts.layout.shape, kinds, parts.abstract_rank, self._world)
@@ -104,31 +126,6 @@ class RankGrid:
     # --- what a mesh is ---------------------------------------------------------------------------------------------
 
     @property
-    def device_type(self) -> str:
-        """`cpu`, `cuda`, ...: never with an index."""
-        return self._device_type
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self._layout.ndim
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Number of ranks along each axis."""
-        return self._layout.shape
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Names of the axes, None for an unnamed mesh."""
-        return self._names
-
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """Names of the axes; "0", "1", ... for an unnamed mesh."""
-        return self._names or tuple(map(str, range(self.ndim)))
-
-    @property
     def ranks(self) -> tuple[int, ...]:
         """Every global rank of the mesh in row-major order."""
         members = self._layout.members()
@@ -140,11 +137,6 @@ class RankGrid:
         if self._tensor is None:
             self._tensor = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").view(self.shape)
         return self._tensor
-
-    @property
-    def is_abstract(self) -> bool:
-        """Whether the mesh is for planning only and has no process groups."""
-        return self._abstract_rank is not None
 
     def axis_index(self, axis: AxisLike) -> int:
         """The index of an axis given by name or index (negative counts from the end); AxisError when there is none."""
@@ -223,6 +215,12 @@ class RankGrid:
 
     # --- as a value -------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # Public facts are slots, not properties: torch.compile cannot read a property of a constant.
+        if not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+        object.__setattr__(self, name, value)
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key)
 
@@ -245,4 +243,4 @@ class RankGrid:
             where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         else:
             where = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
-        return f"DeviceMesh(({axes}), {self._device_type!r}, {where}{', abstract' if self.is_abstract else ''})"
+        return f"DeviceMesh(({axes}), {self.device_type!r}, {where}{', abstract' if self.is_abstract else ''})"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from . import _torch
-from ._torch import ProcessGroup
+from ._torch import ProcessGroup, constant_when_compiled
 from .errors import BackendError, NoGroupError
 
 __all__ = ["BackendChoice", "Comm", "comm_over", "find_or_make", "require_world"]
@@ -59,6 +59,7 @@ def fingerprint(options: object | None) -> str:
     return f"{type(options).__name__}({', '.join(parts)})"
 
 
+@constant_when_compiled
 @dataclass(frozen=True, slots=True, eq=False)
 class Comm:
     """The communicator of this rank along some mesh axes. Compared by identity; a mesh hands out one per axes.
@@ -83,6 +84,16 @@ class Comm:
     ranks: tuple[int, ...]
     order: tuple[int, ...] | None
     backend: str
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, object]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"comm_{id(self)}"
+        return name, {name: self}
 
     @classmethod
     def over(cls, group: ProcessGroup, axes: tuple[str, ...], ranks: tuple[int, ...]) -> Comm:

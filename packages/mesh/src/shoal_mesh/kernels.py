@@ -19,6 +19,7 @@ from ._torch import (
     BroadcastOptions,
     ReduceScatterOptions,
     Work,
+    distinct,
     functional,
     is_compiling,
 )
@@ -59,14 +60,14 @@ def _from(root: int) -> BroadcastOptions:
 def all_reduce_(tensor: Tensor, comm: Comm, op: str) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
     if is_compiling():
-        return functional.wait_tensor(functional.all_reduce(tensor, op, comm.name)), None
+        return functional.wait_tensor(functional.all_reduce(distinct(tensor), op, comm.name)), None
     return tensor, comm.group.allreduce([tensor], _ALL_REDUCE[op])
 
 
 def all_gather(tensor: Tensor, comm: Comm) -> Started:
     """(m, ...) -> (size * m, ...)."""
     if is_compiling():
-        return functional.wait_tensor(functional.all_gather_into_tensor(tensor, comm.size, comm.name)), None
+        return functional.wait_tensor(functional.all_gather_into_tensor(distinct(tensor), comm.size, comm.name)), None
     shape = tensor.shape
     out = tensor.new_empty((comm.size * shape[0], *shape[1:]))
     if tensor.dtype in PLAIN:
@@ -79,7 +80,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str) -> Started:
     if comm.order is not None:
         tensor = to_group(tensor, comm)
     if is_compiling():
-        out = functional.reduce_scatter_tensor(tensor, op, comm.size, comm.name)
+        out = functional.reduce_scatter_tensor(distinct(tensor), op, comm.size, comm.name)
         return functional.wait_tensor(out), None
     shape = tensor.shape
     out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
@@ -92,7 +93,7 @@ def all_to_all(tensor: Tensor, comm: Comm) -> Started:
         tensor = to_group(tensor, comm)
     if is_compiling():
         sizes = [tensor.shape[0] // comm.size] * comm.size
-        return functional.wait_tensor(functional.all_to_all_single(tensor, sizes, sizes, comm.name)), None
+        return functional.wait_tensor(functional.all_to_all_single(distinct(tensor), sizes, sizes, comm.name)), None
     out = torch.empty_like(tensor)
     if tensor.dtype in PLAIN:
         return out, comm.group.alltoall_base(out, tensor, _WHOLE, _WHOLE, _ALL_TO_ALL)
@@ -107,7 +108,7 @@ def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int]) 
         )
         send, receive = _in_group_order(send, comm.order), _in_group_order(receive, comm.order)
     if is_compiling():
-        return functional.wait_tensor(functional.all_to_all_single(flat, receive, send, comm.name)), None
+        return functional.wait_tensor(functional.all_to_all_single(distinct(flat), receive, send, comm.name)), None
     out = flat.new_empty((sum(receive),))
     if flat.dtype in PLAIN:
         return out, comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL)
@@ -122,7 +123,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Started:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
     if is_compiling():
-        return functional.wait_tensor(functional.broadcast(tensor, root, comm.name)), None
+        return functional.wait_tensor(functional.broadcast(distinct(tensor), root, comm.name)), None
     return tensor, comm.group.broadcast([tensor if tensor.dtype in PLAIN else as_bytes(tensor)], _from(root))
 
 
