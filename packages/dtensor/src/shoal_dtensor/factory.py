@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from shoal_mesh import DeviceMesh
 
+from ._torch import whole_when_compiled
 from .crossing import mesh_or_current
 from .errors import PlacementError
 from .per_dim import Placements, read_placements
@@ -20,192 +22,135 @@ from .tensor import DTensor
 __all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
 
 
-def _new(  # noqa: PLR0913  # torch's signature
-    size: Sequence[Any],
-    fill: Any,
-    *,
-    dtype: torch.dtype | None,
-    layout: torch.layout,
-    requires_grad: bool,
-    device_mesh: DeviceMesh | None,
-    placements: Placements | None,
-) -> DTensor:
-    """A DTensor filled with a number, or left uninitialised when `fill` is None."""
-    if layout is not torch.strided:
-        raise PlacementError(f"only torch.strided tensors can be distributed, got {layout}")
-    mesh = mesh_or_current(device_mesh)
-    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-    wanted, shard_order = read_placements(mesh, placements)
-    if dtype is None:
-        dtype = torch.get_default_dtype() if fill is None or isinstance(fill, float) else torch.tensor(fill).dtype
-    spec = Spec(mesh, wanted, shape, None, dtype, shard_order)
-    # A partial axis must add up to the value: it starts out replicated and is shared out, without communication.
+class Keywords(TypedDict, total=False):
+    """What every factory takes by keyword; `Options` has the defaults."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: DeviceMesh | None
+    placements: Placements | None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The keywords of a factory, read.
+
+    Attributes:
+        dtype: element type; torch's default, or that of the number to fill with, when left out.
+        layout: only `torch.strided`.
+        requires_grad: whether autograd records operations on the tensor.
+        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+        placements: one per mesh axis, or a `PerDim`; all replicated when left out.
+    """
+
+    dtype: torch.dtype | None = None
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    device_mesh: DeviceMesh | None = None
+    placements: Placements | None = None
+
+    def spec(self, size: Sequence[Any], dtype: torch.dtype) -> Spec:
+        """Of a new tensor whose size is given as integers or one sequence, of `dtype` unless the options name one."""
+        if self.layout is not torch.strided:
+            raise PlacementError(f"only torch.strided tensors can be distributed, got {self.layout}")
+        mesh = mesh_or_current(self.device_mesh)
+        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+        wanted, shard_order = read_placements(mesh, self.placements)
+        return Spec(mesh, wanted, shape, None, self.dtype or dtype, shard_order)
+
+
+def _empty(size: Sequence[Any], options: Options, dtype: torch.dtype | None = None) -> DTensor:
+    spec = options.spec(size, dtype or torch.get_default_dtype())
+    local = torch.empty(_local_shape(spec), dtype=spec.dtype, device=spec.mesh.device_type)
+    return DTensor(local, spec, requires_grad=options.requires_grad)
+
+
+def _filled(size: Sequence[Any], number: float | bool | complex, options: Options) -> DTensor:
+    dtype = torch.get_default_dtype() if isinstance(number, float) else torch.tensor(number).dtype
+    spec = options.spec(size, dtype)
+    # A partial axis must add up to the number: it starts out replicated and is shared out, without communication.
     start = spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
-    local_shape = start.local_shape if start.coordinate is not None else (0,)
-    if fill is None:
-        local = torch.empty(local_shape, dtype=dtype, device=mesh.device_type)
-    else:
-        local = torch.full(local_shape, fill, dtype=dtype, device=mesh.device_type)
-    if fill is not None and start is not spec:
+    local = torch.full(_local_shape(start), number, dtype=spec.dtype, device=spec.mesh.device_type)
+    if start is not spec:
         local = run(plan(start, spec), local)
-    return DTensor(local, spec, requires_grad=requires_grad)
+    return DTensor(local, spec, requires_grad=options.requires_grad)
 
 
-def empty(  # torch's signature
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-) -> DTensor:
+def _local_shape(spec: Spec) -> Sequence[int]:
+    return spec.local_shape if spec.coordinate is not None else (0,)
+
+
+@whole_when_compiled
+def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """An uninitialised DTensor of global shape `size`.
 
     Args:
         size: global shape, as integers or one sequence.
-        dtype: element type; torch's default when left out.
-        layout: only `torch.strided`.
-        requires_grad: whether autograd records operations on it.
-        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PerDim`; all replicated when left out.
+        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and `placements`: `Options`.
 
     Raises:
         PlacementError: if the placements do not fit or the layout is another.
     """
-    return _new(
-        size,
-        None,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _empty(size, Options(**keywords))
 
 
-def full(  # noqa: PLR0913  # torch's signature
-    size: Sequence[int],
-    fill_value: float | bool | complex,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-) -> DTensor:
-    """A DTensor whose every element is `fill_value`, also where a placement is partial; arguments as for `empty`."""
-    return _new(
-        (tuple(size),),
-        fill_value,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+@whole_when_compiled
+def full(size: Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
+    """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
+    return _filled((tuple(size),), fill_value, Options(**keywords))
 
 
-def zeros(  # torch's signature
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-) -> DTensor:
+@whole_when_compiled
+def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
-    return _new(
-        size,
-        0.0,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled(size, 0.0, Options(**keywords))
 
 
-def ones(  # torch's signature
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-) -> DTensor:
+@whole_when_compiled
+def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
-    return _new(
-        size,
-        1.0,
-        dtype=dtype,
-        layout=layout,
-        requires_grad=requires_grad,
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled(size, 1.0, Options(**keywords))
 
 
-def rand(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-    generator: torch.Generator | None = None,
-) -> DTensor:
+@whole_when_compiled
+def rand(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
-    made = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
-    made.uniform_(generator=generator)
-    return made.requires_grad_(requires_grad)
+    return _drawn(size, Options(**keywords), lambda made: made.uniform_(generator=generator))
 
 
-def randn(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-    generator: torch.Generator | None = None,
-) -> DTensor:
+@whole_when_compiled
+def randn(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
-    made = empty(*size, dtype=dtype, layout=layout, device_mesh=device_mesh, placements=placements)
-    made.normal_(generator=generator)
-    return made.requires_grad_(requires_grad)
+    return _drawn(size, Options(**keywords), lambda made: made.normal_(generator=generator))
 
 
-def randint(  # noqa: PLR0913  # torch's arguments
-    low: int,
-    high: int,
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.int64,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-    generator: torch.Generator | None = None,
+@whole_when_compiled
+def randint(
+    low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
-    """Integers in `[low, high)`: the values that `torch.randint` draws on one device; the rest as for `empty`."""
-    made = empty(tuple(size), dtype=dtype, device_mesh=device_mesh, placements=placements)
-    made.random_(low, high, generator=generator)
-    return made
+    """Integers in `[low, high)`: the values that `torch.randint` draws on one device; keywords as for `empty`."""
+    options = Options(**keywords)
+    return _drawn((tuple(size),), options, lambda made: made.random_(low, high, generator=generator), torch.int64)
 
 
-def randperm(
-    n: int,
-    *,
-    dtype: torch.dtype = torch.int64,
-    device_mesh: DeviceMesh | None = None,
-    placements: Placements | None = None,
-    generator: torch.Generator | None = None,
+def _drawn(
+    size: Sequence[Any], options: Options, fill: Callable[[DTensor], object], dtype: torch.dtype | None = None
 ) -> DTensor:
-    """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; other arguments as for `empty`.
+    made = _empty(size, replace(options, requires_grad=False), dtype)
+    fill(made)
+    return made.requires_grad_(options.requires_grad)
+
+
+@whole_when_compiled
+def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
+    """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; keywords as for `empty`.
 
     Every rank draws all of it, in O(n) memory, and keeps its part.
     """
-    made = empty(n, dtype=dtype, device_mesh=device_mesh, placements=placements)
+    made = _empty((n,), Options(**keywords), torch.int64)
     local = made._local_tensor
-    whole = torch.randperm(n, dtype=dtype, device=local.device, generator=generator)
+    whole = torch.randperm(n, dtype=local.dtype, device=local.device, generator=generator)
     if made._spec.coordinate is not None:
         start = made._spec.local_offset[0]
         local.copy_(whole[start : start + len(local)])
