@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
+from torch._library import opaque_object
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -30,12 +31,14 @@ __all__ = [
     "backward_number",
     "bare_step",
     "change_shape",
+    "constant_when_compiled",
     "decomposition_of",
     "direct",
     "disabled_torch_function",
     "in_backward",
     "is_all_zero",
     "is_nameless",
+    "is_tracing",
     "is_view",
     "make_wrapper",
     "operator_database",
@@ -45,6 +48,7 @@ __all__ = [
     "shapes_of",
     "thread_object",
     "view_of",
+    "whole_when_compiled",
     "with_step_hooks",
 ]
 
@@ -111,6 +115,58 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
 def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with a profiler range and the optimizer's step hooks around it, as torch's own steps have."""
     return torch.optim.Optimizer.profile_hook_step(step)
+
+
+Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+
+def constant_when_compiled(cls: Class) -> Class:
+    """Class decorator: torch.compile takes instances for constants of its graph.
+
+    They are made, asked for attributes and called while it traces, guarded by equality, and may be arguments of what
+    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one.
+    """
+    names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
+    members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
+    try:
+        opaque_object.register_opaque_type(cls, typ="value", members=members)
+    except TypeError:  # torch 2.11 asks for a metaclass, which only types that are passed by reference need
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
+        opaque_object._OPAQUE_TYPES[cls] = opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
+        torch._C._register_opaque_type(name)
+    return cls
+
+
+_WHOLE: dict[str, Callable[..., Any]] = {}
+
+
+def whole_when_compiled(function: Function) -> Function:
+    """Decorator: torch.compile records a call as one node of its graph, and traces what the call does afterwards.
+
+    So the function may look at meshes, specs and caches as it likes.  Its arguments are tensors and constants.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+    _WHOLE[name] = function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            record_whole(name)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def record_whole(name: str) -> None:
+    """Tell the compiler, which runs this while it traces, about a function that it is about to meet."""
+    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
 
 
 Build = Callable[[torch.device], tuple[Sequence[Any], Mapping[str, Any]]]

@@ -9,6 +9,7 @@ import torch
 
 from shoal_mesh import DeviceMesh, all_gather, broadcast, current_mesh
 
+from ._torch import is_tracing
 from .chunks import Cut, ShardOrder, normalize_placements
 from .errors import PlacementError
 from .per_dim import Placements, read_placements
@@ -22,8 +23,10 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
     """The given mesh, or the one of the enclosing `with mesh:`.
 
     Raises:
-        PlacementError: if there is neither.
+        PlacementError: if there is neither, or the code is being compiled, which could not tell when the block changes.
     """
+    if mesh is None and is_tracing():
+        raise PlacementError("inside torch.compile pass device_mesh: compiled code does not see `with mesh:`")
     found = mesh if mesh is not None else current_mesh()
     if found is None:
         raise PlacementError("no device mesh: pass device_mesh, or call this inside `with mesh:`")

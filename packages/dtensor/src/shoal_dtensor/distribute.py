@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal_mesh import DeviceMesh, all_to_all_v, broadcast
 
+from ._torch import whole_when_compiled
 from .chunks import ShardOrder
 from .crossing import mesh_or_current
 from .errors import PlacementError
@@ -23,6 +24,7 @@ from .tensor import DTensor
 __all__ = ["distribute_module", "distribute_tensor"]
 
 
+@whole_when_compiled
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shoal_mesh import DeviceMesh
 
+from ._torch import constant_when_compiled
 from .chunks import ShardOrder
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate, Shard
@@ -21,6 +22,7 @@ Axis = str | int
 DimAxes = None | Axis | tuple[Axis, ...]
 
 
+@constant_when_compiled
 @dataclass(frozen=True, slots=True, init=False)
 class PerDim:
     """For each tensor dim, the mesh axes that cut it, outermost first.
@@ -69,6 +71,10 @@ class PerDim:
             if found and isinstance(placement, Shard):
                 order.append((placement.dim, found))
         return tuple(placements), tuple(order)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How code that torch.compile generates spells it."""
+        return repr(self), {"PerDim": PerDim}
 
     def __repr__(self) -> str:
         dims = [repr(None if not axes else axes[0] if len(axes) == 1 else axes) for axes in self.dims]

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
+from ._torch import constant_when_compiled
 from .errors import PlacementError
 
 __all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
@@ -54,6 +55,15 @@ class Placement:
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How code that torch.compile generates spells it."""
+        return repr(self), {type(self).__name__: type(self)}
+
     def __copy__(self) -> Placement:
         return self
 
@@ -61,6 +71,7 @@ class Placement:
         return self
 
 
+@constant_when_compiled
 class Shard(Placement):
     """The axis cuts tensor dim `dim`; coordinate `i` holds the `i`-th piece.
 
@@ -134,6 +145,7 @@ class Shard(Placement):
         return f"S({self.dim}{more})"
 
 
+@constant_when_compiled
 class StridedShard(Placement):
     """The axis cuts tensor dim `dim` in several runs alike: what a reshape makes of a cut dim that is not the slowest.
 
@@ -188,6 +200,7 @@ class StridedShard(Placement):
         return f"SS({self.dim},{self.split_factor}{more})"
 
 
+@constant_when_compiled
 class Replicate(Placement):
     """Every rank along the axis holds the whole tensor (what other axes leave of it).
 
@@ -215,6 +228,7 @@ class Replicate(Placement):
         return "R"
 
 
+@constant_when_compiled
 class Partial(Placement):
     """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
 

@@ -14,6 +14,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
+from ._torch import constant_when_compiled
 from .chunks import Cut, ShardOrder, canonical_placements, normalize_placements, order_of
 from .folded import AnyCut, FoldedCut, cut_any, interval_cut
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
@@ -43,6 +44,7 @@ class TensorMeta(NamedTuple):
         return len(self.shape)
 
 
+@constant_when_compiled
 class Spec:
     """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
 
@@ -60,6 +62,10 @@ class Spec:
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
         coordinate: of this rank in the mesh; None if it is outside.
         local_shape: of this rank's part; `(0,)` outside the mesh.
+        is_replicated: whether every rank of the mesh holds the whole tensor.
+        even: whether every rank's part has the same shape.
+        tensor_meta: global shape, stride and dtype.
+        device_mesh: the mesh, under torch's name.
 
     Raises:
         PlacementError: if the placements do not fit the mesh or the tensor.
@@ -76,8 +82,11 @@ class Spec:
         "_boxes",
         "coordinate",
         "cuts",
+        "device_mesh",
         "dtype",
+        "even",
         "folded",
+        "is_replicated",
         "local_shape",
         "mesh",
         "ndim",
@@ -86,6 +95,7 @@ class Spec:
         "shape",
         "shard_order",
         "stride",
+        "tensor_meta",
     )
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
@@ -101,6 +111,10 @@ class Spec:
     coordinate: tuple[int, ...] | None
     local_shape: torch.Size
     ndim: int
+    is_replicated: bool
+    even: bool
+    tensor_meta: TensorMeta
+    device_mesh: DeviceMesh
 
     def __new__(
         cls,
@@ -152,6 +166,10 @@ class Spec:
         put(spec, "cuts", cuts)
         put(spec, "folded", any(isinstance(cut, FoldedCut) for cut in cuts))
         put(spec, "ndim", len(shape))
+        put(spec, "is_replicated", all(type(placement) is Replicate for placement in placements))
+        put(spec, "even", all(cut.even for cut in cuts))
+        put(spec, "tensor_meta", meta)
+        put(spec, "device_mesh", mesh)
         partials = tuple((axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial))
         put(spec, "partials", partials)
         put(spec, "_boxes", {})
@@ -198,26 +216,6 @@ class Spec:
         """Local shape on the rank at a mesh coordinate."""
         return torch.Size(cut.size(coordinate) for cut in self.cuts)
 
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh, under torch's name."""
-        return self.mesh
-
-    @property
-    def tensor_meta(self) -> TensorMeta:
-        """Global shape, stride and dtype."""
-        return TensorMeta(self.shape, self.stride, self.dtype)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank of the mesh holds the whole tensor."""
-        return all(type(placement) is Replicate for placement in self.placements)
-
-    @property
-    def even(self) -> bool:
-        """Whether every rank's box has the same shape."""
-        return all(cut.even for cut in self.cuts)
-
     def same_layout(self, other: Spec) -> bool:
         """Whether every rank holds the same box and the same partial values under both specs."""
         return self.mesh == other.mesh and self.cuts == other.cuts and self.partials == other.partials
@@ -256,6 +254,16 @@ class Spec:
 
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"Spec is immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"spec_{id(self)}"
+        return name, {name: self}
 
     def __copy__(self) -> Spec:
         return self

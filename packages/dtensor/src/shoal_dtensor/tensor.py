@@ -12,8 +12,8 @@ import torch
 from shoal_mesh import DeviceMesh
 
 from . import checkpoint
-from ._torch import apply, disabled_torch_function, make_wrapper
-from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, redistributed
+from ._torch import apply, disabled_torch_function, is_tracing, make_wrapper, whole_when_compiled
+from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch
@@ -122,6 +122,8 @@ class DTensor(torch.Tensor):
             PlacementError: if the placements do not fit, or `shape` asks for another local shape.
         """
         mesh = mesh_or_current(device_mesh)
+        if is_tracing():
+            return _from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, shard_order)
         spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
         if spec.partials and any(norm_order(op) for _, op in spec.partials):
             local = local.abs()  # what ranks hold of a norm is not negative
@@ -276,6 +278,15 @@ class DTensor(torch.Tensor):
             spec = spec.with_(shape=tuple(size), stride=tuple(stride))
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """How torch.compile may expect a gradient to lie whose value is like this tensor's."""
+        return self.__coerce_same_metadata_as_tangent__((gradient_spec(self._spec), self.requires_grad))
+
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
+        """This gradient, laid as compiled code was told that it would lie."""
+        spec: Spec = context[0]
+        return DTensor(redistributed(DTensor, self, spec)._local_tensor, spec)
+
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return checkpoint.write_items(fqn, object, self._spec)
 
@@ -318,6 +329,30 @@ class _Pending(DTensor):
 DTensor.copied_view = _CopiedView
 DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
+
+
+@whole_when_compiled
+def _from_local(  # noqa: PLR0913  # those of from_local
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+    shard_order: ShardOrder | None,
+) -> DTensor:
+    """`DTensor.from_local` as a function, for the compiler."""
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=run_check,
+        shape=shape,
+        stride=stride,
+        grad_placements=grad_placements,
+        shard_order=shard_order,
+    )
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:

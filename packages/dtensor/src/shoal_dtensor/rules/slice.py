@@ -7,6 +7,7 @@ Gradients are embedded in zeros, the other way round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,9 +96,14 @@ def select_local(call: LocalCall) -> LocalFunction | None:
     at = index - spec.offset(dim)
     mine = 0 <= at < spec.local_shape[dim]
     if shape or call.outputs[0].ndim:
-        return (lambda x, *args: x.select(dim, at)) if mine else (lambda x, *args: x.new_empty(shape))
+        return (lambda x, *args: x.select(dim, at)) if mine else (lambda x, *args: _nothing(x, shape))
     src = owner_of(cut, index)
     return lambda x, *args: broadcast(x[at].clone() if mine else x.new_empty(()), spec.mesh.comm(cut.axes), src)
+
+
+def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A part without elements, made of `x`: a compiler must see that every rank uses it, or ranks' graphs differ."""
+    return x.narrow(0, 0, 0).reshape(shape)
 
 
 def unbind_rows(call: OpCall) -> list[Row]:
@@ -117,7 +123,7 @@ def unbind_local(call: LocalCall) -> LocalFunction | None:
 
     def run(x: Tensor, *args: Any) -> list[Tensor]:
         mine = aten.unbind.int(x, dim)
-        return [mine[i - first] if 0 <= i - first < held else x.new_empty(s) for i, s in enumerate(shapes)]
+        return [mine[i - first] if 0 <= i - first < held else _nothing(x, s) for i, s in enumerate(shapes)]
 
     return run
 

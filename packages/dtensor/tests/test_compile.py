@@ -1,0 +1,123 @@
+"""Covers: whole_when_compiled and constant_when_compiled of _torch.py, and what torch.compile asks of tensor.py.
+
+Every function compiles into one graph, gives what it gives eagerly, and so do its gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal_dtensor as sd
+from shoal_dtensor import DTensor, Partial, PerDim, Replicate, Shard, local_map
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+Function = Callable[[Any, DeviceMesh], Any]
+
+
+def crossing(x: Tensor, mesh: DeviceMesh) -> Any:
+    whole: Any = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+    return (whole * 2).to_local()
+
+
+def doubled(x: Tensor, mesh: DeviceMesh) -> Any:
+    return local_map(lambda part: part * 2, out_placements=[Shard(0)], in_placements=([Shard(0)],))(x)
+
+
+def looking(x: Any, mesh: DeviceMesh) -> Any:
+    """Meshes, placements and specs are constants that code may ask."""
+    cut = x.placements == (Shard(0),) and x.placements[0].is_shard(0) and isinstance(x, DTensor)
+    known = x.device_mesh.size() * mesh.ndim + mesh.shape[0] + mesh["tp"].get_local_rank() + mesh.comm("tp").size
+    return x * known if cut and (x * 2)._spec.even and x._spec.local_shape[0] else x
+
+
+ON_DTENSORS: dict[str, Function] = {
+    "operators": lambda x, mesh: (x @ x.t()).relu(),
+    "redistribute": lambda x, mesh: x.redistribute(placements=[Replicate()]) * 2,
+    "redistribute on a mesh": lambda x, mesh: (x + 1).redistribute(mesh, [Shard(1)]),
+    "redistribute of a mesh asked for": lambda x, mesh: (x + 1).redistribute((x * 2).device_mesh, [Shard(1)]),
+    "redistribute by dims": lambda x, mesh: x.redistribute(placements=PerDim(None, "tp")),
+    "redistribute in other dtypes": lambda x, mesh: x.redistribute(
+        placements=[Replicate()], forward_dtype=torch.float64, backward_dtype=torch.float32
+    ),
+    "redistribute asynchronously": lambda x, mesh: x.redistribute(placements=[Replicate()], async_op=True) + 1,
+    "to_local": lambda x, mesh: (x * 2).to_local(),
+    "full_tensor": lambda x, mesh: (x * 2).full_tensor(),
+    "gradient placements": lambda x, mesh: x.full_tensor(grad_placements=[Partial()]),
+    "a partial result": lambda x, mesh: x.sum(0),
+    "constants": looking,
+    "local_map": doubled,
+    "factories": lambda x, mesh: x + sd.full((8, 4), 2.0, device_mesh=mesh, placements=[Shard(0)]),
+    "random factories": lambda x, mesh: x + sd.rand(8, 4, device_mesh=mesh, placements=[Shard(0)]),
+    "rows": lambda x, mesh: sum(row for row in x),
+}
+ON_TENSORS: dict[str, Function] = {
+    "crossing": crossing,
+    "from_local": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]) * 2,
+    "from_local by dims": lambda x, mesh: DTensor.from_local(x, mesh, PerDim(None, "tp")),
+    "from_local of a shape": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1)),
+    "distribute_tensor": lambda x, mesh: sd.distribute_tensor(x.detach(), mesh, [Shard(0)]),
+}
+
+
+def run(function: Callable[[Tensor], Any], x: Tensor, grad: bool) -> list[Any]:
+    """Result and gradient, as global tensors, and how they lie."""
+    leaf = x.detach().clone().requires_grad_(grad)
+    torch.manual_seed(3)
+    result = function(leaf)
+    found = [result.detach()]
+    if result.requires_grad:
+        result.square().sum().backward()
+        found.append(leaf.grad)
+    return [[list(map(hash, t.placements)), t.full_tensor()] if isinstance(t, DTensor) else t for t in found]
+
+
+def check(name: str, function: Function, x: Tensor, mesh: DeviceMesh, backend: str) -> None:
+    for grad in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda t: function(t, mesh), backend=backend, fullgraph=True)
+        expected = run(lambda t: function(t, mesh), x, grad)
+        torch.testing.assert_close(run(compiled, x, grad), expected, msg=lambda text: f"{name}, grad={grad}: {text}")  # noqa: B023  # called at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(2, timeout=280)
+def test_compiled_functions_equal_eager_ones(backend: str) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.linspace(-1, 1, 32).view(8, 4)
+    x = sd.distribute_tensor(whole, mesh, [Shard(0)])
+    for name, function in ON_DTENSORS.items():
+        check(name, function, x, mesh, backend)
+    for name, function in ON_TENSORS.items():
+        check(name, function, whole[:4] + mesh.get_rank(), mesh, backend)
+
+
+def test_one_graph_with_functional_collectives() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        compiled = torch.compile(lambda x: crossing(x, mesh), backend=backend, fullgraph=True)
+        assert compiled(torch.ones(2, 3)).shape == (8, 3)
+    (graph,) = graphs
+    calls = [node.target for node in graph.graph.nodes if node.op.startswith("call")]
+    assert len(calls) == 4, f"from_local, redistribute, mul, to_local: {calls}"
+
+
+def test_the_mesh_of_a_block_is_not_seen_by_compiled_code() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with mesh, pytest.raises(Exception, match="pass device_mesh"):
+            torch.compile(lambda x: DTensor.from_local(x, placements=[Shard(0)]), backend="eager", fullgraph=True)(
+                torch.ones(2)
+            )
