@@ -1,4 +1,9 @@
-"""Covers: rules/random.py, on four gloo ranks: every random operator against the same one on the plain tensor."""
+"""Covers: rules/random.py: every random operator against the same one on the plain tensor.
+
+On four gloo ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes up to 8 x 8
+without any process group.  The same functions run on CPU and, under the `gpu` marker, on a CUDA device that all ranks
+share.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec
-from shoal_mesh import init_device_mesh
+from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+DEVICES = ["cpu", CUDA]
 SHAPES = [(8, 6), (5, 7), (3, 2, 9), (0, 4), (33, 33)]
 ON_A_SQUARE = [(5, 7), (3, 2, 9)]
 aten = torch.ops.aten
@@ -64,6 +74,10 @@ MATRIX_OPS: dict[str, Op] = {
 }
 
 
+# These use up the generator as their values say, or look at all rows: they gather, which needs process groups.
+GATHERING = {"rrelu", "poisson"}
+
+
 def placements_of(ndim: int, mesh_ndim: int) -> list[list[Any]]:
     single: list[Any] = [Replicate(), *(Shard(dim) for dim in range(ndim))]
     if mesh_ndim == 1:
@@ -71,10 +85,10 @@ def placements_of(ndim: int, mesh_ndim: int) -> list[list[Any]]:
     return [[a, b] for a in single for b in single]
 
 
-def uneven(shape: tuple[int, ...]) -> list[Any]:
-    """A ragged cut of dim 0 over four ranks, with an empty piece."""
+def uneven(shape: tuple[int, ...], ways: int = 4) -> list[Any]:
+    """A ragged cut of dim 0 with empty pieces."""
     n = shape[0]
-    return [Shard(0, sizes=(0, n - n // 2, n // 2, 0))]
+    return [Shard(0, sizes=(0, n - n // 2, n // 2, *[0] * (ways - 3)) if ways > 2 else (n,) + (0,) * (ways - 1))]
 
 
 def own(value: DTensor, expected: Tensor) -> Tensor:
@@ -85,58 +99,120 @@ def own(value: DTensor, expected: Tensor) -> Tensor:
     return expected[tuple(slice(start, stop) for start, stop in box)]
 
 
-def cut(x: Tensor, mesh: Any, placements: list[Any]) -> DTensor:
+def cut(x: Tensor, mesh: DeviceMesh, placements: list[Any], order: Any = None) -> DTensor:
     """`x` distributed without communication."""
-    spec = Spec(mesh, placements, x.shape, x.stride(), x.dtype)
-    box = spec.box(mesh.get_coordinate())
+    spec = Spec(mesh, placements, x.shape, x.stride(), x.dtype, order)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    box = spec.box(coordinate)
     return DTensor(x[tuple(slice(start, stop) for start, stop in box)].clone(), spec, requires_grad=False)
 
 
-def seeded(passed: bool) -> torch.Generator:
-    generator = torch.Generator()
-    for each in (generator, torch.default_generator):
+def seeded(passed: bool, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
+    """The generator that operators use, and the device's default one; on CPU both hold a spare normal value."""
+    default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    generator = torch.Generator(device)
+    for each in (generator, default):
         each.manual_seed(11)
-        torch.empty(1, dtype=torch.float64).normal_(generator=each)
-    return generator if passed else torch.default_generator
+        torch.empty(1, dtype=torch.float64, device=device).normal_(generator=each)
+    return generator if passed else default, default
 
 
-def check(op: Op, x: Tensor, mesh: Any, placements: list[Any], passed: bool, name: str) -> None:
-    generator = seeded(passed)
-    expected = op(x.clone(), generator if passed else None)
-    states = generator.get_state(), torch.get_rng_state()
-    sharded = cut(x, mesh, placements)
-    generator = seeded(passed)
-    got = op(sharded, generator if passed else None)
-    case = f"{name} of {tuple(x.shape)} as {placements}"
-    assert torch.equal(generator.get_state(), states[0]), f"{case}: generator"
-    assert torch.equal(torch.get_rng_state(), states[1]), f"{case}: default generator"
+def check(
+    op: Op, x: Tensor, mesh: DeviceMesh, placements: list[Any], passed: bool, name: str, order: Any = None
+) -> None:
+    used, default = seeded(passed, x.device)
+    expected = op(x.clone(), used if passed else None)
+    states = used.get_state(), default.get_state()
+    sharded = cut(x, mesh, placements, order)
+    used, default = seeded(passed, x.device)
+    got = op(sharded, used if passed else None)
+    case = f"{name} of {tuple(x.shape)} as {placements} on rank {mesh.get_rank()} of {mesh}"
+    assert torch.equal(used.get_state(), states[0]), f"{case}: generator"
+    assert torch.equal(default.get_state(), states[1]), f"{case}: default generator"
     assert got.dtype == expected.dtype, case
     assert got.shape == expected.shape, case
     assert torch.equal(got._local_tensor, own(got, expected)), f"{case}:\n{got}\n{expected}"
 
 
-@pytest.mark.parametrize("name", OPS)
-@on_ranks(4)
-def test_random_operators_equal_one_device(name: str) -> None:
+def values(shape: tuple[int, ...], device: str) -> Tensor:
+    """The same values on every device, in (-1, 1)."""
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).sin().to(device)
+
+
+def sweep(name: str, device: str, meshes: list[tuple[int, ...]]) -> int:
+    """An operator of all shapes and placements on meshes of the process's ranks; the number of cases."""
     cases = 0
-    for mesh_shape in ((4,), (2, 2)):
-        mesh = init_device_mesh("cpu", mesh_shape)
-        for shape in SHAPES if len(mesh_shape) == 1 else ON_A_SQUARE:
-            x = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape).sin()
+    for number, mesh_shape in enumerate(meshes):
+        mesh = init_device_mesh(device, mesh_shape)
+        for shape in SHAPES if number == 0 else ON_A_SQUARE:
+            x = values(shape, device)
             for placements in placements_of(len(shape), len(mesh_shape)):
                 check(OPS[name], x, mesh, placements, passed=cases % 2 == 0, name=name)
                 cases += 1
             if len(mesh_shape) == 1:
-                check(OPS[name], x, mesh, uneven(shape), passed=True, name=name)
+                check(OPS[name], x, mesh, uneven(shape, mesh_shape[0]), passed=True, name=name)
+    return cases
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPS)
+@on_ranks(4)
+def test_random_operators_equal_one_device(name: str, device: str) -> None:
+    cases = sweep(name, device, [(4,), (2, 2)])
     assert cases == 41, cases
 
 
-@pytest.mark.parametrize("name", MATRIX_OPS)
-@on_ranks(4)
-def test_random_operators_on_matrices_equal_one_device(name: str) -> None:
-    for mesh_shape in ((4,), (2, 2)):
-        mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.parametrize("device", DEVICES)
+@on_ranks(1)
+def test_random_operators_on_one_rank_equal_the_plain_ones(device: str) -> None:
+    """With a GPU, its rank has nccl for CUDA tensors."""
+    for name in OPS:
+        sweep(name, device, [(1,), (1, 1)])
+
+
+def matrices(name: str, device: str, meshes: list[tuple[int, ...]]) -> None:
+    for mesh_shape in meshes:
+        mesh = init_device_mesh(device, mesh_shape)
         for shape in ((8, 6), (5, 7), (2, 40)):
-            x = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape).sin()
+            x = values(shape, device)
             for placements in placements_of(2, len(mesh_shape)):
                 check(MATRIX_OPS[name], x, mesh, placements, passed=name.startswith("multi"), name=name)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MATRIX_OPS)
+@on_ranks(4)
+def test_random_operators_on_matrices_equal_one_device(name: str, device: str) -> None:
+    matrices(name, device, [(4,), (2, 2)])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@on_ranks(1)
+def test_random_operators_on_matrices_of_one_rank_equal_the_plain_ones(device: str) -> None:
+    for name in MATRIX_OPS:
+        matrices(name, device, [(1,), (1, 1)])
+
+
+RAGGED: list[Any] = [Shard(0, sizes=(0, 9, 1, 0, 20, 3, 0, 0)), Shard(1)]
+LAYOUTS: list[tuple[tuple[int, ...], list[Any], Any]] = [
+    ((8, 8), [Shard(0), Shard(1)], None),
+    ((8, 8), [Shard(0), Shard(0)], ((0, (1, 0)),)),
+    ((8, 8), [Shard(1), Replicate()], None),
+    ((8, 8), RAGGED, None),
+    ((2, 3), [Shard(1), Shard(0, multiple_of=4)], None),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in OPS if name not in GATHERING])
+def test_simulated_coordinates_equal_one_device(name: str, device: str) -> None:
+    """Even and uneven cuts; on a device, tensors of one round of its generator and of several."""
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    for number, (mesh_shape, placements, order) in enumerate(LAYOUTS):
+        for shape in [(33, 33), (33, 20)] + ([(33, 40_000)] if device == "cuda" else []):
+            x = values(shape, str(where))
+            for rank in (0, 3, 5, 17, 36, 63):
+                if rank < torch.Size(mesh_shape).numel():
+                    mesh = abstract_mesh(mesh_shape, rank=rank, device_type=device)
+                    check(OPS[name], x, mesh, placements, number % 2 == 0, name, order)

@@ -1,7 +1,7 @@
 """DeviceMesh: ranks in a grid, with a process group along every axis.
 
 Meshes derived from another one (slices, flattened, split and joined axes) refer to the same ranks and share its groups.
-What is not here: where ranks are (grid.py), reading user arguments (arguments.py), making groups (groups.py).
+Not here: where ranks are (grid.py), reading user arguments (arguments.py), making groups (groups.py).
 """
 
 from __future__ import annotations
@@ -372,11 +372,6 @@ class DeviceMesh(RankGrid):
         """Ranks, names and choices; groups are found again where the mesh is unpickled."""
         return (_rebuild, (self._parts, self._root, self._coordinate is not None))
 
-    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How code that torch.compile generates spells it: by a name of its own."""
-        name = f"mesh_{id(self)}"
-        return name, {name: self}
-
     def __copy__(self) -> DeviceMesh:
         return self
 
@@ -397,9 +392,8 @@ def _rebuild(parts: Parts, root: DeviceMesh | None, follows: bool) -> DeviceMesh
     """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
     if root is not None and follows and root._coordinate is not None:
         own = root._layout(root._coordinate)
-        digits = [
-            (own - root._layout.offset) // step % size * step for axis in parts.layout.axes for size, step in axis
-        ]
+        start = own - root._layout.offset
+        digits = [start // step % size * step for axis in parts.layout.axes for size, step in axis]
         moved = Layout(parts.layout.axes, own - sum(digits))
         if moved.coordinate(own) is not None:
             parts = replace(parts, layout=moved)
