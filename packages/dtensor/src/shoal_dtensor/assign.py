@@ -143,7 +143,7 @@ def _factor_cuts(row: Row, axes: tuple[int, ...], operands: Operands, mesh: Devi
     length: int | None = None
     whole = operands.unordered and is_plain(row)
     for entry, spec in zip(row.inputs, operands.specs, strict=True):
-        if not isinstance(entry, S):
+        if not isinstance(entry, S) or entry.cut is not None:
             continue
         length = spec.shape[entry.dim] // (entry.unit * entry.runs)
         steps = _factor_cut(entry, spec.cuts[entry.dim], axes, whole)

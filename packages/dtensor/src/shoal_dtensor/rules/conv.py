@@ -1,13 +1,19 @@
-"""Sharding of convolutions, on one mesh axis: batch, output channels, input channels (partial sums), whole groups."""
+"""Sharding of convolutions, on one mesh axis: batch, output channels, input channels (partial sums), whole groups.
+
+Spatial dims too, unless transposed: ranks exchange the border rows that their windows share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..spec import Spec, TensorMeta
+from .halo import Halo, Sliding
 from .local import cutting, filling_out, replacing
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -37,13 +43,77 @@ def _channels(call: OpCall) -> tuple[int, int]:
     return (weight[0] // groups, weight[1]) if call["transposed"] else (weight[1], weight[0] // groups)
 
 
+def _windows(call: OpCall) -> dict[int, Sliding]:
+    """For every spatial dim of the input its windows; none if that is the output of the windows."""
+    source, weight = call["input"], call["weight"]
+    count = weight.ndim - 2
+    if call["transposed"] or 0 in weight.shape:
+        return {}
+    stride, padding, dilation = ([*call[n]] * (count if len(call[n]) == 1 else 1) for n in _PARAMETERS)
+    found = {}
+    for i in range(count):
+        dim, kernel = source.ndim - count + i, weight.shape[2 + i]
+        made = (source.shape[dim] + 2 * padding[i] - dilation[i] * (kernel - 1) - 1) // stride[i] + 1
+        found[dim] = Sliding(source.shape[dim], made, kernel, stride[i], padding[i], dilation[i])
+    return found
+
+
+_PARAMETERS = ("stride", "padding", "dilation")
+
+
+def _spatial_cases(call: OpCall) -> list[tuple[dict[str, Entry], int]]:
+    """Like `_cases`, each with the bytes of border rows that a rank takes from others."""
+    source, cases = call["input"], []
+    if call.op.__name__ == "convolution_backward.out":  # its targets would be those of the widened pieces
+        return []
+    for dim, sliding in _windows(call).items():
+        slab = source.dtype.itemsize * prod(source.shape) // max(source.shape[dim], 1)
+        case: dict[str, Entry] = {"input": S(dim), "result": S(dim, cut=sliding)}
+        cases.append((case, max(1, sliding.overlap * slab)))
+    return cases
+
+
+def _halos(call: OpCall, source: Spec) -> list[Halo]:
+    return [Halo(source, dim, sliding) for dim, sliding in _windows(call).items() if cutting(source, (dim,))]
+
+
+def _without_padding(call: OpCall, halos: Sequence[Halo]) -> list[int]:
+    """The padding of the dims that are not cut; where a dim is cut, the pieces are padded one by one."""
+    count = call["weight"].ndim - 2
+    padding = [*call["padding"]] * (count if len(call["padding"]) == 1 else 1)
+    for halo in halos:
+        padding[halo.dim - (call["input"].ndim - count)] = 0
+    return padding
+
+
+def _widened(x: Tensor, halos: Sequence[Halo]) -> Tensor:
+    """This rank's piece with the border rows of others, and zeros beyond the ends of the input."""
+    for halo in halos:
+        x = halo.fetched(x)
+    widths = [0] * (2 * x.ndim)
+    for halo in halos:
+        at = 2 * (x.ndim - 1 - halo.dim)
+        widths[at : at + 2] = halo.margins()
+    return torch.constant_pad_nd(x, widths) if any(widths) else x
+
+
+def _narrowed(gradient: Tensor, halos: Sequence[Halo]) -> Tensor:
+    """The gradient of this rank's piece, out of that of the widened ones."""
+    for halo in reversed(halos):
+        before, after = halo.margins()
+        gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
+        gradient = halo.returned(gradient)
+    return gradient
+
+
 def _present(call: OpCall, *names: str) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(call.get(name), TensorMeta))
 
 
 def _forward(call: OpCall) -> list[Row]:
     names = _present(call, "input", "weight", "bias")
-    rows = [Row(tuple(case.get(n, R) for n in names), (case["result"],)) for case in _cases(call)]
+    cases = [*((case, 0) for case in _cases(call)), *_spatial_cases(call)]
+    rows = [Row(tuple(case.get(n, R) for n in names), (case["result"],), traffic=traffic) for case, traffic in cases]
     for op in ("sum", "avg"):
         for factor in ("input", "weight"):
             lying = {factor: P(op), "bias": P(op)}
@@ -55,14 +125,14 @@ def _backward(call: OpCall) -> list[Row]:
     """The gradient comes as the result lies (whole where that was summed); what is whole then gets a partial sum."""
     mask = call["output_mask"]
     rows = []
-    for case in _cases(call):
+    for case, traffic in [*((case, 0) for case in _cases(call)), *_spatial_cases(call)]:
         summed = isinstance(case["result"], P)
         gradient = R if summed else case["result"]
         made: list[Entry] = [case.get(name, P("sum")) for name in ("input", "weight", "bias")]
         if summed:
             made[2] = R
         inputs = (gradient, case.get("input", R), case.get("weight", R))
-        rows.append(Row(inputs, tuple(e for e, wanted in zip(made, mask, strict=True) if wanted)))
+        rows.append(Row(inputs, tuple(e for e, wanted in zip(made, mask, strict=True) if wanted), traffic=traffic))
     return rows + [Row((P(op), R, R), (P(op),) * sum(mask)) for op in ("sum", "avg")]
 
 
@@ -73,22 +143,46 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
 
 
 def _convolve(decided: LocalCall) -> LocalFunction | None:
-    call, weight, made = decided.call, decided.inputs[1], decided.outputs[0]
-    if any(0 in spec.local_shape for spec in (*decided.inputs[:2], made)):
-        return _zeros(decided, [True])
+    call, (source, weight), made = decided.call, decided.inputs[:2], decided.outputs[0]
+    halos, nothing = _halos(call, source), _zeros(decided, [True])
+    empty = 0 in weight.local_shape or 0 in made.local_shape or (0 in source.local_shape and not halos)
     groups = _local_groups(call, weight)
-    return None if groups == call["groups"] else replacing(call, groups=groups)
+    if not halos:
+        return nothing if empty else None if groups == call["groups"] else replacing(call, groups=groups)
+    convolve = nothing if empty else replacing(call, groups=groups, padding=_without_padding(call, halos))
+    return lambda x, *args, **kwargs: convolve(_widened(x, halos), *args, **kwargs)
 
 
 def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
-    call, (gradient, _source, weight) = decided.call, decided.inputs
-    if any(0 in spec.local_shape for spec in decided.inputs):
-        return _zeros(decided, call["output_mask"])
+    call, (gradient, source, weight) = decided.call, decided.inputs
+    halos = _halos(call, source)
+    empty = 0 in gradient.local_shape or 0 in weight.local_shape or (0 in source.local_shape and not halos)
     channel = 1 if gradient.ndim == weight.ndim else 0
     groups, bias = _local_groups(call, weight), [gradient.local_shape[channel]]
-    if not cutting(weight) and bias[0] == gradient.shape[channel]:
-        return None
-    return replacing(call, groups=groups, bias_sizes=None if call["bias_sizes"] is None else bias)
+    sizes = {"groups": groups, "bias_sizes": None if call["bias_sizes"] is None else bias}
+    if not halos:
+        if empty:
+            return _zeros(decided, call["output_mask"])
+        same = not cutting(weight) and bias[0] == gradient.shape[channel]
+        return None if same else replacing(call, **sizes)
+    convolve = _nothing(call) if empty else replacing(call, padding=_without_padding(call, halos), **sizes)
+
+    def run(gradient: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+        of_input, *others = convolve(gradient, _widened(x, halos), *args)
+        return None if of_input is None else _narrowed(of_input, halos), *others
+
+    return run
+
+
+def _nothing(call: OpCall) -> LocalFunction:
+    """Gradients of a rank that makes no outputs."""
+    mask = call["output_mask"]
+
+    def run(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        made = (torch.zeros_like(x), torch.zeros_like(weight), gradient.new_zeros(weight.shape[0]))
+        return tuple(each if wanted else None for each, wanted in zip(made, mask, strict=True))
+
+    return run
 
 
 def _zeros(decided: LocalCall, mask: Sequence[bool]) -> LocalFunction:

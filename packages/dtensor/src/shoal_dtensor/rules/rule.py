@@ -52,7 +52,8 @@ class S:
         unit: elements of the dim per step of the factor.
         runs: equal runs of the dim that are all cut alike.
         cut: for outputs whose pieces are no multiple of the input's (slices keep what each piece has of the selected
-            range): from the factor's cut to this dim's cut, over the same axes.  `unit` is not looked at then.
+            range), and inputs that lie as such outputs: from the factor's cut to this dim's cut, over the same axes.
+            `unit` is not looked at then.
     """
 
     dim: int

@@ -179,7 +179,7 @@ class Trial:
         """How many steps the row's factor has; None if it cuts nothing."""
         found = None
         for tensor, entry in zip(self.tensors, row.inputs, strict=True):
-            if isinstance(entry, S):
+            if isinstance(entry, S) and entry.cut is None:
                 found = tensor.shape[entry.dim] // (entry.unit * entry.runs)
         return found
 

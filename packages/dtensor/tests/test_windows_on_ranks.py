@@ -1,0 +1,107 @@
+"""Covers: rules/halo.py, and the spatial rows of rules/conv.py, on gloo ranks and against plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor.chunks import Cut
+from shoal_dtensor.rules.halo import Sliding
+from shoal_dtensor.testing.validate import validate
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+aten = torch.ops.aten
+CONVOLUTIONS = [
+    (9, 3, 1, 1, 1),
+    (8, 3, 2, 1, 1),
+    (8, 3, 2, 0, 1),
+    (10, 3, 1, 2, 2),
+    (7, 2, 3, 0, 1),
+    (6, 1, 2, 0, 1),
+    (5, 5, 1, 2, 1),
+    (9, 4, 3, 3, 2),
+    (3, 2, 1, 3, 1),
+]
+
+
+def real(*shape: int) -> Any:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=str)
+def test_convolutions_of_cut_rows(case: tuple[int, ...]) -> None:
+    """(length, kernel, stride, padding, dilation), every cut, with empty pieces and windows beyond the ends."""
+    length, kernel, stride, padding, dilation = case
+    x, weight, bias = real(2, 3, length), real(4, 3, kernel), real(4)
+    rest = ([stride], [padding], [dilation], False, [0], 1)
+    forward = validate(aten.convolution.default, x, weight, bias, *rest, pairs=False)
+    assert not forward.wrong
+    gradient = real(*aten.convolution.default(x, weight, bias, *rest).shape)
+    back = validate(aten.convolution_backward.default, gradient, x, weight, [4], *rest, [True, True, True], pairs=False)
+    assert not back.wrong
+    assert min(forward.checked, back.checked) > 36, "the spatial dim has rows"
+
+
+def test_two_cut_dims_and_groups() -> None:
+    x, weight = real(2, 4, 7, 6), real(6, 2, 3, 3)
+    rest = ([2, 1], [1, 1], [1, 1], False, [0, 0], 2)
+    assert not validate(aten.convolution.default, x, weight, real(6), *rest, ways=(3,)).wrong
+    gradient = real(*aten.convolution.default(x, weight, None, *rest).shape)
+    arguments = (gradient, x, weight, [6], *rest, [True, True, False])
+    assert not validate(aten.convolution_backward.default, *arguments, ways=(3,)).wrong
+
+
+SMALL = st.integers(1, 4)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), SMALL, SMALL, st.integers(0, 4), SMALL, st.lists(st.integers(0, 5), min_size=4, max_size=4))
+def test_pieces_make_all_outputs_once_in_order(
+    length: int, kernel: int, stride: int, padding: int, dilation: int, weights: list[int]
+) -> None:
+    made = (length + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    if made <= 0:
+        return
+    total = sum(weights)
+    stops = [length * sum(weights[: i + 1]) // total if total else length for i in range(4)]
+    sizes = tuple(b - a for a, b in zip([0, *stops[:-1]], stops, strict=True))
+    cut = Sliding(length, made, kernel, stride, padding, dilation)(Cut((0,), (4,), sizes))
+    assert cut.length == made
+    assert min(cut.sizes) >= 0
+
+
+@pytest.mark.parametrize(("shape", "placements"), [((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)
+@on_ranks(4)
+def test_a_convolutional_network_exchanges_borders_only(shape: tuple[int, ...], placements: list[Any]) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    whole = [Replicate()] * len(shape)
+    torch.manual_seed(0)
+    weights = [real(8, 3, 3, 3), real(8, 8, 3, 3), real(4, 8, 1, 1)]
+
+    def network(x: Any, kernels: list[Any]) -> Any:
+        x = F.relu(F.conv2d(x, kernels[0], padding=1))
+        x = F.relu(F.conv2d(x, kernels[1], stride=2, padding=1))
+        return F.conv2d(x, kernels[2]).square().sum()
+
+    image = real(1, 3, 130, 121)  # large enough that borders are cheaper than the whole
+    plain = [t.clone().requires_grad_() for t in (image, *weights)]
+    network(plain[0], plain[1:]).backward()
+    x: Any = distribute_tensor(image, mesh, placements).requires_grad_()
+    spread: list[Any] = [distribute_tensor(w, mesh, whole).requires_grad_() for w in weights]
+    with CommDebugMode() as counter:
+        loss = network(x, spread)
+    names = {str(op) for op in counter.get_comm_counts()}
+    assert names
+    assert all("all_to_all" in name for name in names), names
+    loss.backward()
+    for one, other in zip((x, *spread), plain, strict=True):
+        assert isinstance(one.grad, DTensor)
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
