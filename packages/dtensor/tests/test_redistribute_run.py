@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
 from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.redistribute import plan, run, run_all, start
 from shoal_dtensor.testing import coordinates, draw_spec, local_shards
@@ -147,13 +147,50 @@ def test_started_redistributions_finish_when_waited_for() -> None:
         assert flight.wait() is got
 
 
+OVERLAPPING = {
+    "gather": ((5, 3), [Shard(0)], [Replicate()]),
+    "gather of two dims": ((5, 3), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
+    "exchange": ((7, 5), [Shard(0)], [Shard(1)]),
+    "scatter": ((7, 5), [Partial()], [Shard(0)]),
+    "to ragged": ((8, 2), [Shard(0)], [Shard(0, sizes=(1, 5, 0, 2))]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_uneven_redistributions_go_on_until_the_first_use(name: str, tmp_path: Any) -> None:
+    go_on_until_the_first_use(name, str(tmp_path / "started"))
+
+
+@on_ranks(4)
+def go_on_until_the_first_use(name: str, flag: str) -> None:
+    """The others only join once rank 0 has got past starting, so it cannot have waited for them."""
+    import time
+    from pathlib import Path
+
+    shape, old, new = OVERLAPPING[name]
+    mesh = init_device_mesh("cpu", (4,) if len(old) == 1 else (2, 2))
+    full = torch.arange(float(shape[0] * shape[1])).view(shape)
+    src = Spec(mesh, old, shape)
+    tensor = DTensor.from_local(mine(full, src), mesh, old, shape=shape)
+    end = time.monotonic() + 40
+    while mesh.get_rank() and not Path(flag).exists():
+        assert time.monotonic() < end, "rank 0 never got past starting its redistribution"
+        time.sleep(0.005)
+    moved = tensor.redistribute(placements=new, async_op=True)
+    if mesh.get_rank() == 0:
+        Path(flag).touch()
+    expected = mine(full, Spec(mesh, new, shape))
+    assert torch.equal((moved + 0).to_local(), expected)
+    assert torch.equal(moved.to_local(), expected)
+
+
 @on_ranks(4)
 def test_replicas_are_bitwise_equal_after_a_reduction_over_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     comm = mesh.comm((0, 1))
     from shoal_mesh import all_gather
 
-    for shape in ((257,), (64, 33), (1024, 512)):
+    for shape in ((257,), (64, 33), (5, 3), (1,), (3, 1, 7), (1024, 512)):
         local = torch.randn(shape, generator=torch.Generator().manual_seed(mesh.get_rank()))
         src = Spec(mesh, (Partial(), Partial()), shape)
         got = run(plan(src, reduced(src)), local)

@@ -191,6 +191,54 @@ def test_uneven_blocks(order: str) -> None:
         _same(got, want)
 
 
+def wait_for(flag: str) -> None:
+    """Until another rank has made the file: it can only do so if what it started did not wait for this rank."""
+    import time
+    from pathlib import Path
+
+    end = time.monotonic() + 40
+    while not Path(flag).exists():
+        assert time.monotonic() < end, "the other rank never got past starting its collective"
+        time.sleep(0.005)
+
+
+UNEVEN: dict[str, Any] = {
+    "all_gather_v": lambda c, **k: all_gather_v(
+        torch.full((c.rank + 1, 2), float(c.rank)), c, range(1, c.size + 1), **k
+    ),
+    "all_gather_v, one rank": lambda c, **k: all_gather_v(
+        torch.ones(2, 9 * (c.rank == 1)), c, [9 * (i == 1) for i in range(c.size)], 1, **k
+    ),
+    "reduce_scatter_v": lambda c, **k: reduce_scatter_v(torch.arange(10.0).view(1, 10), c, [1, 2, 3, 4], 1, "avg", **k),
+    "reduce_scatter_v, one rank": lambda c, **k: reduce_scatter_v(torch.arange(9.0), c, [0, 9, 0, 0], **k),
+    "all_to_all_v": lambda c, **k: all_to_all_v(
+        torch.arange(float(c.rank * c.size)), c, [c.rank] * c.size, list(range(c.size)), **k
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["straight", "turned"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_collectives_go_on_while_the_program_does(name: str, order: str, tmp_path: Any) -> None:
+    go_on_while_the_program_does(name, order, str(tmp_path / "started"))
+
+
+@on_ranks(4)
+def go_on_while_the_program_does(name: str, order: str, flag: str) -> None:
+    from pathlib import Path
+
+    comm = _comm(order)
+    if comm.rank:
+        wait_for(flag)
+    pending = UNEVEN[name](comm, async_op=True)
+    if comm.rank == 0:
+        assert not pending.is_completed()
+        Path(flag).touch()
+    got = pending.wait()
+    assert pending.wait() is got
+    _same(got, UNEVEN[name](comm))
+
+
 @on_ranks(4)
 def test_scatter_of_different_shapes() -> None:
     comm = _comm("turned")

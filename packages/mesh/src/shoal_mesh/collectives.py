@@ -56,6 +56,11 @@ class Pending:
             self._value, self._then = self._then(self._value), None
         return self._value
 
+    def then(self, more: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, its result passed through `more`; use the returned one from now on."""
+        first = self._then
+        return Pending(self._value, self._work, more if first is None else lambda value: more(first(value)))
+
     def is_completed(self) -> bool:
         """Whether `wait()` would return at once."""
         return self._work is None or bool(self._work.is_completed())

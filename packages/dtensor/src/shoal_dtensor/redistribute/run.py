@@ -30,8 +30,6 @@ from ..spec import Spec
 from .kernels import Collective, Kernel, kernel
 from .steps import Plan
 
-_STARTED = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all"})  # collectives that can be waited for
-
 __all__ = ["InFlight", "bind", "closing", "comm_of", "kernels_of", "run", "start"]
 
 Stage = Callable[[Tensor], Tensor]
@@ -160,7 +158,7 @@ def start(plan: Plan, local: Tensor) -> InFlight:
     """Like `run`, but the last collective is only started: its result is needed first by `wait()`."""
     kernels = kernels_of(plan)
     calls = [(i, work.collective) for i, work in enumerate(kernels) if work.collective is not None]
-    if not calls or calls[-1][1].kind not in _STARTED:
+    if not calls:
         return InFlight(run(plan, local), local, _first)
     last, call = calls[-1]
     program = plan.program or _compile(plan)
