@@ -2,8 +2,9 @@
 
     python benchmarks/redistribute.py [plans] [planning] [overhead] [real] [right]
 
-plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer axis ten times slower: modelled time, bytes and collectives of shoal, of torch's greedy
-          (its default) and min-cost planners (with every flattened mesh made beforehand), and the least that must move
+plans     all placement pairs on meshes of 1 to 3 axes, equally fast or the outer one ten times slower: modelled time,
+          bytes and collectives of shoal, of torch's greedy (its default) and min-cost planners (with every flattened
+          mesh made beforehand), and the least that must move
 planning  seconds per fresh plan
 overhead  a redistribute of a tiny DTensor on the fake process group
 real      64 MiB tensors between four gloo ranks: time and peak memory
@@ -19,18 +20,18 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise, product
-from math import exp, log, prod
+from itertools import pairwise, product
+from math import exp, log
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _timing import race, report
+from _torch_plans import price, to_torch, torch_meshes, torch_steps
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.redistribute import plan, run
 from shoal_dtensor.redistribute.plan import cache_clear, links_of
-from shoal_dtensor.redistribute.pricing import Links
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
 from shoal_dtensor.spec import Spec
 from shoal_dtensor.testing import global_value, local_shards, simulate, spec_pairs
@@ -40,76 +41,7 @@ from shoal_mesh.testing import fake_world
 PLAN_MESHES = ((4,), (2, 2), (4, 4), (2, 2, 2))
 SIZES = {"large": (8192, 8192), "small": (64, 64)}
 FAST, SLOW = Link(12e-6, 180e9), Link(25e-6, 18e9)  # inside a host, between hosts
-PAIRS = 1200  # of a mesh, a quarter of them where axes differ in speed; torch's min-cost search takes 40 ms a plan on three axes
-
-
-# --- what torch would do ----------------------------------------------------------------------------------------------
-
-
-def torch_meshes(shapes: Sequence[tuple[int, ...]] = PLAN_MESHES) -> dict[tuple[int, ...], Any]:
-    """Torch's meshes, with every flattened sub-mesh made, on a fake process group of 16."""
-    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not dist.is_initialized():
-        dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
-    found = {}
-    for shape in shapes:
-        names = tuple(f"a{i}" for i in range(len(shape)))
-        mesh = TorchMesh("cpu", torch.arange(prod(shape)).reshape(shape), mesh_dim_names=names)
-        for count in range(2, len(shape) + 1):
-            for axes in combinations(names, count):
-                (mesh if count == len(names) else mesh[axes])._flatten("_".join(axes) + "_flat")
-        found[shape] = mesh
-    return found
-
-
-def to_torch(placement: Placement) -> Any:
-    """The same placement as torch's class."""
-    from torch.distributed import tensor as theirs
-
-    if isinstance(placement, Shard):
-        return theirs.Shard(placement.dim)
-    return theirs.Partial(placement.reduce_op) if isinstance(placement, Partial) else theirs.Replicate()
-
-
-def torch_steps(mesh: Any, src: Spec, dst: Spec, *, min_cost: bool) -> list[Any]:
-    """The transforms that torch would run, fused where it can."""
-    from torch.distributed.tensor import _redistribute as theirs
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    meta = TensorMeta(torch.Size(src.shape), src.stride, src.dtype)
-    specs = [DTensorSpec(mesh, tuple(map(to_torch, s.placements)), tensor_meta=meta) for s in (src, dst)]
-    infos = theirs._gen_transform_infos_non_cached(*specs, use_graph_based_transform=min_cost)
-    return list(theirs._optimize_transform_infos(infos, mesh, specs[0].placements, specs[1].placements))
-
-
-def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, int]:
-    """Seconds, bytes received by a rank and collectives of torch's steps, under shoal's model (even shapes)."""
-    whole = prod(src.shape) * src.dtype.itemsize
-    cuts = {axis for cut in src.cuts for axis in cut.axes}
-    seconds, received, collectives = 0.0, 0.0, 0
-    for info in steps:
-        axes = tuple(getattr(info, "original_mesh_dims", (info.mesh_dim,)))
-        before = whole / links.group(tuple(cuts))
-        old, new = info.src_dst_placements
-        cuts = (cuts | set(axes)) if new.is_shard() else (cuts - set(axes))
-        after = whole / links.group(tuple(cuts))
-        ways = links.group(axes)
-        if old.is_replicate():
-            seconds += links.copy(after)
-            continue
-        collectives += 1
-        if old.is_partial():
-            moved = (1 if new.is_shard() else 2) * before * (ways - 1) / ways
-            copied = before if new.is_shard() and new.dim != 0 else 0.0
-        elif new.is_replicate():
-            moved, copied = after - before, after if old.dim != 0 else 0.0
-        else:
-            moved, copied = after * (ways - 1) / ways, before + after
-        received += moved
-        seconds += links.seconds(axes, moved) + links.copy(copied)
-    return seconds, received, collectives
+PAIRS = 1200  # of a mesh, a quarter where axes differ in speed; torch's min-cost search takes 40 ms on three axes
 
 
 # --- 1. plans ---------------------------------------------------------------------------------------------------------
@@ -138,7 +70,7 @@ def pairs(mesh_shape: tuple[int, ...], shape: tuple[int, ...], most: int = PAIRS
 
 def compare_plans() -> None:
     """Must show 1 of issue 5."""
-    meshes, rows = torch_meshes(), []
+    meshes, rows = torch_meshes(PLAN_MESHES), []
     cases = [
         (mesh_shape, *size, *links)
         for mesh_shape, size in product(PLAN_MESHES, SIZES.items())
@@ -225,6 +157,7 @@ def time_planning() -> None:
             row += list(theirs)
         rows.append(row)
         cache_clear()
+    header = ["mesh", "tensor dims", "axes", "shoal ms", "worst", "limit", "greedy ms", "worst", "min-cost ms", "worst"]
     report("redistribute_planning", header, rows)
     bar("planning within the limits (median)", all(row[3] < row[5] for row in rows))
     bar("planning within the limits (worst)", all(row[4] < row[5] for row in rows))

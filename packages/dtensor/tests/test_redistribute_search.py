@@ -95,7 +95,8 @@ CASES = [((4, 4), (8192, 8192)), ((2, 4), (64, 64)), ((2, 2, 2), (1024, 1024)), 
 def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """The search finds the optimum.
 
-    Of small or uneven tensors up to what it makes which dim replicated axes cut before the only collective.
+    Of small or uneven tensors up to what it makes which dim replicated axes cut before the only collective; among axes
+    that are equally fast up to copies that could be saved by sending more.
     """
     rng = Random(seed)
     src, dst = random_pair(rng, *case)
@@ -104,6 +105,8 @@ def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, .
     found = routes(space)[0]
     even = all(space.even(dims, range(len(dims))) for dims in (space.start, space.goal))
     slack = 0.0 if space.bulky and even else 0.02 * best + 2 * space.links.copy(space.largest)
+    if space.links.uniform:
+        slack = 0.02 * best + 6 * space.links.copy(space.largest)
     proven = found.floor >= found.seconds * (1 - 1e-9)
     assert proven or len(case[0]) > 2, "on two axes the search always ends"
     assert not proven or found.seconds <= best * (1 + 1e-9) + slack, f"{src} {dst} {space.links} {found}"

@@ -15,7 +15,7 @@ same plan.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -149,6 +149,7 @@ class _Search:
         slices = came is None or bool(here.pending or self.space.becoming)
         floor = seconds if slices else seconds + self.bounds.floor
         between, pending = self.prices.between, here.pending
+        straight = self.space.links.uniform and not pending and self.wanted == 1
         for after in self.candidates(pending):
             if floor + after.least >= self.worst:
                 break
@@ -156,7 +157,7 @@ class _Search:
                 continue
             self.priced += 1
             took, axes = between(here, after, mask)
-            if seconds + took + after.least >= self.worst:
+            if seconds + took + after.least >= self.worst or (straight and not self.on_the_way(trail, after)):
                 continue
             if not axes and not slices:
                 continue
@@ -164,6 +165,20 @@ class _Search:
             if pace and pace == speed and not detours:
                 continue  # in one go it takes no longer
             self.offer(seconds + took, after, pace, trail)
+
+    def on_the_way(self, trail: Trail, after: State) -> bool:
+        """Whether a state costs no bytes on the way to the goal: among equal axes, copying less must not mean that.
+
+        Bytes are those of the average rank: what the busiest one receives may hide that others receive more.
+        """
+        missing, goal = self.space.average_missing, self.goal.dims
+        stops = [goal, after.dims]
+        came: Trail | None = trail
+        while came is not None and not came[1].pending:
+            stops.append(came[1].dims)
+            came = came[0]
+        total = sum(missing(b, a) for a, b in pairwise(stops))
+        return total <= missing(stops[-1], goal) * (1 + 1e-9)
 
     def reduce(self, seconds: float, trail: Trail) -> None:
         """Offer what reductions lead to.

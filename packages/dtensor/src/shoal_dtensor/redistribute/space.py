@@ -10,7 +10,7 @@ Axes of size 1 are left out: nothing ever happens on them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class Space:
 
     __slots__ = (
         "_boxes",
+        "_shares",
         "_widths",
         "becoming",
         "bulky",
@@ -94,6 +95,7 @@ class Space:
         self.placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = (src.placements, dst.placements)
         self._widths: dict[tuple[int, Tokens], tuple[int, bool]] = {}
         self._boxes: dict[Dims, int] = {}
+        self._shares: dict[tuple[int, Tokens, Tokens], float] = {}
         sizes = links.sizes
         kept = [a for a, n in enumerate(sizes) if n > 1 and _keeps(src.placements[a], dst.placements[a])]
         self.scaled = tuple(a for a in kept if src.placements[a] is not dst.placements[a] and sizes[a] > 1)
@@ -192,6 +194,33 @@ class Space:
             if m:
                 worst = min(worst, max(0, min(a + n, b + m) - max(a, b)) / m)
         return worst
+
+    def average_missing(self, dims: Dims, after: Dims) -> float:
+        """Bytes that a rank has to receive on average to get from one box to the other."""
+        whole = float(self.box(after))
+        kept = whole
+        for dim, (old, new) in enumerate(zip(dims, after, strict=True)):
+            if old != new and new[: len(old)] != old:
+                kept *= self._average_common(dim, old, new)
+        return whole - kept
+
+    def _average_common(self, dim: int, old: Tokens, new: Tokens) -> float:
+        """The share of a rank's new interval that lies in its old one, averaged over the ranks."""
+        key = (dim, old, new)
+        found = self._shares.get(key)
+        if found is None:
+            before, behind = self._cut(dim, old), self._cut(dim, new)
+            axes = sorted({*before.axes, *behind.axes})
+            both, wanted = 0, 0
+            for position in product(*(range(self.links.sizes[a]) for a in axes)):
+                at = [0] * len(self.links.sizes)
+                for axis, i in zip(axes, position, strict=True):
+                    at[axis] = i
+                (start, stop), (k, m) = before.interval(at), behind.interval(at)
+                both += max(0, min(stop, m) - max(start, k))
+                wanted += m - k
+            found = self._shares[key] = both / max(1, wanted)
+        return found
 
     def leaves(self, dim: int, tokens: Tokens) -> tuple[int, ...]:
         """Lengths of all pieces of a dim so cut."""
