@@ -28,7 +28,7 @@ from .states import States
 
 __all__ = ["MOST_PRICED", "Route", "routes"]
 
-MOST_PRICED = 600  # moves priced before the search settles for what it has; about 5 us each
+MOST_PRICED = 500  # moves priced before the search settles for what it has; about 5 us each
 _ALIKE = 1 - 1e-9  # a way must be faster by more than rounding errors to be preferred
 
 Pending = tuple[int, ...]
