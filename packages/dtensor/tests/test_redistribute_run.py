@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
 from shoal_dtensor.errors import RedistributeError
+from shoal_dtensor.placements import Placement
 from shoal_dtensor.redistribute import plan, run, run_all, start
 from shoal_dtensor.testing import coordinates, draw_spec, local_shards
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
@@ -147,7 +148,7 @@ def test_started_redistributions_finish_when_waited_for() -> None:
         assert flight.wait() is got
 
 
-OVERLAPPING = {
+OVERLAPPING: dict[str, tuple[tuple[int, int], list[Placement], list[Placement]]] = {
     "gather": ((5, 3), [Shard(0)], [Replicate()]),
     "gather of two dims": ((5, 3), [Shard(0), Shard(1)], [Replicate(), Replicate()]),
     "exchange": ((7, 5), [Shard(0)], [Shard(1)]),
@@ -176,7 +177,7 @@ def go_on_until_the_first_use(name: str, flag: str) -> None:
     while mesh.get_rank() and not Path(flag).exists():
         assert time.monotonic() < end, "rank 0 never got past starting its redistribution"
         time.sleep(0.005)
-    moved = tensor.redistribute(placements=new, async_op=True)
+    moved: Any = tensor.redistribute(placements=new, async_op=True)
     if mesh.get_rank() == 0:
         Path(flag).touch()
     expected = mine(full, Spec(mesh, new, shape))

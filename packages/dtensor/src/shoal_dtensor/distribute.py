@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,20 @@ from .placements import Partial, Placement
 from .spec import Box, Spec
 from .tensor import DTensor
 
-__all__ = ["distribute_module", "distribute_tensor"]
+__all__ = ["Sliceable", "distribute_module", "distribute_tensor"]
+
+
+class Sliceable(Protocol):
+    """A stored tensor that is read by slices: what `safetensors.safe_open(...).get_slice(name)` gives."""
+
+    def get_shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @whole_when_compiled
 def distribute_tensor(
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | Sliceable,
     device_mesh: DeviceMesh | None = None,
     placements: Placements | None = None,
     *,
@@ -35,15 +43,18 @@ def distribute_tensor(
 ) -> DTensor:
     """`V -> placements`: the DTensor with the values of one rank's plain tensor.
 
-    Every rank but the source needs memory for its own part only. A tensor on the meta device gives meta parts.
+    Every rank but the source needs memory for its own part only (pass, say, `torch.empty(1).expand(shape)` there). A
+    tensor on the meta device gives meta parts, on every rank.
 
     Args:
         tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor that already lies so
-            is returned as it is.
+            is returned as it is. Or a stored tensor, `safetensors.safe_open(...).get_slice(name)`, that all ranks can
+            read: each reads its own part, and nothing is sent.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
         placements: one per mesh axis, or a `PerDim`; all replicated when left out.
         src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank cuts its
-            part out of its own tensor, without any communication.
+            part out of its own tensor, without any communication; of a memory-mapped one (`torch.load(mmap=True)`,
+            `torch.from_file`) it reads only that. A stored tensor is always read so.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not cut in ascending order.
 
     Raises:
@@ -55,6 +66,8 @@ def distribute_tensor(
         raise PlacementError(f"distribute_tensor: placements must be Shard or Replicate, got {list(wanted)}")
     if isinstance(tensor, DTensor):
         return _as_it_is(tensor, mesh, wanted, shard_order)
+    if not isinstance(tensor, torch.Tensor):
+        return _read(tensor, mesh, wanted, shard_order)
     if not tensor.is_leaf:
         raise PlacementError(
             "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
@@ -64,6 +77,27 @@ def distribute_tensor(
         local = _local_part(tensor.detach().resolve_conj().resolve_neg(), spec, src_data_rank)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
+
+
+def _read(
+    stored: Sliceable, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> DTensor:
+    """Each rank reads its own box, and no rank more."""
+    if not hasattr(stored, "get_shape"):
+        raise PlacementError(
+            "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as safetensors' "
+            f"get_slice(name) gives, got {type(stored).__name__}"
+        )
+    shape = tuple(stored.get_shape())
+    nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
+    spec = Spec(mesh, placements, shape, None, nothing.dtype, shard_order)
+    device = torch.device(mesh.device_type)
+    if spec.coordinate is None:
+        return DTensor(nothing.new_empty((0,), device=device), spec)
+    box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate))
+    part = (stored[box] if shape else nothing).to(device).contiguous()
+    shares = part.untyped_storage().nbytes() != part.nbytes  # a view would keep more than the part alive
+    return DTensor(part.clone() if shares else part, spec)
 
 
 def _as_it_is(

@@ -1,0 +1,143 @@
+"""Covers: distribute.py: what each rank reads and how much memory it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
+from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.placements import Placement
+from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
+    ((5, 3), (Shard(0), Shard(0))),
+    ((7, 9), (Shard(1), Shard(0))),
+    ((2, 3), (Replicate(), Shard(0))),
+    ((3, 2, 4), (Replicate(), Replicate())),
+    ((6, 4), (Shard(0, sizes=(5, 1)), Replicate())),
+    ((), (Replicate(), Replicate())),
+]
+
+
+class Stored:
+    """A stored tensor that counts the elements that are read."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values, self.read = values, 0
+
+    def get_shape(self) -> list[int]:
+        return list(self.values.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = self.values[index].clone()
+        self.read += part.numel()
+        return part
+
+
+@pytest.mark.parametrize(("shape", "placements"), LAYOUTS, ids=str)
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_each_rank_reads_its_part_of_a_stored_tensor_and_no_more(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], rank: int
+) -> None:
+    mesh = abstract_mesh((2, 2), rank=rank)
+    stored = Stored(torch.arange(float(torch.Size(shape).numel())).view(shape))
+    made = distribute_tensor(stored, mesh, placements)
+    spec = Spec(mesh, placements, shape)
+    assert spec.coordinate is not None
+    box = tuple(slice(*interval) for interval in spec.box(spec.coordinate))
+    assert stored.read == spec.local_shape.numel()
+    assert torch.equal(made.to_local(), stored.values[box])
+    assert (made.shape, made.dtype) == (torch.Size(shape), torch.float32)
+
+
+@on_ranks(4)
+def read_safetensors(path: str) -> None:
+    from safetensors import safe_open
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    with safe_open(path, "pt") as file, CommDebugMode() as counted:
+        for name, placements in (("w", [Shard(0), Shard(1)]), ("b", [Replicate(), Shard(0)])):
+            made = distribute_tensor(file.get_slice(name), mesh, placements)
+            assert made.to_local().untyped_storage().nbytes() == made.to_local().numel() * 2
+            assert made.dtype is torch.bfloat16
+    assert counted.get_total_counts() == 0
+    assert torch.equal(distribute_tensor(safe_whole(path), mesh, [Shard(1), Shard(0)]).full_tensor(), safe_whole(path))
+
+
+def safe_whole(path: str) -> torch.Tensor:
+    from safetensors.torch import load_file
+
+    return load_file(path)["w"]
+
+
+def test_a_safetensors_slice(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = str(tmp_path / "model.safetensors")
+    save_file({"w": torch.randn(7, 5).bfloat16(), "b": torch.randn(5).bfloat16()}, path)
+    read_safetensors(path)
+
+
+def test_a_memory_mapped_tensor_is_read_only_where_it_is_needed(tmp_path: Path) -> None:
+    """Counted in resident pages of the mapping (Linux)."""
+    path = tmp_path / "whole.bin"
+    size = 64 << 20
+    with path.open("wb") as file:
+        file.truncate(size)
+    whole = torch.from_file(str(path), shared=True, size=size // 4)
+    with fake_world(8, rank=3):
+        mesh = init_device_mesh("cpu", (8,))
+        part = distribute_tensor(whole.view(1 << 12, -1), mesh, [Shard(0)], src_data_rank=None)
+    assert part.to_local().numel() * 4 == size // 8
+    assert resident(path) <= size // 8 + (4 << 20)  # and what the kernel reads ahead
+
+
+def resident(path: Path) -> int:
+    """Bytes of a mapped file that this process has in memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    total = 0
+    for line in lines:
+        if line.endswith(str(path)):
+            total += next(int(row.split()[1]) << 10 for row in lines if row.startswith("Rss:"))
+    return total
+
+
+def test_meta_tensors_give_meta_parts_without_communication() -> None:
+    mesh = abstract_mesh((2, 2), rank=3)
+    for source in (0, None):
+        made = distribute_tensor(torch.empty(5, 3, device="meta"), mesh, [Shard(0), Shard(1)], src_data_rank=source)
+        assert made.to_local().is_meta
+        assert made.to_local().shape == (2, 1)
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    wrong: Any = [1.0, 2.0]
+    with pytest.raises(PlacementError, match="as safetensors' get_slice"):
+        distribute_tensor(wrong, abstract_mesh((2,)), [Shard(0)])
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@on_ranks(4)
+def test_only_the_source_needs_memory_for_the_whole(placement: Placement) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    shape = (4096, 4096)  # 64 MiB
+    distribute_tensor(torch.zeros(8, 8), mesh, [placement])  # connects, and loads what is loaded at first use
+    full = torch.ones(shape) if mesh.get_rank() == 0 else torch.empty(1).expand(shape)
+    before = peak(reset=True)
+    made: DTensor = distribute_tensor(full, mesh, [placement])
+    grown = peak() - before
+    assert made.to_local().sum() == 4096 * 1024
+    if mesh.get_rank():
+        assert grown < 40 << 20, f"{grown >> 20} MiB for a part of 16 MiB"
+
+
+def peak(*, reset: bool = False) -> int:
+    """Bytes that this process had resident at its worst, since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
