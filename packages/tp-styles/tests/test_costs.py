@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, Shard
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import ColwiseParallel, Heads, PackedColwiseParallel, parallelize_module, preview
+from shoal_tp_styles import (
+    ChannelParallel,
+    ColwiseParallel,
+    Heads,
+    PackedColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+    preview,
+)
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
 
 OPS = {
@@ -58,3 +66,36 @@ def test_a_table_without_ranks() -> None:
     text = str(told)
     assert "all_reduce 1.0 KiB" in text and "ms of communication" in text
     assert preview(MLP(), MLP.plan, abstract_mesh((1,)), torch.zeros(2, 10)).seconds == 0
+
+
+@on_ranks(4)
+def test_rows_that_leave_in_parts_sum_the_gradient_of_their_bias() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(nn.Conv1d(6, 8, 1), nn.GroupNorm(4, 8), nn.Conv1d(8, 6, 1))
+    plan: dict[str, Any] = {
+        "0": ColwiseParallel(),
+        "1": ChannelParallel(),
+        "2": RowwiseParallel(output_layouts=Shard(0)),
+    }
+    x = torch.randn(4, 6, 6, requires_grad=True)
+    told = preview(model, plan, mesh, x)
+    parallelize_module(model, mesh, plan)
+    with CommDebugMode() as mode:
+        out = model(x)
+    assert {op: told.count(op)[0] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+    with CommDebugMode() as mode:
+        out.sum().backward()
+    assert {op: told.count(op)[1] for op in OPS} == {op: mode.get_comm_counts()[key] for op, key in OPS.items()}
+
+
+def test_a_turned_fused_weight_counts_as_much_as_any() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nf, self.weight = 24, nn.Parameter(torch.empty(8, 24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    told = preview(Turned(), PackedColwiseParallel(blocks=3), abstract_mesh((4,)), torch.zeros(2, 8))
+    assert told.parameter_bytes == 8 * 6 * 4

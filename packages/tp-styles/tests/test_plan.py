@@ -166,3 +166,37 @@ def test_auto_plan_of_known_shapes() -> None:
         )
         == plan
     )
+
+
+class Fused(nn.Module):
+    """GPT-2's names: a fused projection that no name tells how to cut, then rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn, self.attn.c_proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp.c_fc, self.mlp.c_proj = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+class Bert(nn.Module):
+    """BERT's names: `dense` in a module of its own, beside the one that holds the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.intermediate, self.output = nn.Module(), nn.Module(), nn.Module()
+        inner = nn.Module()
+        inner.query, inner.key, inner.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        out = nn.Module()
+        out.dense = nn.Linear(8, 8)
+        self.attention.self, self.attention.output = inner, out
+        self.intermediate.dense, self.output.dense = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+def test_rows_that_no_columns_feed_read_whole_activations() -> None:
+    plan = auto_plan(Fused())
+    assert "attn.c_attn" not in plan
+    assert plan["attn.c_proj"] == RowwiseParallel(input_layouts=Replicate())
+    assert plan["mlp.c_fc"] == ColwiseParallel() and plan["mlp.c_proj"] == RowwiseParallel()
+    plan = auto_plan(Bert())
+    assert plan["attention.self.query"] == plan["intermediate.dense"] == ColwiseParallel()
+    assert plan["attention.output.dense"] == plan["output.dense"] == RowwiseParallel()

@@ -10,6 +10,7 @@ from torch import nn
 from shoal_dtensor import Replicate
 
 from .linear import ColwiseParallel, RowwiseParallel
+from .structure import out_features
 from .style import ParallelStyle
 
 __all__ = ["auto_plan", "format_plan"]
@@ -51,13 +52,27 @@ def auto_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     for path, module in model.named_modules():
         for name, style in _pair(module):
             found.setdefault(f"{path}.{name}" if path else name, style)
+    for path, style in found.items():
+        if isinstance(style, RowwiseParallel) and not isinstance(model.get_submodule(path), nn.Embedding):
+            around = path.rpartition(".")[0]
+            fed = any(isinstance(found.get(name), ColwiseParallel) for name in _siblings(model, path, around))
+            if not fed:  # what it reads is whole: a fused projection, say, that has no entry
+                found[path] = RowwiseParallel(input_layouts=Replicate())
     return _wildcards(found)
+
+
+def _siblings(model: nn.Module, path: str, around: str) -> Iterator[str]:
+    """The modules of the same block: below the parent, or, for a `dense` that hangs alone, below its parent."""
+    wide = re.sub(r"(^|\.)(output|self)$", "", around) if path.endswith("dense") else around
+    for name, _ in model.named_modules(remove_duplicate=False):
+        if name != path and name.startswith(f"{wide}." if wide else ""):
+            yield name
 
 
 def _by_name(path: str, module: nn.Module) -> ParallelStyle | None:
     if isinstance(module, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate()) if _TOKENS.search(path) else None
-    if not isinstance(module, nn.Linear):
+    if out_features(module) is None:
         return None
     if _ROWS.search(path):
         return RowwiseParallel()

@@ -17,6 +17,7 @@ from shoal_dtensor import Placement, Replicate, Shard
 from shoal_mesh import DeviceMesh, Link, topology_of
 
 from .findings import part_sizes
+from .lora import LoRA
 from .plan import Plan, Use, axis_mesh, resolve
 from .sharding import Heads, Port
 
@@ -81,15 +82,15 @@ class Preview:
         return forward, sum(move.op == op for row in self.rows for move in row.backward)
 
     def __str__(self) -> str:
-        lines = [f"{'module':32} {'style':24} {'params/rank':>12}  forward / backward"]
+        cells = [("module", "params/rank", "forward / backward", "style")]
         for row in self.rows:
             moves = f"{_told(row.forward)} / {_told(row.backward)}"
-            lines.append(f"{row.path or '(root)':32} {row.style:24} {_size(row.parameter_bytes):>12}  {moves}")
-        lines.append(f"{'(not in the plan)':32} {'whole on every rank':24} {_size(self.whole_bytes):>12}")
-        lines.append(
-            f"{'total':32} {'':24} {_size(self.parameter_bytes):>12}  {self.seconds * 1e3:.2f} ms of communication"
-        )
-        return "\n".join(lines)
+            cells.append((row.path or "(root)", _size(row.parameter_bytes), moves, row.style))
+        cells.append(("(not in the plan)", _size(self.whole_bytes), "", "whole on every rank"))
+        cells.append(("total", _size(self.parameter_bytes), f"{self.seconds * 1e3:.2f} ms of communication", ""))
+        wide = [max(len(cell[column]) for cell in cells) for column in range(3)]
+        lines = (f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in cells)
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Preview:
@@ -189,10 +190,11 @@ def _nbytes(tensor: Tensor) -> int:
 def _local_bytes(use: Use, name: str, param: Tensor, ways: int) -> int:
     """Bytes of a parameter on the rank that holds most of it."""
     assert use.sharding is not None, "only declared styles are measured"
-    blocks: Any = use.sharding.options.get("blocks", {})
+    named: Any = use.sharding.options.get("blocks", {})
+    blocks: dict[str, Heads] = named
     if blocks and "." not in name:
         rows = sum(_rows(heads, ways) for heads in blocks.values())
-        return _nbytes(param) * rows // param.shape[0]
+        return _nbytes(param) * rows // sum(heads.features for heads in blocks.values())
     placement = use.sharding.placement(name, ways)
     if not isinstance(placement, Shard):
         return _nbytes(param)
@@ -243,8 +245,18 @@ def _add_moves(use: Use, crossing: _Crossing, ledger: _Ledger) -> None:
             ledger.forward("all_reduce" if port.desired == Replicate() else "reduce_scatter", tensor)
             if isinstance(port.desired, Shard):
                 ledger.backward("all_gather", _nbytes(tensor))
+                ledger.backward("all_reduce", _bias_bytes(use))
         elif port is not None:
             _between(port, tensor, ledger)
+
+
+def _bias_bytes(use: Use) -> int:
+    """Bytes of a bias whose gradients are summed by themselves; a Linear's kernel sees the whole gradient anyway."""
+    assert use.sharding is not None, "only declared styles are measured"
+    bias = dict(use.module.named_parameters()).get("out_proj.bias" if use.sharding.kind == "HeadParallel" else "bias")
+    alone = use.sharding.kind != "RowwiseParallel" or not isinstance(use.module, nn.Linear)
+    trained = bias is not None and (bias.requires_grad if not isinstance(use.style, LoRA) else use.style.train_base)
+    return _nbytes(bias) if alone and trained and bias is not None else 0
 
 
 def _read(tensor: Tensor, layout: Placement, ledger: _Ledger) -> None:

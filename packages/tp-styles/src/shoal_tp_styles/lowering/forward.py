@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from abc import ABC, abstractmethod
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from .traced import make_traceable
 __all__ = ["Lowered", "spec_of"]
 
 
-class Lowered:
+class Lowered(ABC):
     """Base of the stand-ins.
 
     Attributes:
@@ -54,11 +55,12 @@ class Lowered:
         make_traceable()
         self.resolve()
 
-    def resolve(self) -> None:
+    def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
         """Work out everything that calls need from the record; overridden by each lowering."""
 
+    @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        """What the module's forward gives, in the layouts of its output ports."""
 
     @property
     def module(self) -> nn.Module:
