@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import product
 
 import pytest
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor.errors import MissingExtraError
 from shoal_dtensor.explain import explain
 from shoal_dtensor.placements import Placement
 from shoal_dtensor.redistribute import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic, step_traffic
-from shoal_mesh import abstract_mesh
+from shoal_mesh import Link, Topology, abstract_mesh
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -68,6 +70,23 @@ def test_no_plan_moves_less_and_resharding_moves_no_more() -> None:
 def test_traffic_of_a_gather() -> None:
     (step,) = plan(spec(S0, mesh=(2,), shape=(3,)), spec(R, mesh=(2,), shape=(3,))).steps
     assert step_traffic(step) == {(0, 1): 8, (1, 0): 4}
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(MissingExtraError, match=r"pip install shoal-dtensor\[viz\]"):
+        explain(spec(S0, S0), spec(R, S1)).picture()
+
+
+def test_a_search_that_stopped_early_says_what_is_proven() -> None:
+    mesh = abstract_mesh((2, 2, 2, 2))
+    links = Topology(tuple(Link(1e-5, 10.0**n) for n in (8, 11, 9, 10)))
+    src = Spec(mesh, (S0, R, S0, S0), (64, 64, 64, 64))
+    dst = src.with_(placements=(Shard(3), Shard(2), S1, Shard(2)))
+    why = explain(src, dst, topology=links)
+    assert 0 < why.chosen.floor <= why.chosen.seconds
+    early = why.chosen.floor < why.chosen.seconds * (1 - 1e-9)
+    assert ("stopped early" in str(why)) == early
 
 
 def test_picture() -> None:

@@ -53,3 +53,7 @@ class CommunicationForbiddenError(ShoalTensorError, RuntimeError):
 
 class RandomStateError(ShoalTensorError, RuntimeError):
     """The ranks' random generators are out of step, so replicas would draw different numbers."""
+
+
+class MissingExtraError(ShoalTensorError, ImportError):
+    """An optional extra of the package is not installed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import MissingExtraError
 from .redistribute import Plan, alternatives
 from .redistribute.steps import format_bytes, format_seconds, layout
 from .redistribute.traffic import least_bytes, plan_traffic
@@ -44,6 +45,8 @@ class Explanation:
 
     def __str__(self) -> str:
         head = f"{self.chosen}\n  must move at least {format_bytes(self.least_bytes)} a rank"
+        if 0 < self.chosen.floor < self.chosen.seconds * (1 - 1e-9):
+            head += f"; the search stopped early: no plan takes less than {format_seconds(self.chosen.floor)}"
         if not self.rejected:
             return head
         lines = [head, "rejected:"]
@@ -62,11 +65,18 @@ class Explanation:
             ax: matplotlib axes to draw on; new ones when left out.
 
         Returns:
-            The axes.  Needs matplotlib (`pip install shoal-dtensor[viz]`).
+            The axes.
+
+        Raises:
+            MissingExtraError: if matplotlib is not installed.
         """
         if ax is None:
-            import matplotlib.pyplot as plt
-
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                raise MissingExtraError(
+                    "picture() draws with matplotlib, which is not installed: pip install shoal-dtensor[viz]"
+                ) from error
             _, ax = plt.subplots()
         ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
@@ -105,6 +115,7 @@ def explain(src: Spec, dst: Spec, *, count: int = 4, **options: Any) -> Explanat
 def _as_data(plan: Plan) -> dict[str, Any]:
     return {
         "seconds": plan.seconds,
+        "floor": plan.floor,
         "bytes": plan.bytes_sent,
         "peak_bytes": plan.peak_bytes,
         "steps": [

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import RedistributeError
 from .kernels import Collective, Kernel
 from .run import bind, closing, comm_of, kernels_of
-from .steps import AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step, Transfer
+from .steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 
 __all__ = ["Batch", "Queued", "coalesce", "current_batch", "merge", "run_all", "split"]
 
@@ -200,7 +200,7 @@ def run_all(plans: Sequence[Plan], locals_: Sequence[Tensor]) -> list[Tensor]:
 def _key(task: _Task, step: Step) -> object:
     """What steps that travel together have in common; equal on all ranks."""
     ranks = step.ranks if isinstance(step, Transfer) else ()
-    op = step.op if isinstance(step, ReduceScatter | AllReduce) else ""
+    op = step.op if isinstance(step, Reduction) else ""
     kind = Exchange if isinstance(step, AllToAll | Transfer) else type(step)
     return step.src.mesh, step.axes, ranks, kind, op, step.src.dtype, task.local.device
 

@@ -20,6 +20,7 @@ __all__ = [
     "Pad",
     "Plan",
     "ReduceScatter",
+    "Reduction",
     "Reshape",
     "Scale",
     "Share",
@@ -126,26 +127,33 @@ class AllGather(Step):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceScatter(Step):
-    """P -> S: reduce over `axes`, each rank keeping its part; `divisor` turns a sum into an average."""
+class Reduction(Step):
+    """P -> S or R: what both reductions say: the op, and a divisor that turns a sum into an average."""
 
-    dims: tuple[int, ...]
     op: str
     divisor: int = 1
 
     def detail(self) -> str:
-        return f" {self.op} dims {list(self.dims)}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+        return f" {self.op}{self.where()}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+
+    def where(self) -> str:
+        """Which dims are cut, for reports."""
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce(Step):
-    """P -> R: reduce over `axes`, every rank keeping all; `divisor` turns a sum into an average."""
+class ReduceScatter(Reduction):
+    """P -> S: reduce over `axes`, each rank keeping its part."""
 
-    op: str
-    divisor: int = 1
+    dims: tuple[int, ...]
 
-    def detail(self) -> str:
-        return f" {self.op}" + (f" / {self.divisor}" if self.divisor != 1 else "")
+    def where(self) -> str:
+        return f" dims {list(self.dims)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Reduction):
+    """P -> R: reduce over `axes`, every rank keeping all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ..spec import Box, Spec
 from .blocks import intersect, volume
 from .kernels import blocks_of, members
 from .norms import wire_itemsize
-from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Step
+from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Reduction, Step
 
 __all__ = ["Traffic", "least_bytes", "plan_traffic", "step_traffic"]
 
@@ -24,7 +24,7 @@ Traffic = dict[tuple[int, int], float]
 def step_traffic(step: Step) -> Traffic:
     """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
     found: Traffic = {}
-    op = step.op if isinstance(step, ReduceScatter | AllReduce) else ""
+    op = step.op if isinstance(step, Reduction) else ""
     itemsize = wire_itemsize(op, step.src.dtype)
     shape = step.src.mesh.shape
     for c in product(*map(range, shape)) if step.communicates else ():
