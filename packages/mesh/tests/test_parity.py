@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import shoal_mesh
@@ -29,7 +29,11 @@ def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataOb
         ours = shoal_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
         theirs = their_init("cpu", tuple(sizes), mesh_dim_names=names)
         _agree(ours, theirs)
-        _agree(ours[kept], theirs[kept])
+        try:
+            sliced = theirs[kept]
+        except NotImplementedError:  # torch 2.11 refuses some slices of axes of size 1: nothing to compare with
+            assume(False)
+        _agree(ours[kept], sliced)
         if len(kept) > 1:
             _agree(ours[kept]._flatten("flat"), theirs[kept]._flatten("flat"))
             _agree(ours["flat"], theirs["flat"])
