@@ -109,8 +109,10 @@ def reshaped(m: Machine, x: Any, a: int, b: int, c: int) -> Any:
 
 
 def written(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
-    """A copy, part of it written through a view."""
-    made = x * 1.0
+    """A copy, part of it written through a view; of a folded dim there is none, and a write to it would raise."""
+    made: Any = x * 1.0
+    if isinstance(made, DTensor) and made._spec.folded:
+        made = made.redistribute(placements=[Replicate()] * made.device_mesh.ndim)
     dim = dim_of(x, a)
     made.narrow(dim, b % x.shape[dim], 1).mul_(2.0).add_(0.5)
     return made
