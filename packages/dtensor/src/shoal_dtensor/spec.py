@@ -199,6 +199,14 @@ class Spec:
         """
         return interval_cut(self.cuts[dim])
 
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """Elements of every piece of a tensor dim of which every rank holds one interval.
+
+        Raises:
+            PlacementError: if the dim is folded.
+        """
+        return self.cut(dim).sizes
+
     def offset(self, dim: int) -> int:
         """Global index along a tensor dim of the first element that this rank holds.
 

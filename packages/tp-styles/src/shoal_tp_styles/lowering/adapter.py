@@ -29,7 +29,7 @@ class AdapterColumn(Lowered):
         scale: Any = self.sharding.options["scale"]
         out: Tensor = linear(input, p["weight"], p["bias"]) + scale * linear(linear(input, p["lora_A"]), p["lora_B"])
         spec = spec_of(self.params["weight"], "weight")
-        return leave_cut(self, out, out.ndim - 1, spec.shape[0], spec.cut(0).sizes)
+        return leave_cut(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
 
 
 class AdapterRow(Lowered):
@@ -39,7 +39,7 @@ class AdapterRow(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         spec = spec_of(self.params["weight"], "weight")
-        input = arrive_cut(self, input, input.ndim - 1, spec.cut(1).sizes)
+        input = arrive_cut(self, input, input.ndim - 1, spec.sizes(1))
         p: Any = {
             **enter({"weight": self.params["weight"], "lora_A": self.params["lora_A"]}),
             # B meets only this rank's part of A x, so its gradients are partial sums.

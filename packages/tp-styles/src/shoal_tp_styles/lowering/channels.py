@@ -88,7 +88,7 @@ class _Channels(Lowered):
         """Size of the cut dim of the weight, and of its parts."""
         spec = spec_of(self.params["weight"], "weight")
         ((dim, _),) = spec.shard_order
-        return spec.shape[dim], spec.cut(dim).sizes
+        return spec.shape[dim], spec.sizes(dim)
 
 
 class ColumnChannels(_Channels):

@@ -63,7 +63,7 @@ class ColumnEmbedding(Lowered):
     def finish(self, out: Tensor) -> Tensor:
         """The output in the layout and form that leave the module."""
         spec = spec_of(self.params["weight"], "weight")
-        return leave_cut(self, out, out.ndim - 1, spec.shape[1], spec.cut(1).sizes)
+        return leave_cut(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1))
 
 
 def _tokens(tokens: Tensor, port: Any, lowered: Lowered) -> Tensor:

@@ -296,4 +296,4 @@ class ColumnLinear(Lowered):
         if self.finished:
             return out
         spec = spec_of(self.params["weight"], "weight")
-        return leave_cut(self, out, out.ndim - 1, spec.shape[0], spec.cut(0).sizes)
+        return leave_cut(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))

@@ -112,7 +112,7 @@ class RowLinear(Lowered):
 
     def traced(self, input: Tensor) -> Tensor:
         """The whole forward in terms that torch.compile follows."""
-        sizes = spec_of(self.params["weight"], "weight").cut(1).sizes
+        sizes = spec_of(self.params["weight"], "weight").sizes(1)
         weight: Any = enter({"weight": self.params["weight"]})["weight"]
         input = arrive_cut(self, input, input.ndim - 1, sizes)
         return leave_partial(self, linear(input, weight), self.params["bias"])
@@ -127,7 +127,7 @@ class RowLinear(Lowered):
         if not isinstance(input, DTensor) and self.direct_in:
             local = input
         elif not isinstance(input, DTensor) and self.port_in.layout.is_replicate():
-            local = split(input, self.comm, input.ndim - 1, spec.cut(1).sizes)
+            local = split(input, self.comm, input.ndim - 1, spec.sizes(1))
         else:
             local = arrive_local(input, self.port_in, self.mesh, grad=self.port_in.desired)
             shape = list(local.shape)
