@@ -1,4 +1,4 @@
-"""Covers: rules/halo.py, and the spatial rows of rules/conv.py, on gloo ranks and against plain tensors."""
+"""Covers: rules/halo.py, and the spatial rows of rules/{conv,image}.py, on gloo ranks and against plain tensors."""
 
 from __future__ import annotations
 
@@ -59,6 +59,41 @@ def test_two_cut_dims_and_groups() -> None:
     assert not validate(aten.convolution_backward.default, *arguments, ways=(3,)).wrong
 
 
+# (kernel, stride, padding, dilation, ceil_mode)
+POOLS = [(3, 2, 1, 1, False), (2, 2, 0, 1, False), (3, 1, 1, 2, False), (3, 2, 0, 1, True), (2, 3, 1, 1, True)]
+
+
+@pytest.mark.parametrize("case", POOLS, ids=str)
+def test_pooling_of_cut_rows(case: tuple[Any, ...]) -> None:
+    kernel, stride, padding, dilation, ceil = case
+    x = real(2, 3, 9, 7)
+    rest = ([kernel] * 2, [stride] * 2, [padding] * 2, [dilation] * 2, ceil)
+    values, indices = aten.max_pool2d_with_indices.default(x, *rest)
+    reports = [validate(aten.max_pool2d_with_indices.default, x, *rest)]
+    back = aten.max_pool2d_with_indices_backward.default
+    reports += [validate(back, real(*values.shape), x, *rest, indices)]
+    checked = [report.checked for report in reports]
+    if dilation == 1:
+        for counted, divisor in ((True, None), (False, None), (True, 5)):
+            more = ([kernel] * 2, [stride] * 2, [padding] * 2, ceil, counted, divisor)
+            shape = aten.avg_pool2d.default(x, *more).shape
+            reports += [validate(aten.avg_pool2d.default, x, *more)]
+            reports += [validate(aten.avg_pool2d_backward.default, real(*shape), x, *more)]
+    assert not [line for report in reports for line in report.wrong[:1]]
+    assert min(checked) > 60, "the spatial dims have rows"
+
+
+def test_pooling_of_volumes_and_of_one_row() -> None:
+    x = real(1, 2, 5, 4, 6)
+    rest = ([2], [2], [1], [1], False)
+    values, indices = aten.max_pool3d_with_indices.default(x, *rest)
+    back = aten.max_pool3d_with_indices_backward.default
+    assert not validate(aten.max_pool3d_with_indices.default, x, *rest).wrong
+    assert not validate(back, real(*values.shape), x, *rest, indices).wrong
+    row = real(2, 1, 9)
+    assert not validate(aten.max_pool2d_with_indices.default, row, [1, 3], [1, 2], [0, 1]).wrong
+
+
 SMALL = st.integers(1, 4)
 
 
@@ -88,7 +123,7 @@ def test_a_convolutional_network_exchanges_borders_only(shape: tuple[int, ...], 
 
     def network(x: Any, kernels: list[Any]) -> Any:
         x = F.relu(F.conv2d(x, kernels[0], padding=1))
-        x = F.relu(F.conv2d(x, kernels[1], stride=2, padding=1))
+        x = F.max_pool2d(F.relu(F.conv2d(x, kernels[1], padding=1)), 3, 2, 1)
         return F.conv2d(x, kernels[2]).square().sum()
 
     image = real(1, 3, 130, 121)  # large enough that borders are cheaper than the whole

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec, TensorMeta
-from .halo import Halo, Sliding
+from .halo import Halo, Sliding, narrowed, widened
 from .local import cutting, filling_out, replacing
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -86,26 +86,6 @@ def _without_padding(call: OpCall, halos: Sequence[Halo]) -> list[int]:
     return padding
 
 
-def _widened(x: Tensor, halos: Sequence[Halo]) -> Tensor:
-    """This rank's piece with the border rows of others, and zeros beyond the ends of the input."""
-    for halo in halos:
-        x = halo.fetched(x)
-    widths = [0] * (2 * x.ndim)
-    for halo in halos:
-        at = 2 * (x.ndim - 1 - halo.dim)
-        widths[at : at + 2] = halo.margins()
-    return torch.constant_pad_nd(x, widths) if any(widths) else x
-
-
-def _narrowed(gradient: Tensor, halos: Sequence[Halo]) -> Tensor:
-    """The gradient of this rank's piece, out of that of the widened ones."""
-    for halo in reversed(halos):
-        before, after = halo.margins()
-        gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
-        gradient = halo.returned(gradient)
-    return gradient
-
-
 def _present(call: OpCall, *names: str) -> tuple[str, ...]:
     return tuple(name for name in names if isinstance(call.get(name), TensorMeta))
 
@@ -150,7 +130,7 @@ def _convolve(decided: LocalCall) -> LocalFunction | None:
     if not halos:
         return nothing if empty else None if groups == call["groups"] else replacing(call, groups=groups)
     convolve = nothing if empty else replacing(call, groups=groups, padding=_without_padding(call, halos))
-    return lambda x, *args, **kwargs: convolve(_widened(x, halos), *args, **kwargs)
+    return lambda x, *args, **kwargs: convolve(widened(x, halos), *args, **kwargs)
 
 
 def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
@@ -168,8 +148,8 @@ def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
     convolve = _nothing(call) if empty else replacing(call, padding=_without_padding(call, halos), **sizes)
 
     def run(gradient: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-        of_input, *others = convolve(gradient, _widened(x, halos), *args)
-        return None if of_input is None else _narrowed(of_input, halos), *others
+        of_input, *others = convolve(gradient, widened(x, halos), *args)
+        return None if of_input is None else narrowed(of_input, halos), *others
 
     return run
 

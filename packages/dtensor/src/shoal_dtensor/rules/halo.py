@@ -19,7 +19,7 @@ from shoal_mesh import all_to_all_v
 from ..chunks import Cut
 from ..spec import Spec
 
-__all__ = ["Halo", "Sliding"]
+__all__ = ["Halo", "Sliding", "narrowed", "widened"]
 
 Interval = tuple[int, int]
 
@@ -102,9 +102,13 @@ class Halo:
         reads = [self.sliding.reads(outputs) for outputs in _intervals(self.sliding(self._cut))]
         return [(min(max(a, 0), length), max(min(b, length), 0)) for a, b in reads]
 
+    def widened(self) -> Interval:
+        """What this rank's windows read; it may reach over both ends of the input."""
+        return self.sliding.reads(_intervals(self.sliding(self._cut))[self._me])
+
     def margins(self) -> tuple[int, int]:
         """How far this rank's windows reach over the ends of the input."""
-        first, last = self.sliding.reads(_intervals(self.sliding(self._cut))[self._me])
+        first, last = self.widened()
         return max(0, min(last, 0) - first), max(0, last - max(first, self.sliding.length))
 
     def fetched(self, x: Tensor) -> Tensor:
@@ -146,6 +150,25 @@ class Halo:
             shape = [stop - start if d == self.dim else n for d, n in enumerate(like.shape)]
             blocks.append(given[me] if piece == me else block.view(shape))
         return blocks
+
+
+def widened(x: Tensor, halos: Sequence[Halo], fill: float = 0.0) -> Tensor:
+    """This rank's piece with the border rows of others, and `fill` beyond the ends of the input."""
+    widths = [0] * (2 * x.ndim)
+    for halo in halos:
+        x = halo.fetched(x)
+        at = 2 * (x.ndim - 1 - halo.dim)
+        widths[at : at + 2] = halo.margins()
+    return torch.constant_pad_nd(x, widths, fill) if any(widths) else x
+
+
+def narrowed(gradient: Tensor, halos: Sequence[Halo]) -> Tensor:
+    """The gradient of this rank's piece, out of that of the widened ones."""
+    for halo in reversed(halos):
+        before, after = halo.margins()
+        gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
+        gradient = halo.returned(gradient)
+    return gradient
 
 
 def _intervals(cut: Cut) -> list[Interval]:

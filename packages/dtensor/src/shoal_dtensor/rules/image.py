@@ -1,13 +1,21 @@
 """Sharding of pooling, resampling and sampling of images, on one mesh axis.
 
-Every plane is treated for itself, so the dims before the spatial ones are free; spatial dims are whole.
+Every plane is treated for itself, so the dims before the spatial ones are free.  Pooling windows also slide along cut
+spatial dims, with the border rows of other ranks; else spatial dims are whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import inf, prod
+from typing import Any
 
-from .local import or_empty, replacing
+import torch
+from torch import Tensor
+
+from ..spec import Spec, TensorMeta
+from .halo import Halo, Sliding, narrowed, widened
+from .local import cutting, or_empty, replacing, zeros
 from .notation import linear_rows
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -95,6 +103,129 @@ def _pool(spatial: int, *, linear: bool = False) -> Rule:
     return Rule(_planes(spatial, linear=linear), or_empty)
 
 
+# --- pooling windows that slide along cut dims ----------------------------------------------------------------------
+
+
+def _per_dim(call: OpCall, name: str, count: int) -> list[int]:
+    value = call.get(name, [1])
+    return [*value] * (count if len(value) == 1 else 1)
+
+
+def _windows(call: OpCall, spatial: int) -> dict[int, Sliding]:
+    """For every spatial dim its windows; averages only where every window counts alike."""
+    source, pooled = call["self"], call.get("grad_output") or call.outputs[0]
+    if any(argument.is_out for argument in call.op._schema.arguments):  # targets would be those of the widened pieces
+        return {}
+    kernel, padding, dilation = (_per_dim(call, n, spatial) for n in ("kernel_size", "padding", "dilation"))
+    stride = _per_dim(call, "stride", spatial) if call["stride"] else kernel
+    found = {}
+    for i in range(spatial):
+        dim = source.ndim - spatial + i
+        sliding = Sliding(source.shape[dim], pooled.shape[dim], kernel[i], stride[i], padding[i], dilation[i])
+        if "max" in call.op.__name__ or _counts_alike(call, sliding):
+            found[dim] = sliding
+    return found
+
+
+def _counts_alike(call: OpCall, sliding: Sliding) -> bool:
+    """Whether every window of an average divides by the same number along a dim."""
+    if call["divisor_override"] is not None:
+        return True
+    overhangs = sliding.reads((0, sliding.made))[1] > sliding.length + sliding.padding
+    return not overhangs and (call["count_include_pad"] or sliding.padding == 0)
+
+
+def _pooled(spatial: int, *, linear: bool = False) -> Callable[[OpCall], list[Row]]:
+    """Rows of planes, then one per spatial dim: what has the result's size lies as the windows do."""
+    planes = _planes(spatial, linear=linear)
+
+    def rows(call: OpCall) -> list[Row]:
+        found, source = planes(call), call["self"]
+        names = [a.name for a in call.op._schema.arguments if isinstance(call.get(a.name), TensorMeta)]
+        for dim, sliding in _windows(call, spatial).items():
+            whole, pooled = S(dim), S(dim, cut=sliding)
+            inputs = tuple(whole if name == "self" else pooled for name in names)
+            outputs = tuple(whole if "grad_output" in names else pooled for _ in call.outputs)
+            slab = source.dtype.itemsize * prod(source.shape) // max(source.shape[dim], 1)
+            found.append(Row(inputs, outputs, traffic=max(1, sliding.overlap * slab)))
+        return found
+
+    return rows
+
+
+def _halos(call: OpCall, source: Spec, spatial: int) -> list[Halo]:
+    return [Halo(source, dim, w) for dim, w in _windows(call, spatial).items() if cutting(source, (dim,))]
+
+
+def _without_padding(call: OpCall, halos: Sequence[Halo], spatial: int) -> LocalFunction:
+    """The operator without padding along the cut dims: their pieces are padded one by one."""
+    padding = _per_dim(call, "padding", spatial)
+    for halo in halos:
+        padding[halo.dim - (call["self"].ndim - spatial)] = 0
+    return replacing(call, padding=padding)
+
+
+def _pool_local(spatial: int) -> Callable[[LocalCall], LocalFunction | None]:
+    def local(decided: LocalCall) -> LocalFunction | None:
+        call, source = decided.call, decided.inputs[0]
+        halos = _halos(call, source, spatial)
+        if not halos:
+            return or_empty(decided)
+        largest, empty = "max" in call.op.__name__, 0 in decided.outputs[0].local_shape
+        pool = zeros(decided) if empty else _without_padding(call, halos, spatial)
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
+            wide = widened(x, halos, fill)
+            made = pool(wide, *args, **kwargs)
+            if empty or not largest:
+                return made
+            return made[0], _moved(made[1], wide.shape[-spatial:], source.shape[-spatial:], halos, 1)
+
+        return run
+
+    return local
+
+
+def _moved(indices: Tensor, sizes: Sequence[int], wanted: Sequence[int], halos: Sequence[Halo], sign: int) -> Tensor:
+    """Positions in a plane of `sizes` as positions in one of `wanted` sizes; `sign` 1 from pieces to the whole."""
+    count = len(sizes)
+    first = {halo.dim - halo.spec.ndim + count: sign * halo.widened()[0] for halo in halos}
+    total, scale = torch.zeros_like(indices), 1
+    for i in reversed(range(count)):
+        place = (indices % sizes[i] + first.get(i, 0)).clamp_(0, wanted[i] - 1)
+        indices = indices // sizes[i]
+        total += place * scale
+        scale *= wanted[i]
+    return total
+
+
+def _pool_back_local(spatial: int) -> Callable[[LocalCall], LocalFunction | None]:
+    def local(decided: LocalCall) -> LocalFunction | None:
+        call, (gradient, source) = decided.call, decided.inputs[:2]
+        halos = _halos(call, source, spatial)
+        if not halos:
+            return or_empty(decided)
+        shape = list(source.local_shape)
+        for halo in halos:
+            shape[halo.dim] = halo.widened()[1] - halo.widened()[0]
+        empty, largest = 0 in gradient.local_shape, "max" in call.op.__name__
+        back = _without_padding(call, halos, spatial)
+
+        def run(gradient: Tensor, x: Tensor, *args: Any) -> Tensor:
+            wide = gradient.new_zeros(shape)
+            if largest and not empty:
+                places = _moved(args[-1], source.shape[-spatial:], shape[-spatial:], halos, -1)
+                wide.flatten(-spatial).scatter_add_(-1, places.flatten(-spatial), gradient.flatten(-spatial))
+            elif not empty:
+                wide = back(gradient, wide, *args)
+            return narrowed(wide, halos)
+
+        return run
+
+    return local
+
+
 def _fractional(call: OpCall) -> list[Row]:
     """`fractional_max_pool`: the random samples have batch and channels too, spelt (N, C, spatial)."""
     source, samples = call.tensors
@@ -110,15 +241,23 @@ def _fractional(call: OpCall) -> list[Row]:
 
 IMAGE: Table = family(
     {
-        "max_pool2d_with_indices adaptive_max_pool2d max_unpool2d": _pool(2),
-        "max_pool3d_with_indices adaptive_max_pool3d max_unpool3d": _pool(3),
-        "adaptive_max_pool2d_backward max_pool2d_with_indices_backward": _pool(2, linear=True),
-        "adaptive_max_pool3d_backward max_pool3d_with_indices_backward": _pool(3, linear=True),
+        "max_pool2d_with_indices": Rule(_pooled(2), _pool_local(2)),
+        "max_pool3d_with_indices": Rule(_pooled(3), _pool_local(3)),
+        "max_pool2d_with_indices_backward": Rule(_pooled(2, linear=True), _pool_back_local(2)),
+        "max_pool3d_with_indices_backward": Rule(_pooled(3, linear=True), _pool_back_local(3)),
+        "avg_pool2d": Rule(_pooled(2, linear=True), _pool_local(2)),
+        "avg_pool3d": Rule(_pooled(3, linear=True), _pool_local(3)),
+        "avg_pool2d_backward": Rule(_pooled(2, linear=True), _pool_back_local(2)),
+        "avg_pool3d_backward": Rule(_pooled(3, linear=True), _pool_back_local(3)),
+        "adaptive_max_pool2d max_unpool2d": _pool(2),
+        "adaptive_max_pool3d max_unpool3d": _pool(3),
+        "adaptive_max_pool2d_backward": _pool(2, linear=True),
+        "adaptive_max_pool3d_backward": _pool(3, linear=True),
         "fractional_max_pool2d fractional_max_pool3d": Rule(_fractional, or_empty),
         "fractional_max_pool2d_backward": _pool(2, linear=True),
         "fractional_max_pool3d_backward": _pool(3, linear=True),
-        "avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward": _pool(2, linear=True),
-        "avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward": _pool(3, linear=True),
+        "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward": _pool(2, linear=True),
+        "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward": _pool(3, linear=True),
         "avg_pool1d": _pool(1, linear=True),
         "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d": _pool(1, linear=True),
         "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d": _pool(2, linear=True),

@@ -83,7 +83,8 @@ def _samples(info: Any, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[t
         return
     torch.manual_seed(0)
     differentiable = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    made = list(info.sample_inputs("cpu", dtype, requires_grad=differentiable))
+    # Not `sample_inputs`: that walks the whole call stack for every sample, which takes minutes under pytest.
+    made = list(info.sample_inputs_func(info, "cpu", dtype, differentiable))
     for sample in made[:: max(1, len(made) // count)][:count]:
         for function in (info.get_op(), info.get_inplace()):
             if function is not None:
