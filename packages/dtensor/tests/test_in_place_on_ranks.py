@@ -54,7 +54,8 @@ def test_writes_to_partial_tensors(name: str) -> None:
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     layouts: list[tuple[DeviceMesh, list[Placement]]] = [(line, [Partial(op)]) for op in OPS]
     layouts += [(square, [Partial(), S0]), (square, [Shard(1), Partial("max")]), (square, [Partial(), Partial()])]
-    for mesh, placements in [*layouts, (line, [S0])]:
+    layouts.append((line, [S0]))
+    for mesh, placements in layouts:
         torch.manual_seed(1)
         one = torch.randn(5, 5, dtype=torch.float64)
         one = one.abs() if Partial("norm2") in placements else one
@@ -65,7 +66,7 @@ def test_writes_to_partial_tensors(name: str) -> None:
         torch.manual_seed(2)
         PROGRAMS[name](many)
         assert many.placements == tuple(placements)
-        torch.testing.assert_close(many.full_tensor(), one, msg=lambda m, p=placements, b=before: f"{p}: {m} from {b}")
+        torch.testing.assert_close(many.full_tensor(), one, msg=f"{placements} {before}: {many.full_tensor()}, {one}")
 
 
 @on_ranks(4)
@@ -84,6 +85,7 @@ def test_gradients_pass_such_a_write() -> None:
     mesh = init_device_mesh("cpu", (4,))
     whole = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     one, many = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, [S0]).requires_grad_()
+    x: Any
     for x in (one, many):
         y = x.sum(0)
         y.relu_()
