@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,10 +32,12 @@ __all__ = [
     "backward_number",
     "bare_step",
     "change_shape",
+    "composed_in",
     "constant_when_compiled",
     "decomposition_of",
     "direct",
     "disabled_torch_function",
+    "draws",
     "in_backward",
     "is_all_zero",
     "is_nameless",
@@ -49,6 +52,7 @@ __all__ = [
     "thread_object",
     "view_of",
     "whole_when_compiled",
+    "with_conjugates",
     "with_step_hooks",
 ]
 
@@ -179,12 +183,38 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def shapes_of(op: OpOverload, build: Build) -> Any:
+# Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small dtypes have float32 ones.
+_WITH_STATISTICS = frozenset(
+    {
+        "aten::_batch_norm_no_update",
+        "aten::_batch_norm_with_update",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::native_batch_norm",
+        "aten::native_group_norm",
+        "aten::native_layer_norm",
+    }
+)
+
+
+def _as_on_cpu(op: OpOverload, args: Sequence[Any], result: Any) -> Any:
+    """A meta kernel's result with the dtypes of the CPU's kernel: float32 statistics if a parameter is float32."""
+    if op._schema.name == "aten::native_group_norm_backward" and result[0] is not None:
+        return (result[0].to(args[1].dtype), *result[1:])
+    if op._schema.name not in _WITH_STATISTICS or args[0].dtype not in (torch.bfloat16, torch.float16):
+        return result
+    mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
+    dtype = torch.float32 if mixed else args[0].dtype
+    return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
+
+
+def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """What an operator returns for global tensors, without memory or values, and out of sight of the user's modes.
 
     Args:
         op: the overload.
         build: given a device, the arguments with tensors on it that have no memory.
+        device_type: where the operator will run.
 
     Raises:
         DataDependentError: if the result's shape depends on values.
@@ -193,7 +223,8 @@ def shapes_of(op: OpOverload, build: Build) -> Any:
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
-            return op(*args, **kwargs)
+            result = op(*args, **kwargs)
+            return _as_on_cpu(op, args, result) if device_type == "cpu" else result
         except (NotImplementedError, RuntimeError):
             pass
         with _fake_mode():
@@ -288,6 +319,86 @@ def _references_of_nameless() -> int:
 
     make_wrapper(Probe, (2,))[[0]]
     return seen[0] if seen else -1
+
+
+# Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
+# tensor that they did not get as an argument, they have made.
+_COMPOSING = frozenset(
+    {
+        "torch._jit_internal",
+        "torch._linalg_utils",
+        "torch._lowrank",
+        "torch.functional",
+        "torch.masked._ops",
+        "torch.nn.functional",
+        "torch.nn.modules.linear_cross_entropy",
+    }
+)
+_OWN = __name__.rpartition(".")[0]
+
+
+def composed_in(cls: type, tensor: torch.Tensor) -> str:
+    """The module of a Python function of torch's that leads to the operator in dispatch and was given no plain tensors.
+
+    Whatever plain tensor such a function (the outermost, where they call each other) hands to an operator, it has made
+    itself: the same on every rank, if it draws random numbers then as any random operator does.  Empty if there is no
+    such function, or if a plain tensor is among its arguments, for then its result may follow from that.  An argument
+    that was left out and that the function has set since (`embedding_bag`'s offsets) is known by its values: equal
+    steps from 0.
+
+    Args:
+        cls: the class of tensors that are not plain.
+        tensor: the plain tensor.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_module(frame).startswith(_OWN) or frame.f_code.co_name == "__torch_dispatch__"):
+        frame = frame.f_back
+    if frame is None or _module(frame) not in _COMPOSING:
+        return ""
+    while frame.f_back is not None and _module(frame.f_back) in _COMPOSING:
+        frame = frame.f_back
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS) + bool(code.co_flags & _NAMED)
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]]
+    leaves = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor) and not isinstance(t, cls)]
+    known = all(t is tensor and _is_range(t) for t in leaves if t.ndim)
+    return _module(frame) if known else ""
+
+
+def _is_range(tensor: torch.Tensor) -> bool:
+    """Whether a vector of integers goes up from 0 in equal steps."""
+    if tensor.ndim != 1 or tensor.dtype not in (torch.int32, torch.int64) or isinstance(tensor, FakeTensor):
+        return False
+    step = int(tensor[1]) if len(tensor) > 1 else 1
+    return step > 0 and torch.equal(tensor, torch.arange(0, step * len(tensor), step, dtype=tensor.dtype))
+
+
+def draws(module: str) -> bool:
+    """Whether functions of a module that `composed_in` names draw random numbers from the default generator."""
+    return module in ("torch._jit_internal", "torch._lowrank", "torch.nn.functional")
+
+
+_VARARGS, _NAMED = 4, 8  # flags of a code object: it takes *args, **kwargs
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def with_conjugates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for use below a tensor subclass, where torch does not look at marks for "conjugate (or negate) later".
+
+    Kernels that are made of other operators may use such marks for their intermediate results.
+    """
+    exclude = torch._C._SetExcludeDispatchKeyGuard
+    keys = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with exclude(keys[0], False), exclude(keys[1], False):
+            result = function(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), result)
+
+    return run
 
 
 def view_of(op: OpOverload) -> OpOverload | None:

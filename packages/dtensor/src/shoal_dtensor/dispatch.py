@@ -16,12 +16,13 @@ import torch
 
 from shoal_mesh import purpose
 
-from ._torch import OpOverload, in_backward, is_all_zero, is_nameless
+from ._torch import OpOverload, composed_in, draws, in_backward, is_all_zero, is_nameless
 from .errors import MixedTensorError
 from .placements import Replicate
 from .policy import Scope, current, within
 from .propagate import Decision, Form, decide, rule_of
-from .redistribute import run_once, write_back
+from .redistribute import run_once
+from .rng import check_in_step, generator_of
 from .spec import Spec
 from .wrapping import replace_tensors, settled, tensors_in, wrap, wrap_all, wrap_dynamic
 
@@ -40,7 +41,8 @@ class _Plain(NamedTuple):
     """A plain tensor among the arguments, as part of a key.
 
     Attributes:
-        own: whether torch itself made it, inside an operator or in place of a gradient that nobody gave.
+        own: whether torch itself made it: inside an operator, inside a function that composes operators in Python, or
+            in place of a gradient that nobody gave.
     """
 
     shape: torch.Size
@@ -139,7 +141,7 @@ def _unwrap(cls: Any, arg: Any, key: list[Any], by_value: bool) -> Any:  # noqa:
             key.append(type(arg))
         return local
     if isinstance(arg, torch.Tensor):
-        own = arg.ndim > 0 and (is_nameless(arg) or (in_backward() and is_all_zero(arg)))
+        own = arg.ndim > 0 and (is_nameless(arg) or (in_backward() and is_all_zero(arg)) or composed_in(cls, arg) != "")
         key.append(_Plain(arg.shape, arg.stride(), arg.dtype, own))
         return arg.resolve_conj().resolve_neg()
     elif isinstance(arg, torch.Generator):
@@ -161,6 +163,8 @@ def _decided(
         if isinstance(value, cls):
             return value._spec
         if isinstance(value, torch.Tensor):
+            if value.dtype.is_floating_point and value.ndim and draws(composed_in(cls, value)):
+                check_in_step(next(iter(meshes)), generator_of(value.device))
             return _replicated(op, next(plain), list(meshes), scope)
         return [specs(item) for item in value] if isinstance(value, list | tuple) else value
 
@@ -209,13 +213,11 @@ def _general(  # noqa: PLR0913  # what dispatch has in hand
         moved = [item._local_tensor if isinstance(item, cls) else item for item in originals]
         with purpose(decision.reason):
             for index, plan in decision.plans:
-                moved[index] = run_once(plan, moved[index], originals[index], fresh=bool(decision.back))
+                moved[index] = run_once(plan, moved[index], originals[index])
         following = iter(moved)
         local = [replace_tensors(value, following) for value in local]
         named = {name: replace_tensors(value, following) for name, value in named.items()}
     result = decision.call(*local, **named)
-    for index, plan in decision.back:
-        write_back(plan, moved[index], originals[index])
     if decision.dynamic:
         return wrap_dynamic(cls, result, originals)
     specs = decision.outputs
