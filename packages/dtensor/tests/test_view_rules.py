@@ -1,4 +1,4 @@
-"""Covers: rules/view.py, rules/viewmap.py, rules/slice.py, rules/window.py: every row against plain tensors."""
+"""Covers: rules/view.py, rules/viewmap.py, rules/slice.py, rules/diagonal.py, rules/window.py: rows by brute force."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal_dtensor.chunks import Cut
+from shoal_dtensor.rules.diagonal import DIAGONAL
 from shoal_dtensor.rules.slice import SLICE
 from shoal_dtensor.rules.view import VIEW
 from shoal_dtensor.rules.viewmap import groups, reshape_moves
@@ -19,7 +20,7 @@ from shoal_dtensor.rules.window import Around, Embed, Extend, Owner, Window
 from shoal_dtensor.testing.validate import validate
 
 aten = torch.ops.aten
-TABLE = VIEW | SLICE
+TABLE = VIEW | SLICE | DIAGONAL
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -57,6 +58,9 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.unfold.default, (filled(8, 3), 0, 2, 4)),
     (aten.unfold.default, (filled(8, 3), 0, 3, 1)),
     (aten.diagonal.default, (X, 1, 0, 2)),
+    (aten.diagonal.default, (X, -2, 2, 1)),
+    (aten.diagonal.default, (filled(5, 2), -1)),
+    (aten.diagonal.default, (X, 9, 0, 1)),
     (aten.view.dtype, (X, torch.int32)),
     (aten.view.dtype, (filled(4, 8, dtype=torch.float32), torch.float64)),
     (aten.view.dtype, (X, torch.float64)),

@@ -62,12 +62,14 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "split view": lambda w: w.view(2, 4, 6)[1].zero_(),
     "regrouped": lambda w: w.view(2, 24).mul_(2),
     "diagonal": lambda w: w.diagonal().zero_(),
+    "upper diagonal": lambda w: w.diagonal(1).fill_(7),
+    "lower diagonal": lambda w: w.diagonal(-3, 1, 0)[1:].mul_(7),
     "element": lambda w: w[2, 3].mul_(2),
     "fill_diagonal_": lambda w: w.fill_diagonal_(7),
     "squeezed": lambda w: w[3:4].squeeze(0).mul_(2),
 }
 # What may need a gather to be taken, and must then be refused.
-REFUSABLE = {"merged", "regrouped", "diagonal", "element", "split view", "fill_diagonal_"}
+REFUSABLE = {"merged", "regrouped", "element", "split view", "fill_diagonal_"}
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -222,7 +222,10 @@ def _placed(
         if any(row is other for other in known):
             continue
         cut = cut_behind(entry, factor, shape[entry.dim])
-        both = _joined(by_dim[entry.dim], cut, shape[entry.dim]) if known and cut is not None else cut
+        both = cut
+        if known and cut is not None:
+            joined = _shared if getattr(entry.cut, "meets", False) else _joined
+            both = joined(by_dim[entry.dim], cut, shape[entry.dim])
         if both is None:
             return None
         known.append(row)
@@ -259,6 +262,16 @@ def _nested(one: Cut, other: Cut) -> Cut | None:
             sizes = tuple(n if whole else 0 for whole in outer.sizes for n in inner.sizes)
             return Cut(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
     return None
+
+
+def _shared(outer: AnyCut, inner: AnyCut, length: int) -> Cut | None:
+    """A dim cut in two ways by one operator, where a rank has what lies in both of its pieces."""
+    if not isinstance(outer, Cut) or not isinstance(inner, Cut):
+        return None
+    ends = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in (outer, inner)]
+    sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in product(*ends))
+    assert sum(sizes) == length, "pieces of one dim by rows and by columns"
+    return Cut(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
 
 
 def _keeps(operands: Operands, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:

@@ -34,7 +34,9 @@ def wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], 
 
 
 def wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
-    """Wrap results whose shapes depend on data: every rank has computed the same ones."""
+    """Wrap results whose shapes depend on data: every rank has computed the same ones.  Sparse ones stay plain."""
+    if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
+        return result
     mesh = next(item._spec.mesh for item in originals if isinstance(item, cls))
     if isinstance(result, torch.Tensor):
         spec = Spec(mesh, (Replicate(),) * mesh.ndim, result.shape, result.stride(), result.dtype)

@@ -38,6 +38,8 @@ from .portable import Failure, Job, loading
 __all__ = ["RankPool"]
 
 R = TypeVar("R")
+# What test files import and takes long: what the parent has of it is imported once, before ranks are forked.
+_SLOW_IMPORTS = ("pytest", "hypothesis", "torch.testing._internal.common_methods_invocations")
 _IDS = count()
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
 _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
@@ -55,7 +57,7 @@ class _Nursery:
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
         package = __name__.rpartition(".")[0]
-        preload = [name for name in ("pytest", "hypothesis") if name in sys.modules]  # test files import them
+        preload = [name for name in _SLOW_IMPORTS if name in sys.modules]
         self.process = subprocess.Popen(
             [sys.executable, "-c", f"from {package}.rank_main import nursery; nursery({preload!r})"],
             stdin=subprocess.PIPE,

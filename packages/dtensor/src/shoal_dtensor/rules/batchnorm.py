@@ -41,7 +41,9 @@ def _training(call: OpCall) -> bool:
 def _channel_row(call: OpCall) -> Row:
     channels = call["input"].shape[1]
     inputs = tuple(S(1) if n in SOURCES else _vector(call[n], channels) for n in _names(call))
-    made: list[Entry] = [S(1) if t.ndim > 1 else _vector(t, channels) for t in call.outputs]
+    # Without the batch's statistics there are none to return: what stands for them is empty, see `_fixed`.
+    known = _training(call) or "output_mask" in call.bound
+    made: list[Entry] = [S(1) if t.ndim > 1 else _vector(t, channels) if known else R for t in call.outputs]
     return Row(inputs, tuple(made))
 
 
@@ -82,7 +84,9 @@ def _normalise(decided: LocalCall) -> LocalFunction | None:
     call, spec = decided.call, decided.inputs[0]
     dims = _other_dims(spec.ndim)
     axes, count = cutting(spec, dims), prod(spec.shape[d] for d in dims)
-    if not axes or not _training(call):
+    if not _training(call):
+        return _fixed(decided) if cutting(spec) else None
+    if not axes:
         return zeros(decided) if 0 in spec.local_shape else None
     kinds = [made.dtype for made in decided.outputs]
     momentum, eps, reserve = call["momentum"], call["eps"], len(decided.outputs) == 4
@@ -107,6 +111,17 @@ def _normalise(decided: LocalCall) -> LocalFunction | None:
         return (*made, args[0].new_empty((0,), dtype=kinds[3])) if reserve else made
 
     return filling_out(call, run)
+
+
+def _fixed(decided: LocalCall) -> LocalFunction:
+    """With given statistics: the kernel on this piece, and nothing in place of statistics of the batch."""
+    op, made = decided.call.op, decided.outputs[0]
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        result = x.new_empty(made.local_shape) if 0 in made.local_shape else op(x, *args, **kwargs)[0]
+        return (result, *(x.new_empty((0,), dtype=spec.dtype) for spec in decided.outputs[1:]))
+
+    return filling_out(decided.call, run)
 
 
 def _update(running: Tensor | None, value: Tensor, momentum: float) -> None:

@@ -7,6 +7,7 @@ from .batchnorm import BATCHNORM
 from .cat import CAT
 from .conv import CONV
 from .create import CREATE
+from .diagonal import DIAGONAL
 from .distance import DISTANCE
 from .dynamic import DYNAMIC
 from .elementwise import ELEMENTWISE
@@ -46,6 +47,7 @@ TABLE: Table = merge(
     cat=CAT,
     conv=CONV,
     create=CREATE,
+    diagonal=DIAGONAL,
     distance=DISTANCE,
     dynamic=DYNAMIC,
     elementwise=ELEMENTWISE,

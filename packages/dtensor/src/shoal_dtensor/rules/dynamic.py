@@ -70,5 +70,7 @@ DYNAMIC: Table = {
         # Neighbours and whole slices are compared: every element on every rank.
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(lambda call: [], dynamic=True),
         "nonzero_static.default": Rule(lambda call: []),
+        # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
+        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(lambda call: [], dynamic=True),
     }
 )

@@ -37,12 +37,16 @@ def _select_local(decided: LocalCall) -> LocalFunction | None:
 
 
 def _scatter_rows(call: OpCall) -> list[Row]:
-    return [Row((S(d), R, R), (S(d),)) for d in range(call.tensors[0].ndim)]
+    """The target is broadcast to the mask's shape; what is cut, is cut after that."""
+    (made,), target = call.outputs, call.tensors[0]
+    new = made.ndim - target.ndim
+    kept = [d for d, n in enumerate(target.shape) if n == made.shape[d + new]]
+    return [Row((S(d), R, R), (S(d + new),)) for d in kept]
 
 
 def _scatter_local(decided: LocalCall) -> LocalFunction | None:
     """How many elements a mask took before this piece, everyone counts on the whole mask."""
-    call, spec = decided.call, decided.inputs[0]
+    call, spec = decided.call, decided.outputs[0]
     if not cutting(spec):
         return None
     written = bool(call.written)
@@ -52,7 +56,7 @@ def _scatter_local(decided: LocalCall) -> LocalFunction | None:
         taken = (whole.reshape(-1).cumsum(0) - 1).view(spec.shape)
         for d, (start, held) in enumerate(zip(spec.local_offset, spec.local_shape, strict=True)):
             whole, taken = whole.narrow(d, start, held), taken.narrow(d, start, held)
-        result = x if written else x.clone()
+        result = x if written else x.expand(spec.local_shape).clone()
         result[whole] = source.reshape(-1)[taken[whole]]
         return result
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch import with_conjugates
 from ..spec import TensorMeta
 from .local import cutting, or_empty
 from .notation import product
@@ -73,6 +74,11 @@ def _trilinear(call: OpCall) -> list[Row]:
     return rows + linear
 
 
+def _composed(decided: LocalCall) -> LocalFunction:
+    """A kernel that is made of other operators."""
+    return or_empty(decided) or with_conjugates(decided.call.op)
+
+
 _BATCH = Rule(_batches, or_empty, unordered=True)
 
 MATRIX: Table = family(
@@ -81,7 +87,8 @@ MATRIX: Table = family(
         "_linalg_det _linalg_slogdet _linalg_eigh _linalg_eigvals _linalg_svd _linalg_solve_ex": _BATCH,
         "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu": _BATCH,
         "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack": _BATCH,
-        "linalg_householder_product geqrf ormqr triangular_solve linalg_pinv.atol_rtol_tensor": _BATCH,
+        "linalg_householder_product geqrf ormqr triangular_solve": _BATCH,
+        "linalg_pinv.atol_rtol_tensor": Rule(_batches, _composed),
         "linalg_cross": Rule(_cross),
         "trace": Rule(_trace, _local_trace),
         "_trilinear": Rule(_trilinear),

@@ -1,8 +1,8 @@
 """Sharding of operators that draw random numbers.
 
 Any cut of the result is free: each rank fills its own box of the global tensor (`rng.draw`), and how the values relate
-to the mesh is the random mode's affair, read when the operator runs.  Values are never partial: random addends do not
-add up to the distribution asked for.  Operators that use up the generator as their input's values say run whole.
+to the mesh is the random mode's affair, read when the operator runs.  Addends are never drawn: they would not add up to
+the distribution asked for.  Operators that use up the generator as their input's values say run whole.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ __all__ = ["RANDOM"]
 
 
 def _cut_anywhere(call: OpCall) -> list[Row]:
-    """Cut like the first input, which is all that is read of it."""
+    """Cut like the first input, which is all that is read of it; a partial tensor that is written to stays one."""
     rows = [Row((S(dim),), (S(dim),)) for dim in range(call.tensors[0].ndim)]
-    return rows if call.written else [*rows, *(Row((p,), (R,)) for p in (*map(P, REDUCE_OPS), ANY_NORM))]
+    if call.written:
+        return [*rows, *(Row((P(op),), (P(op),)) for op in ("sum", "avg", "max", "min"))]
+    return [*rows, *(Row((p,), (R,)) for p in (*map(P, REDUCE_OPS), ANY_NORM))]
 
 
 def _broadcast(call: OpCall) -> list[Row]:
@@ -51,12 +53,17 @@ def _fills(name: str, *parameters: str) -> Rule:
 def _filling(decided: LocalCall, fill: Fill) -> LocalFunction:
     (spec,) = decided.outputs
     in_place = bool(decided.call.written)
+    # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
+    summed = [axis for axis, op in spec.partials if op == "sum"]
+    silent = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
+    whole = spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
 
     def run_fill(
         like: Tensor, *_: Any, generator: Generator | None = None, out: Tensor | None = None, **__: Any
     ) -> Tensor:
         target = like if in_place else out
-        return draw(spec, fill, generator, out=empty_box(spec, like.device) if target is None else target)
+        made = draw(whole, fill, generator, out=empty_box(spec, like.device) if target is None else target)
+        return made.zero_() if silent else made
 
     return run_fill
 

@@ -96,7 +96,8 @@ def _deviations(decided: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Te
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
         mean = across(x.sum(dims, keepdim=True), spec, axes) / count
         distance = x - mean
-        square = (distance * distance.conj()).real if distance.is_complex() else distance * distance
+        # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
+        square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
         return square.sum(dims, keepdim=True), mean
 
     return run, max(count - _correction(decided.call), 0.0)

@@ -123,7 +123,7 @@ def same_rows(call: OpCall) -> list[Row]:
     return kept_dims((d, d) for d in range(call.tensors[0].ndim))
 
 
-# --- broadcasts, windows, diagonals -----------------------------------------------------------------------------------
+# --- broadcasts, windows ----------------------------------------------------------------------------------------------
 
 
 def expand_rows(call: OpCall) -> list[Row]:
@@ -155,12 +155,6 @@ def unfold_local(call: LocalCall) -> LocalFunction | None:
     return None if dim is None or shape[dim] else lambda x, *args: x.new_empty(shape)
 
 
-def diagonal_rows(call: OpCall) -> list[Row]:
-    one, two = call.dim("dim1"), call.dim("dim2")
-    others = [d for d in range(call.tensors[0].ndim) if d not in (one, two)]
-    return kept_dims((d, i) for i, d in enumerate(others))
-
-
 def view_as_real_rows(call: OpCall) -> list[Row]:
     return same_rows(call) + linear_rows((0,), 1, 1)
 
@@ -181,13 +175,6 @@ def _with_input_sizes(call: LocalCall) -> LocalFunction:
         return op(grad, shape, *args)
 
     return run
-
-
-def diagonal_backward_rows(call: OpCall) -> list[Row]:
-    ndim = len(call["input_sizes"])
-    one, two = int(call["dim1"]) % ndim, int(call["dim2"]) % ndim
-    others = [d for d in range(ndim) if d not in (one, two)]
-    return kept_dims((i, d) for i, d in enumerate(others)) + linear_rows((0,), 1, 1)
 
 
 def unfold_backward_rows(call: OpCall) -> list[Row]:
@@ -218,12 +205,10 @@ VIEW: Table = {
     aten.t.default: rearrangement(t_rows, None),
     aten.expand.default: rearrangement(expand_rows, expand_local),
     aten.unfold.default: rearrangement(unfold_rows, unfold_local),
-    aten.diagonal.default: rearrangement(diagonal_rows, None),
     aten.view_as_real.default: Rule(view_as_real_rows),
     aten.view_as_complex.default: Rule(view_as_complex_rows),
     # Strides are about one storage, which no rank has: gathered, and so no view of its input.
     aten.as_strided.default: Rule(lambda call: any_partial(1, 1)),
     aten.as_strided_scatter.default: Rule(lambda call: any_partial(2, 1)),
-    aten.diagonal_backward.default: Rule(diagonal_backward_rows, _with_input_sizes),
     aten.unfold_backward.default: Rule(unfold_backward_rows, _with_input_sizes),
 }

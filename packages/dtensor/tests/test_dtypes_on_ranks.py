@@ -1,0 +1,97 @@
+"""Covers: rules/ (norm, batchnorm, reduce, random) for small and complex dtypes, given statistics, partial targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+LAYOUTS: list[list[Placement]] = [
+    [Shard(0)],
+    [Shard(1)],
+    [Shard(1, sizes=(1, 0, 4, 1))],
+    [Shard(0), Shard(1)],
+    [Shard(1), Replicate()],
+]
+
+
+def put(whole: Tensor, placements: Sequence[Placement]) -> DTensor:
+    mesh = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2))
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def like(whole: Tensor, x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    return distribute_tensor(whole, x.device_mesh, placements, src_data_rank=None)
+
+
+def channels(placements: Sequence[Placement]) -> list[Placement]:
+    """For a vector of channels, the cut that dim 1 has."""
+    return [p.on_dim(0) if isinstance(p, Shard) and p.dim == 1 else Replicate() for p in placements]
+
+
+NORMS: dict[str, Callable[[Any, Any], Any]] = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (6,), w, w),
+    "native_layer_norm": lambda x, w: torch.native_layer_norm(x, (6,), w, w, 1e-5),
+    "group_norm": lambda x, w: F.group_norm(x, 3, w, w),
+    "batch_norm": lambda x, w: F.batch_norm(x, None, None, w, w, training=True),
+    "native_batch_norm": lambda x, w: torch.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5),
+    "given statistics": lambda x, w: torch.native_batch_norm(x, w, w, w.detach(), w.detach(), False, 0.1, 1e-5),
+}
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NORMS)
+@on_ranks(4)
+def test_norms_of_small_dtypes(name: str, weights: torch.dtype) -> None:
+    whole = torch.randn(8, 6, dtype=torch.bfloat16)
+    weight, seed = torch.rand(6, dtype=weights) + 0.5, torch.randn(8, 6)
+    for placements in LAYOUTS:
+        x = put(whole, placements).requires_grad_()
+        results = []
+        for one, w in ((x, like(weight, x, channels(placements))), (whole.clone().requires_grad_(), weight)):
+            made = NORMS[name](one, w)
+            made = made if isinstance(made, tuple) else (made,)
+            (made[0].float() * (seed if one is not x else like(seed, x, placements))).sum().backward()
+            results.append([*made, one.grad])
+        for got, expected in zip(*results, strict=True):
+            assert isinstance(got, DTensor)
+            assert got.dtype == got.to_local().dtype == expected.dtype
+            torch.testing.assert_close(got.full_tensor(), expected, rtol=0.05, atol=0.05)
+
+
+@on_ranks(4)
+def test_variances_of_complex_numbers() -> None:
+    whole = torch.randn(8, 6, dtype=torch.complex128)
+    for placements in LAYOUTS:
+        x = put(whole, placements)
+        for dims in (None, 0, 1):
+            for function in (torch.var, torch.std):
+                torch.testing.assert_close(function(x, dim=dims).full_tensor(), function(whole, dim=dims))  # type: ignore[attr-defined]  # a DTensor
+
+
+@on_ranks(4)
+def test_kernels_that_conjugate_inside() -> None:
+    whole = torch.randn(6, 3, 5, dtype=torch.complex128)
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)], [Shard(0), Shard(2)]):
+        x = put(whole, placements)
+        torch.testing.assert_close(torch.linalg.pinv(x).full_tensor(), torch.linalg.pinv(whole))
+
+
+@on_ranks(4)
+def test_random_numbers_in_a_partial_tensor() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for op in ("sum", "avg", "max", "min"):
+        for placements in ([Partial(op), Replicate()], [Partial(op), Shard(0)], [Partial(op), Partial(op)]):
+            x = DTensor.from_local(torch.ones(4, 3), mesh, placements)
+            torch.manual_seed(1)
+            x.uniform_(1, 2)
+            torch.manual_seed(1)
+            assert torch.equal(x.full_tensor(), torch.empty(x.shape).uniform_(1, 2))
