@@ -9,7 +9,6 @@ folder to its path and installs only the layer under check and the layers below 
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from pathlib import Path
 
@@ -167,12 +166,11 @@ def slow(session: nox.Session) -> None:
     pytest(session, "-m", "slow and not parity")
 
 
-@nox.session(default=False, venv_backend="none")
+@nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""
-    path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
-    tests = ("-m", "gpu", *(f"packages/{package}/tests" for package in STACK))
-    session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env={**RANKS_ENV, "PYTHONPATH": path})
+    """The tests that need a CUDA device."""
+    install(session, *STACK)
+    pytest(session, "-m", "gpu")
 
 
 @nox.session(default=False)
@@ -206,7 +204,7 @@ def coverage(session: nox.Session, package: str) -> None:
 def op_sweep(session: nox.Session) -> None:
     """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
     install(session, *STACK)
-    session.run("python", "integration_tests/op_sweep.py", *session.posargs, env=RANKS_ENV)
+    session.run("python", "-m", "integration_tests.op_sweep", *session.posargs, env=RANKS_ENV)
 
 
 @nox.session(default=False, reuse_venv=False, python="3.11")

@@ -1,30 +1,58 @@
-"""A fair sample of `op_sweep.py`: every operator of the families that models are made of, right in every case."""
+"""A fair sample of `op_sweep.py`, family by family: what models are made of always, of the rest every twelfth entry.
+
+Which twelfth, is `OP_SWEEP_TURN` (0 to 11); twelve turns try every entry of torch's database.
+"""
 
 from __future__ import annotations
+
+import os
+from itertools import groupby
 
 import pytest
 
 pytest.importorskip("expecttest", reason="torch's operator database needs it")
 
-from integration_tests.op_sweep import Result, sweep_one
+from integration_tests.op_cases import Part, sweep_parts
+from integration_tests.op_sweep import together
 
 from shoal_mesh.testing import rank_pool
 
-SAMPLE = (
-    "add sub mul div neg exp tanh sigmoid where clamp maximum sum mean var std amax prod all softmax log_softmax "
-    "logsumexp linalg.vector_norm mm bmm addmm baddbmm matmul nn.functional.linear nn.functional.layer_norm "
-    "nn.functional.rms_norm nn.functional.group_norm nn.functional.embedding nn.functional.cross_entropy "
-    "nn.functional.nll_loss nn.functional.mse_loss nn.functional.gelu nn.functional.silu nn.functional.conv2d "
-    "nn.functional.max_pool2d nn.functional.interpolate fft.fft linalg.solve cdist"
+TURN, TURNS = int(os.environ.get("OP_SWEEP_TURN", "0")), 12
+MODELS = """
+    add sub mul div neg exp where clamp sum mean var amax softmax log_softmax logsumexp mm bmm addmm matmul diagonal
+    nn.functional.linear nn.functional.layer_norm nn.functional.rms_norm nn.functional.embedding nn.functional.gelu
+    nn.functional.cross_entropy nn.functional.nll_loss nn.functional.conv2d nn.functional.batch_norm
+    nn.functional.scaled_dot_product_attention
+"""
+ALWAYS = frozenset(MODELS.split())
+# One sample with every kind of mesh, one of even sizes, one in a small dtype, one in place.
+PARTS = (
+    Part("main", samples=1, each=3),
+    Part("even", samples=1, each=1),
+    Part("bfloat16", dtype="bfloat16", samples=1, each=1),
+    Part("inplace", samples=1, each=1),
 )
-VARIANTS = {"softmax": "", "log_softmax": "", "nn.functional.interpolate": "bilinear", "div": "no_rounding_mode"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLE.split())
-def test_sample_is_right(name: str) -> None:
-    answers = rank_pool(4).run(sweep_one, name, VARIANTS.get(name, ""), False, 2, 5, False, timeout=180)
-    for answer in answers:
-        result = Result(**answer)
-        assert result.right, "no case ran"
-        assert result.good, "\n".join(result.notes)
+def _family(name: str) -> str:
+    return name.rpartition(".")[0] or name[:1].lower()
+
+
+def _sample() -> dict[str, list[tuple[str, str]]]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    ordered = sorted({(op.name, op.variant_test_name) for op in op_db}, key=lambda key: (_family(key[0]), key))
+    chosen = [key for i, key in enumerate(ordered) if i % TURNS == TURN % TURNS or key[0] in ALWAYS]
+    return {family: list(keys) for family, keys in groupby(chosen, key=lambda key: _family(key[0]))}
+
+
+SAMPLE = _sample()
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_sample_is_right(family: str) -> None:
+    for name, variant in SAMPLE[family]:
+        answers = rank_pool(4).run(sweep_parts, name, variant, PARTS, timeout=180)
+        for part, found in zip(PARTS, zip(*answers, strict=True), strict=True):
+            answer = together(found)
+            assert not set(answer.letters) & {"w", "f"}, "\n".join([f"{name}.{variant}, {part.name}", *answer.notes])
