@@ -115,7 +115,8 @@ def written(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
         made = made.redistribute(placements=[Replicate()] * made.device_mesh.ndim)
     dim = dim_of(x, a)
     made.narrow(dim, b % x.shape[dim], 1).mul_(2.0).add_(0.5)
-    return made
+    result: Tensor = made
+    return result
 
 
 def indexed(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
