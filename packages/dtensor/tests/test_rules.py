@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal_dtensor import DTensor, Shard
+from shoal_dtensor.errors import NoRuleError
 from shoal_dtensor.rules import LocalCall, P, R, Row, Rule, S, pointwise, product
 from shoal_dtensor.testing.missed import missed_rows
 from shoal_dtensor.testing.validate import validate
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
 
 aten = torch.ops.aten
 
@@ -175,3 +179,12 @@ def test_missed_rows_are_told() -> None:
     assert Row((S(0), R), (S(0),)) in missed
     assert Row((S(1), S(0)), (P("sum"),)) in missed
     assert not missed_rows(aten.mm.default, real(4, 4), real(4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:aten._foreach_abs.out has no sharding rule")
+def test_sharded_targets_that_are_not_returned_are_refused() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        x, target = (DTensor.from_local(real(2, 3), mesh, [Shard(0)]) for _ in range(2))
+        with pytest.raises(NoRuleError, match="does not return it"):
+            aten._foreach_abs.out([x], out=[target])

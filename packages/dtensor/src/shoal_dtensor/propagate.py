@@ -93,7 +93,7 @@ def decide(
 
     Raises:
         MixedTensorError: if the specs are of different meshes.
-        NoRuleError: if the operator has no rule and the policy is "error".
+        NoRuleError: if the operator has no rule and the policy is "error", or writes to sharded tensors unseen.
         InPlaceError: if a written tensor would have to change its placements, or is such a copy.
         CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
     """
@@ -108,6 +108,11 @@ def decide(
     inputs = specs[: len(specs) - len(outs)]
     build = _without_memory(args, kwargs)
     metas = _global_outputs(op, build, specs[0].mesh.device_type)
+    if len(outs) > len(metas) and not all(spec.is_replicated for spec in outs):
+        raise NoRuleError(
+            f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
+            f"pass replicated tensors, or use the form that returns its result"
+        )
     tensors = tuple(spec.tensor_meta for spec in inputs)
     call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
     if rule is _LOCAL:
