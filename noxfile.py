@@ -9,6 +9,7 @@ folder to its path and installs only the layer under check and the layers below 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -166,11 +167,12 @@ def slow(session: nox.Session) -> None:
     pytest(session, "-m", "slow and not parity")
 
 
-@nox.session(default=False)
+@nox.session(default=False, venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device."""
-    install(session, *STACK)
-    pytest(session, "-m", "gpu")
+    """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""
+    path = os.pathsep.join(str(ROOT / "packages" / package / "src") for package in STACK)
+    tests = ("-m", "gpu", *(f"packages/{package}/tests" for package in STACK))
+    session.run(sys.executable, "-m", "pytest", *tests, *session.posargs, env={**RANKS_ENV, "PYTHONPATH": path})
 
 
 @nox.session(default=False)

@@ -155,9 +155,9 @@ def _settings(options: argparse.Namespace) -> str:
     tried |= dict.fromkeys(FURTHER, "one sample in each other dtype")
     chosen = dict.fromkeys(tried[part.name] for part in parts_of(options))
     return (
-        f"For each: {', '.join(chosen)}; on {RANKS} gloo ranks as a mesh of 4 and of 2 x 2. A case lays out each tensor "
-        "as one of: replicated, cut along any dim (evenly or not, with empty shards), cut raggedly, partial. It is right "
-        f"if outputs and gradients of all inputs are, on every rank, those of a single device. {options.note}"
+        f"For each: {', '.join(chosen)}; on {RANKS} gloo ranks as a mesh of 4 and of 2 x 2. A case lays out each "
+        "tensor as one of: replicated, cut along any dim (evenly or not, with empty shards), cut raggedly, partial. It "
+        f"is right if outputs and gradients of all inputs are, on every rank, those of a single device. {options.note}"
     )
 
 

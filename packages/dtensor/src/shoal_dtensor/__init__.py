@@ -34,7 +34,7 @@ from .random import (
 from .redistribute import coalesce
 from .register import register_rule, register_sharding
 from .spec import Spec, TensorMeta, compute_local_shape_and_global_offset
-from .tensor import DTensor, deferred_gradients
+from .tensor import DTensor, deferred_gradients, safe_globals
 from .visualize import draw_sharding, visualize_sharding
 
 __all__ = [
@@ -87,6 +87,7 @@ __all__ = [
     "randperm",
     "register_rule",
     "register_sharding",
+    "safe_globals",
     "set_random_mode",
     "set_rng_state",
     "unknown_ops",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal_mesh import all_reduce, purpose
 
 from .placements import Replicate
-from .redistribute import plan, powers, root, run_all
+from .redistribute import plan, run_all
 from .spec import Spec
 from .tensor import DTensor
 from .wrapping import wrap
@@ -117,14 +117,15 @@ def _total(grads: Sequence[Any], parts: Sequence[Tensor], order: float, foreach:
     for mesh, counted in share.counted.items():
         mine = [part for i in counted if (part := parts[i]).numel()]
         value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else parts[0].new_zeros(())
-        value = value.double() if order == inf else powers(value, order)
+        value = value.double()  # as for partial norms: squares must not overflow
+        value = value if order == inf else value * value if order == 2 else value.pow(order)
         if share.axes[mesh]:
             with purpose("clip_grad_norm_"):
                 value = all_reduce(value, mesh.comm(share.axes[mesh]), "max" if order == inf else "sum")
         totals.append(value)
-    if order == inf:
-        return reduce(torch.maximum, totals).to(share.dtype)
-    return root(reduce(torch.add, totals), order, share.dtype)
+    total = reduce(torch.maximum if order == inf else torch.add, totals)
+    total = total if order == inf else total.sqrt() if order == 2 else total.pow(1 / order)
+    return total.to(share.dtype)
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ from .errors import MixedTensorError
 from .placements import Replicate
 from .policy import Scope, current, within
 from .propagate import Decision, Form, decide, rule_of
-from .redistribute import run_once
+from .redistribute import run_once, write_back
 from .rng import check_in_step, generator_of
 from .spec import Spec
 from .wrapping import replace_tensors, settled, tensors_in, wrap, wrap_all, wrap_dynamic
@@ -213,11 +213,13 @@ def _general(  # noqa: PLR0913  # what dispatch has in hand
         moved = [item._local_tensor if isinstance(item, cls) else item for item in originals]
         with purpose(decision.reason):
             for index, plan in decision.plans:
-                moved[index] = run_once(plan, moved[index], originals[index])
+                moved[index] = run_once(plan, moved[index], originals[index], fresh=bool(decision.back))
         following = iter(moved)
         local = [replace_tensors(value, following) for value in local]
         named = {name: replace_tensors(value, following) for name, value in named.items()}
     result = decision.call(*local, **named)
+    for index, plan in decision.back:
+        write_back(plan, moved[index], originals[index])
     if decision.dynamic:
         return wrap_dynamic(cls, result, originals)
     specs = decision.outputs

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from ._torch import constant_when_compiled
 from .errors import PlacementError
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
+__all__ = ["PICKLED", "REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
@@ -303,3 +303,6 @@ def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
 
 def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = None) -> StridedShard:
     return StridedShard(dim, split_factor=split_factor, sizes=sizes)
+
+
+PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ._torch import Build, DataDependentError, OpOverload, decomposition_of, dir
 from .assign import Assignment, Operands, assign
 from .errors import CommunicationForbiddenError, InPlaceError, MixedTensorError, NoRuleError
 from .metadata import in_place_view
+from .placements import Replicate
 from .policy import Scope
 from .redistribute import Plan, plan
 from .rules import LocalCall, OpCall, Rule, flatten
@@ -50,6 +51,7 @@ class Decision:
         copied: whether a view operator's output does not alias its input, because that had to be redistributed.
         dynamic: whether the outputs' shapes are known only afterwards.
         composite: whether `call` computes the operator by other operators.
+        back: pairs (flat input index, plan) of the written inputs among them, to be written to where they lie.
         reason: what the redistributions are for, as debug modes and errors of the mesh layer repeat it.
     """
 
@@ -61,6 +63,7 @@ class Decision:
     copied: bool = False
     dynamic: bool = False
     composite: bool = False
+    back: tuple[tuple[int, Plan], ...] = ()
     reason: str = ""
 
 
@@ -94,7 +97,7 @@ def decide(
     Raises:
         MixedTensorError: if the specs are of different meshes.
         NoRuleError: if the operator has no rule and the policy is "error", or writes to sharded tensors unseen.
-        InPlaceError: if a written tensor would have to change its placements, or is such a copy.
+        InPlaceError: if a written tensor is such a copy, or would have to change its shape.
         CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
     """
     rule = rule_of(op, scope)
@@ -125,16 +128,28 @@ def decide(
 
 
 def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
-    mesh = _common_mesh(call.op, operands.specs + operands.outs)
-    found = assign(rule.rows(call), operands, mesh)
+    mesh, rows = _common_mesh(call.op, operands.specs + operands.outs), rule.rows(call)
+    found = assign(rows, operands, mesh)
+    for lay in (_reduced, _whole):  # what is written to, anew: the result goes back to where the tensor lies
+        if found is None:
+            fixed = {index for index, _ in operands.fixed}
+            specs = tuple(lay(spec) if i in fixed else spec for i, spec in enumerate(operands.specs))
+            found = assign(rows, replace(operands, specs=specs, outs=tuple(map(lay, operands.outs))), mesh)
     if found is None:
         written = [operands.specs[i] for i, _ in operands.fixed] + list(operands.outs)
         raise InPlaceError(
             f"{call.op} writes to {', '.join(map(repr, written))}, but with the inputs "
-            f"{', '.join(map(repr, operands.specs))} no sharding of it leaves that layout as it is; redistribute the "
-            f"written tensor first, or use the out-of-place form"
+            f"{', '.join(map(repr, operands.specs))} no result can be written there; use the out-of-place form"
         )
     return found
+
+
+def _reduced(spec: Spec) -> Spec:
+    return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def _whole(spec: Spec) -> Spec:
+    return spec.with_(placements=[Replicate()] * spec.mesh.ndim)
 
 
 def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
@@ -179,7 +194,7 @@ class _Request(NamedTuple):
 
 
 def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assignment, request: _Request) -> Decision:
-    wanted = (*decided.inputs, *specs[len(decided.inputs) :])
+    wanted = (*decided.inputs, *_outs_as(decided.outputs, specs[len(decided.inputs) :]))
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in pairs)
     _obey(call.op, specs, plans, request.scope)
@@ -197,7 +212,15 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
     function = direct(call.op, request.build, call.outputs) if local is None else local
     reason = f"{call.op}({', '.join(map(repr, specs))})" if plans else ""
-    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic, reason=reason)
+    back = tuple((i, plan(b, a)) for i, a, b in pairs if i in writes)
+    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic, back=back, reason=reason)
+
+
+def _outs_as(made: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
+    """How `out=` arguments must lie to take results: as they do, unless those could not be made so."""
+    for i, out in enumerate(outs):
+        fits = i >= len(made) or made[i].shape != out.shape or made[i].same_layout(out)
+        yield out if fits else out.with_(placements=made[i].placements, shard_order=made[i].shard_order)
 
 
 def _form(call: OpCall, aliased: tuple[int | None, ...]) -> Form:

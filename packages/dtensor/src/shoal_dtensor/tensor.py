@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh import safe_globals as mesh_globals
 
 from . import checkpoint
 from ._torch import apply, disabled_torch_function, is_tracing, make_wrapper, whole_when_compiled
@@ -21,7 +22,7 @@ from .errors import PlacementError
 from .gradients import LikeLeaf, gradients_deferred, later
 from .indexing import has_lists, with_lists, without_numbers
 from .per_dim import Placements
-from .placements import Placement, Replicate, norm_order
+from .placements import PICKLED, Placement, Replicate, norm_order
 from .spec import Spec
 from .wrapping import wrap
 
@@ -353,6 +354,16 @@ def _from_local(  # noqa: PLR0913  # those of from_local
         grad_placements=grad_placements,
         shard_order=shard_order,
     )
+
+
+def safe_globals() -> list[Any]:
+    """What a pickled DTensor is made of, for `torch.load(..., weights_only=True)`; importing shoal registers nothing.
+
+    Example:
+        >>> with torch.serialization.safe_globals(safe_globals()):
+        ...     pass  # torch.load("model.pt"); add_safe_globals(safe_globals()) is for good
+    """
+    return [_rebuild, Spec, *PICKLED, *mesh_globals()]
 
 
 def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:

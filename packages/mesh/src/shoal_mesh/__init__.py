@@ -5,7 +5,7 @@ from .__about__ import __version__
 from .coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives import Along, Pending, all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from .comm_debug import CommDebugMode
-from .create import abstract_mesh, init_device_mesh
+from .create import abstract_mesh, init_device_mesh, safe_globals
 from .device_mesh import DeviceMesh, current_mesh
 from .errors import (
     AxisError,
@@ -78,6 +78,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_coalesced",
     "reduce_scatter_v",
+    "safe_globals",
     "scatter",
     "set_topology",
     "topology",

@@ -146,11 +146,20 @@ def _reduce_own(own: Tensor, comm: Comm, how: Reduction, async_op: bool = False)
     """Reduce a contiguous tensor that nobody else holds."""
     if comm.size == 1:
         return Pending(own, None) if async_op else own
+    if how.dtype is None and kernels.in_one_exchange(own, comm, how.op):
+        return _result(
+            kernels.exchange(own, comm), async_op, lambda parts: _finish(_added(parts, own), comm, how, own.dtype)
+        )
     if how.dtype is None and not how.divide:
         return _result(kernels.all_reduce_(own, comm, how.op), async_op)
     dtype = own.dtype
     carrier = own if how.dtype is None else wire(own, how.dtype)
     return _result(kernels.all_reduce_(carrier, comm, how.op), async_op, lambda c: _finish(c, comm, how, dtype))
+
+
+def _added(parts: Tensor, into: Tensor) -> Tensor:
+    """The sum of what the ranks sent, in place of what this one did."""
+    return torch.sum(parts, 0, out=into)
 
 
 def _finish(carrier: Tensor, comm: Comm, how: Reduction, dtype: torch.dtype) -> Tensor:

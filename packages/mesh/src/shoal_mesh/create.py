@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
-from .device_mesh import DeviceMesh
+from .device_mesh import DeviceMesh, rebuild_mesh
 from .errors import MeshError
 from .grid import Parts
 from .groups import BackendChoice
 from .layout import Layout
 from .world import check_agreement, ensure_world
 
-__all__ = ["abstract_mesh", "init_device_mesh"]
+__all__ = ["abstract_mesh", "init_device_mesh", "safe_globals"]
 
 
 def init_device_mesh(
@@ -74,3 +75,14 @@ def abstract_mesh(
     choices = (BackendChoice(),) * len(sizes)
     parts = Parts(read_device_type(device_type), Layout.dense(sizes), axis_names, choices, abstract_rank=rank)
     return DeviceMesh._of(parts)
+
+
+def safe_globals() -> list[Any]:
+    """What a pickled mesh is made of, for `torch.load(..., weights_only=True)`.
+
+    Example:
+        >>> import torch
+        >>> with torch.serialization.safe_globals(safe_globals()):
+        ...     pass
+    """
+    return [rebuild_mesh, Parts, Layout, BackendChoice]

@@ -24,7 +24,7 @@ from .groups import BackendChoice, Comm, find_or_make
 from .layout import Layout
 from .world import check_agreement, ensure_world, world_id
 
-__all__ = ["DeviceMesh", "current_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "rebuild_mesh"]
 
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 
@@ -370,7 +370,7 @@ class DeviceMesh(RankGrid):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks, names and choices; groups are found again where the mesh is unpickled."""
-        return (_rebuild, (self._parts, self._root, self._coordinate is not None))
+        return (rebuild_mesh, (self._parts, self._root, self._coordinate is not None))
 
     def __copy__(self) -> DeviceMesh:
         return self
@@ -388,7 +388,7 @@ class DeviceMesh(RankGrid):
         _ENTERED.set(_ENTERED.get()[:-1])
 
 
-def _rebuild(parts: Parts, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
+def rebuild_mesh(parts: Parts, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
     """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
     if root is not None and follows and root._coordinate is not None:
         own = root._layout(root._coordinate)

@@ -1,8 +1,7 @@
 """From any placement to any placement: `plan` decides, `run` executes, neither knows the other."""
 
 from .coalesce import Batch, Queued, coalesce, current_batch, run_all
-from .norms import powers, root
-from .once import run_once
+from .once import run_once, write_back
 from .plan import alternatives, cost, plan, seconds
 from .run import InFlight, run, start
 from .steps import Plan, Step
@@ -18,11 +17,10 @@ __all__ = [
     "cost",
     "current_batch",
     "plan",
-    "powers",
-    "root",
     "run",
     "run_all",
     "run_once",
     "seconds",
     "start",
+    "write_back",
 ]

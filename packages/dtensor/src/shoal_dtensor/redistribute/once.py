@@ -6,12 +6,14 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..placements import norm_order
+from ..spec import Spec
 from .run import run
 from .steps import Plan
 
-__all__ = ["run_once"]
+__all__ = ["run_once", "write_back"]
 
 # Elements of a norm that is remembered: a total, or one for each row of a small weight.
 MAX_ELEMENTS = 256
@@ -25,10 +27,7 @@ def run_once(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> T
         local: the local tensor; owner: the DTensor that it is of, which keeps the result.
         fresh: whether the result may be written to.
     """
-    src = plan.src
-    if not src.partials or norm_order(src.partials[0][1]) is None or prod(src.shape) > MAX_ELEMENTS:
-        return run(plan, local)
-    if owner.is_inference():  # such tensors do not count how often they are written to
+    if not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
@@ -36,3 +35,20 @@ def run_once(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> T
         known = owner._reduced = (state, local, run(plan, local))
     result: Tensor = known[2]
     return result.clone() if fresh else result
+
+
+def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
+    """Write to a DTensor what an operator made of its values where they lay otherwise.
+
+    Args:
+        plan: from there to where the tensor lies.
+        result: the local tensor there; owner: the DTensor.
+    """
+    owner._local_tensor.copy_(run(plan, result))
+    if _is_norm(plan.dst, owner):
+        increment_version(owner)  # `foreach` operators do not
+
+
+def _is_norm(spec: Spec, owner: Any) -> bool:
+    """Whether a tensor is a partial norm and counts how often it is written to."""
+    return bool(spec.partials) and norm_order(spec.partials[0][1]) is not None and not owner.is_inference()

@@ -148,8 +148,8 @@ def _replaced(call: OpCall) -> Found:
     if len(call.tensors) != 2:
         return []
     target, source = call.tensors
-    found: Found = [(_all(call, op), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
-    return [*found, *([((ANY_NORM, ANY_NORM), ANY_NORM)] if _keeps_norms(source, target) else [])]
+    # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
+    return [(_all(call, op), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
 
 
 def _filled(call: OpCall) -> Found:

@@ -1,0 +1,56 @@
+"""All-reduces of small tensors in one exchange: the sum, the same bits on every rank, waiting included.
+
+Covers: kernels.py, collectives.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal_mesh import CommDebugMode, all_gather, all_reduce, all_reduce_, init_device_mesh, kernels
+from shoal_mesh.testing import on_ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 2), (1 << 12,), (1 << 15,)])
+@on_ranks(4)
+def test_sums_agree_on_all_ranks(shape: tuple[int, ...], op: str, dtype: torch.dtype) -> None:
+    comm = init_device_mesh("cpu", (4,)).comm(0)
+    torch.manual_seed(comm.rank)
+    mine = torch.randn(shape, dtype=torch.float64).to(dtype)
+    tolerance = {torch.bfloat16: 0.05, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert kernels.in_one_exchange(mine, comm, "sum") is (mine.nbytes <= kernels.EXCHANGE_BYTES)
+    parts = all_gather(mine.reshape(1, -1), comm).double()
+    expected = (parts.sum(0) if op == "sum" else parts.mean(0)).view(shape)
+    with CommDebugMode() as debug:
+        found = all_reduce(mine, comm, op)
+    assert debug.get_total_counts() == 1
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+    everywhere = all_gather(found.reshape(1, -1), comm)
+    assert all(torch.equal(everywhere[0], other) for other in everywhere)
+    pending = all_reduce(mine, comm, op, async_op=True)
+    assert torch.equal(pending.wait(), found)
+    own = mine.clone()
+    assert all_reduce_(own, comm, op) is own
+    assert torch.equal(own, found)
+    own = mine.clone()
+    assert all_reduce_(own, comm, op, async_op=True).wait() is own
+    assert torch.equal(own, found)
+    turned = torch.stack((mine, mine), -1)[..., 0]
+    all_reduce_(turned, comm, op)
+    assert torch.equal(turned, found)
+
+
+@on_ranks(4)
+def test_what_takes_the_ring() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole, pair = init_device_mesh("cpu", (4,)).comm(0), mesh.comm(0)
+    small = torch.ones(4)
+    assert kernels.in_one_exchange(small, whole, "sum")
+    assert not kernels.in_one_exchange(small, pair, "sum")
+    assert not kernels.in_one_exchange(small, whole, "max")
+    assert not kernels.in_one_exchange(small.int(), whole, "sum")
+    assert not kernels.in_one_exchange(torch.ones(0), whole, "sum")
+    assert not kernels.in_one_exchange(torch.ones(1 << 15), whole, "sum")
