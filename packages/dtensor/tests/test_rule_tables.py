@@ -291,6 +291,11 @@ WHOLE = {
     ),
     "one element of the whole sorted tensor": "median.default median.out nanmedian.default nanmedian.out",
     "results that the driver leaves out have no batch": "linalg_lstsq.default linalg_lstsq.out",
+    "no DTensor has a sparse layout": (
+        "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out _to_sparse_csr.default "
+        "_to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out _to_sparse_bsr.default _to_sparse_bsr.out "
+        "_to_sparse_bsc.default _to_sparse_bsc.out"
+    ),
     "its tensor has one element": "_local_scalar_dense.default",
 }
 

@@ -115,7 +115,7 @@ def _normalise(decided: LocalCall) -> LocalFunction | None:
 
 def _fixed(decided: LocalCall) -> LocalFunction:
     """With given statistics: the kernel on this piece, and nothing in place of statistics of the batch."""
-    op, made = decided.call.op, decided.outputs[0]
+    op, made = getattr(torch.ops.aten, decided.call.op.__name__.split(".")[0]), decided.outputs[0]  # without `out=`
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         result = x.new_empty(made.local_shape) if 0 in made.local_shape else op(x, *args, **kwargs)[0]
