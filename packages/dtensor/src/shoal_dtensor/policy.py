@@ -37,7 +37,7 @@ class Scope:
         plain_is_replicated: whether plain tensors among DTensors count as replicated.
         replicas_checked: whether gradients that count as replicated are compared over their ranks.
         overlays: rule tables that come before the standing one, innermost first.
-        decisions: the cache of this scope, owned by the dispatcher.
+        decisions: the cache of this scope by the operator's id, owned by the dispatcher.
         composite_decisions: the cache of operators inside decompositions, where plain tensors count as replicated.
     """
 

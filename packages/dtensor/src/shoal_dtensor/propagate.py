@@ -6,7 +6,7 @@ Nothing here touches values, and nothing here knows an operator by name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -29,13 +29,32 @@ __all__ = ["Decision", "Form", "decide", "rule_of"]
 
 
 class Form(IntEnum):
-    """The shape of a call whose inputs lie right: how its result becomes DTensors."""
+    """How the result of a call becomes DTensors."""
 
     ONE = 0  # one fresh tensor
     SAME = 1  # the first argument, written in place
     LIST = 2  # a list or tuple of fresh tensors
     PLAIN = 3  # no tensor at all
-    OTHER = 4  # anything else, or inputs must be redistributed first
+    OTHER = 4  # anything else
+
+
+class Move(NamedTuple):
+    """An input that must be redistributed first.
+
+    Attributes:
+        place: its position, or its name.
+        item: its index if the argument is a list; None if it is the argument itself.
+        plan: how it moves.
+    """
+
+    place: int | str
+    item: int | None
+    plan: Plan
+
+    def within(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What contains the input among these arguments, and the index or name that it has there."""
+        container = args if isinstance(self.place, int) else kwargs
+        return (container, self.place) if self.item is None else (container[self.place], self.item)
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,28 +62,30 @@ class Decision:
     """How one call runs.
 
     Attributes:
-        form: what the fast path does with the result.
+        form: what becomes of the result.
         call: the function to run on local tensors; with `composite`, on the DTensors themselves.
         outputs: spec of every tensor output, flattened.
-        plans: pairs (flat input index, plan) of the inputs that must be redistributed first.
+        plans: the inputs that must be redistributed first, and how.
         aliased: for each output the flat index of the input that it is (in-place and `out=` forms), or None.
         copied: whether a view operator's output does not alias its input, because that had to be redistributed.
         dynamic: whether the outputs' shapes are known only afterwards.
         composite: whether `call` computes the operator by other operators.
-        back: pairs (flat input index, plan) of the written inputs among them, to be written to where they lie.
-        reason: what the redistributions are for, as debug modes and errors of the mesh layer repeat it.
+        back: how the written inputs among them move to where they lie, afterwards.
+        reason: what collectives of the redistributions are for, as debug modes and errors of the mesh layer repeat it.
+        special: whether the call is not just the function on local tensors and wrappers around what it returns.
     """
 
     form: Form
     call: Callable[..., Any]
     outputs: tuple[Spec, ...] = ()
-    plans: tuple[tuple[int, Plan], ...] = ()
+    plans: tuple[Move, ...] = ()
     aliased: tuple[int | None, ...] = ()
     copied: bool = False
     dynamic: bool = False
     composite: bool = False
-    back: tuple[tuple[int, Plan], ...] = ()
+    back: tuple[Move, ...] = ()
     reason: str = ""
+    special: bool = True
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -198,6 +219,8 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in pairs)
     _obey(call.op, specs, plans, request.scope)
+    places = [*_places(enumerate(call.args)), *_places(call.kwargs.items())]
+    moves = tuple(Move(*places[i], way) for i, way in plans)
     writes = (*call.written, *range(len(decided.inputs), len(specs)))
     if request.copies.intersection(writes):
         raise InPlaceError(
@@ -209,11 +232,12 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies) or rule.copies)
     returned = [r.type.kind() for r in call.op._schema.returns]
     dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
-    form = Form.OTHER if plans or dynamic or copied else _form(call, aliased)
+    form = _form(call, aliased)
+    special = bool(moves) or dynamic or copied or form is Form.OTHER
     function = direct(call.op, request.build, call.outputs) if local is None else local
-    reason = f"{call.op}({', '.join(map(repr, specs))})" if plans else ""
-    back = tuple((i, plan(b, a)) for i, a, b in pairs if i in writes)
-    return Decision(form, function, decided.outputs, plans, aliased, copied, dynamic, back=back, reason=reason)
+    reason = f"{call.op}({', '.join(map(repr, specs))})" if any(way.steps for _, way in plans) else ""
+    back = tuple(Move(*places[i], plan(b, a)) for i, a, b in pairs if i in writes)
+    return Decision(form, function, decided.outputs, moves, aliased, copied, dynamic, False, back, reason, special)
 
 
 def _outs_as(made: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
@@ -327,6 +351,15 @@ def _specs(value: Any) -> Iterator[Spec]:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+
+
+def _places(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:
+    """Where each tensor is: the position or name of its argument, its index there if that is a list."""
+    for place, value in arguments:
+        if isinstance(value, TensorMeta):
+            yield place, None
+        elif _is_list(value):
+            yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
 
 
 def _numbered(value: Any, numbers: Iterator[int]) -> Any:

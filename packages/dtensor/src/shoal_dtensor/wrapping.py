@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
-from ._torch import make_wrapper
+from ._torch import around
 from .placements import Replicate
 from .spec import Spec, TensorMeta
 
-__all__ = ["replace_tensors", "settled", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
+__all__ = ["settled", "tensors_in", "wrap", "wrap_all", "wrap_dynamic"]
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
     """A DTensor around a local tensor that lies as `spec` says."""
-    result = make_wrapper(cls, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device)
-    result._local_tensor = local
-    result._spec = spec
-    return result
+    return around(cls, local, spec, False)
 
 
 def wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], originals: Sequence[Any]) -> Any:
@@ -73,13 +70,6 @@ def settled(
         )
         found[i] = Spec(spec.mesh, spec.placements, local.shape, local.stride(), local.dtype)
     return tuple(found)
-
-
-def replace_tensors(value: Any, tensors: Iterator[Any]) -> Any:
-    """A structure with its tensors replaced, in order."""
-    if isinstance(value, torch.Tensor):
-        return next(tensors)
-    return [replace_tensors(item, tensors) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tensors_in(values: Any) -> Iterator[Any]:
