@@ -1,4 +1,4 @@
-"""Covers: dispatch.py: plain tensors that torch's own C++ made are replicated, those of a user an error."""
+"""Covers: origins.py, dispatch.py: plain tensors that torch's own C++ made are replicated, those of a user an error."""
 
 from __future__ import annotations
 

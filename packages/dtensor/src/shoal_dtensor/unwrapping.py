@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._torch import OpOverload, composed_in, draws, in_backward, is_all_zero, is_nameless
+from ._torch import OpOverload, in_backward, is_all_zero
 from .errors import MixedTensorError
+from .origins import composed_in, draws, is_nameless
 from .placements import Replicate
 from .rng import check_in_step, generator_of
 from .spec import Spec
