@@ -15,7 +15,7 @@ import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import RandomStateError
 from shoal_dtensor.random import OffsetBasedRNGTracker, check_random_state
-from shoal_mesh import init_device_mesh, lockstep
+from shoal_mesh import DeviceMesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -298,3 +298,23 @@ def test_compiled_operators_draw_as_eager_ones() -> None:
         got = torch.compile(drop, backend="aot_eager", fullgraph=True)(sharded)
         assert same(got, expected)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+@on_ranks(4)
+def test_ranks_outside_a_mesh_keep_step_with_those_inside() -> None:
+    mesh = DeviceMesh("cpu", [2, 1])
+    plain = torch.arange(35.0).view(7, 5)
+    spread = sd.distribute_tensor(plain, mesh, [Shard(0)], src_data_rank=None)
+
+    def draws(made: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        sized: dict[str, Any] = {"device_mesh": mesh, "placements": [Shard(0)]}
+        first: Tensor = sd.randn(7, 5, **sized) if made else torch.randn(7, 5)
+        return [first, F.dropout(spread if made else plain, 0.5), torch.rand_like(first)]
+
+    expected = draws(made=False)
+    state = torch.get_rng_state()
+    got = draws(made=True)
+    assert torch.equal(torch.get_rng_state(), state), "as one device, also on ranks that hold nothing"
+    if mesh.get_coordinate() is not None:
+        assert all(same(a, b) for a, b in zip(got, expected, strict=True))
