@@ -5,16 +5,14 @@ Where both are cut, by different mesh axes, an element lies with the rank whose 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from .notation import linear_rows
 from .rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
-from .view import kept_dims, rearrangement
+from .view import kept_dims, rearrangement, with_input_sizes
 from .window import Window
 
 __all__ = ["DIAGONAL"]
@@ -58,18 +56,7 @@ def _backward_rows(call: OpCall) -> list[Row]:
     return kept_dims((i, d) for i, d in enumerate(others)) + linear_rows((0,), 1, 1)
 
 
-def _backward_local(decided: LocalCall) -> LocalFunction:
-    op, shape = decided.call.op, decided.outputs[0].local_shape
-    if 0 in decided.inputs[0].local_shape:
-        return lambda grad, *args: grad.new_zeros(shape)
-
-    def run(grad: Tensor, input_sizes: Sequence[int], *args: Any) -> Any:
-        return op(grad, shape, *args)
-
-    return run
-
-
 DIAGONAL: Table = {
     aten.diagonal.default: rearrangement(_rows, _local),
-    aten.diagonal_backward.default: Rule(_backward_rows, _backward_local),
+    aten.diagonal_backward.default: Rule(_backward_rows, with_input_sizes),
 }

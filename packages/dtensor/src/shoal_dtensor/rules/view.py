@@ -17,7 +17,7 @@ from .notation import linear_rows
 from .rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from .viewmap import reshape_moves
 
-__all__ = ["VIEW", "any_partial", "kept_dims", "rearrangement"]
+__all__ = ["VIEW", "any_partial", "kept_dims", "rearrangement", "with_input_sizes"]
 
 aten = torch.ops.aten
 
@@ -166,7 +166,8 @@ def view_as_complex_rows(call: OpCall) -> list[Row]:
 # --- gradients of views -----------------------------------------------------------------------------------------------
 
 
-def _with_input_sizes(call: LocalCall) -> LocalFunction:
+def with_input_sizes(call: LocalCall) -> LocalFunction:
+    """The gradient of a view, whose operator is told the sizes of its input: this rank's."""
     op, shape = call.call.op, call.outputs[0].local_shape
     if 0 in call.inputs[0].local_shape:
         return lambda grad, *args: grad.new_zeros(shape)
@@ -210,5 +211,5 @@ VIEW: Table = {
     # Strides are about one storage, which no rank has: gathered, and so no view of its input.
     aten.as_strided.default: Rule(lambda call: any_partial(1, 1)),
     aten.as_strided_scatter.default: Rule(lambda call: any_partial(2, 1)),
-    aten.unfold_backward.default: Rule(unfold_backward_rows, _with_input_sizes),
+    aten.unfold_backward.default: Rule(unfold_backward_rows, with_input_sizes),
 }
