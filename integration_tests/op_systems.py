@@ -97,7 +97,14 @@ class System:
 
     def place_like(self, tensor: Tensor, model: Any) -> Any:
         """A global tensor laid out as `model` lies, where that is not partial."""
-        raise NotImplementedError
+        if not isinstance(model, self.kind):
+            return tensor
+        placements = [self.whole if p.is_partial() else p for p in model.placements]
+        return self.make(tensor, model.device_mesh, placements, src_data_rank=None, **self.order_of(model))
+
+    def order_of(self, model: Any) -> dict[str, Any]:
+        """What `make` must be told besides the placements to lay out a tensor as `model` lies."""
+        return {}
 
     def counted(self) -> Any:
         """A context that yields a `Counter` of the collectives inside."""
@@ -134,11 +141,8 @@ class Shoal(System):
 
         return init_device_mesh("cpu", shape)
 
-    def place_like(self, tensor: Tensor, model: Any) -> Any:
-        if not isinstance(model, self.kind):
-            return tensor
-        placements = [self.whole if p.is_partial() else p for p in model.placements]
-        return self.make(tensor, model.device_mesh, placements, src_data_rank=None, shard_order=model._spec.shard_order)
+    def order_of(self, model: Any) -> dict[str, Any]:
+        return {"shard_order": model._spec.shard_order}
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
@@ -191,12 +195,6 @@ class Torch(System):
         from torch.distributed.device_mesh import init_device_mesh
 
         return init_device_mesh("cpu", shape)
-
-    def place_like(self, tensor: Tensor, model: Any) -> Any:
-        if not isinstance(model, self.kind):
-            return tensor
-        placements = [self.whole if p.is_partial() else p for p in model.placements]
-        return self.make(tensor, model.device_mesh, placements, src_data_rank=None)
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
