@@ -26,9 +26,10 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
 
     Each key is a space-separated list of names.  A name stands for all overloads that take tensors, functional and
     `out=`, and those of the in-place twin `name_`; `name.overload` stands for that one and comes before a plain name.
-    Names that this version of torch lacks are skipped, and so are overloads that no function of torch leads to: those
-    with a list to write to (`_foreach_add.List_out`), and TorchScript's own for lists and dicts of tensors.  With
-    `unordered`, all rules are (see `Rule`).
+    Names that this version of torch lacks are skipped, and so are overloads that no call with a DTensor leads to: those
+    with a list to write to (`_foreach_add.List_out`), TorchScript's own for lists and dicts of tensors, and those that
+    take a dim by its name (torch 2.11 has them; no DTensor has named dims).  With `unordered`, all rules are (see
+    `Rule`).
 
     Example:
         >>> from .notation import product
@@ -57,16 +58,16 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
-        kinds = [str(argument.type) for argument in op._schema.arguments]
-        if any("Tensor" in kind for kind in kinds) and overload not in _UNREACHED and not _fills_list(op):
+        if overload not in ("Dict_Tensor", "Tensor_list") and _reached(op):
             yield op
 
 
-_UNREACHED = ("Dict_Tensor", "Tensor_list")
-
-
-def _fills_list(op: OpOverload) -> bool:
-    return any(argument.is_out and "List" in str(argument.type) for argument in op._schema.arguments)
+def _reached(op: OpOverload) -> bool:
+    """Whether it takes tensors, fills no list and takes no dim by its name."""
+    kinds = [(argument, str(argument.type)) for argument in op._schema.arguments]
+    fills_list = any(argument.is_out and "List" in kind for argument, kind in kinds)
+    by_name = any(argument.name == "dim" and "str" in kind for argument, kind in kinds)
+    return any("Tensor" in kind for _, kind in kinds) and not fills_list and not by_name
 
 
 def merge(**tables: Table) -> Table:
