@@ -1,4 +1,4 @@
-"""Covers: whole_when_compiled and constant_when_compiled of _torch.py, and what torch.compile asks of tensor.py.
+"""Covers: whole_when_compiled of _torch.py, and what torch.compile asks of tensor.py.
 
 Every function compiles into one graph, gives what it gives eagerly, and so do its gradients.
 """

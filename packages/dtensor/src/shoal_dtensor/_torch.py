@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch._library import opaque_object
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -32,7 +31,6 @@ __all__ = [
     "backward_number",
     "bare_step",
     "change_shape",
-    "constant_when_compiled",
     "decomposition_of",
     "direct",
     "disabled_torch_function",
@@ -135,28 +133,9 @@ def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return torch.optim.Optimizer.profile_hook_step(step)
 
 
-Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
-
-
-def constant_when_compiled(cls: Class) -> Class:
-    """Class decorator: torch.compile takes instances for constants of its graph.
-
-    They are made, asked for attributes and called while it traces, guarded by equality, and may be arguments of what
-    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one.
-    """
-    names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
-    members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
-    try:
-        opaque_object.register_opaque_type(cls, typ="value", members=members)
-    except TypeError:  # torch 2.11 asks for a metaclass, which only types that are passed by reference need
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it
-        opaque_object._OPAQUE_TYPES[cls] = opaque_object._OPAQUE_TYPES_BY_NAME[name] = info
-        torch._C._register_opaque_type(name)
-    return cls
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

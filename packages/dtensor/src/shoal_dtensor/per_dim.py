@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, constant_when_compiled
 
-from ._torch import constant_when_compiled
 from .chunks import ShardOrder
 from .errors import PlacementError
 from .placements import Partial, Placement, Replicate, Shard

@@ -12,7 +12,8 @@ from math import inf
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
-from ._torch import constant_when_compiled
+from shoal_mesh import constant_when_compiled
+
 from .errors import PlacementError
 
 __all__ = ["PICKLED", "REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]

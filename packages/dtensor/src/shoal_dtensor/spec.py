@@ -12,9 +12,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, constant_when_compiled
 
-from ._torch import constant_when_compiled
 from .chunks import Cut, ShardOrder, canonical_placements, normalize_placements, order_of
 from .folded import AnyCut, FoldedCut, cut_any, interval_cut
 from .placements import Partial, Placement, Replicate, Shard, StridedShard

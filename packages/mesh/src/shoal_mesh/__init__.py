@@ -2,6 +2,7 @@
 
 from . import differentiable, errors, topology
 from .__about__ import __version__
+from ._torch import constant_when_compiled
 from .coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives import Along, Pending, all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from .comm_debug import CommDebugMode
@@ -63,6 +64,7 @@ __all__ = [
     "broadcast",
     "check_replicas",
     "comm_over",
+    "constant_when_compiled",
     "current_mesh",
     "differentiable",
     "errors",

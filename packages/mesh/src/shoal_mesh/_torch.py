@@ -94,7 +94,8 @@ def constant_when_compiled(cls: Class) -> Class:
     """Class decorator: torch.compile takes instances for constants of its graph.
 
     They are made, asked for attributes and called while it traces, guarded by equality, and may be arguments of what
-    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one.
+    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one;
+    traced code may ask for the attributes that the class itself has: slots, properties and methods.
     """
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
