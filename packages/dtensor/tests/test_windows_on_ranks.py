@@ -42,12 +42,12 @@ def test_convolutions_of_cut_rows(case: tuple[int, ...]) -> None:
     length, kernel, stride, padding, dilation = case
     x, weight, bias = real(2, 3, length), real(4, 3, kernel), real(4)
     rest = ([stride], [padding], [dilation], False, [0], 1)
-    forward = validate(aten.convolution.default, x, weight, bias, *rest, pairs=False)
+    forward = validate(aten.convolution.default, x, weight, bias, *rest)
     assert not forward.wrong
     gradient = real(*aten.convolution.default(x, weight, bias, *rest).shape)
-    back = validate(aten.convolution_backward.default, gradient, x, weight, [4], *rest, [True, True, True], pairs=False)
+    back = validate(aten.convolution_backward.default, gradient, x, weight, [4], *rest, [True, True, True])
     assert not back.wrong
-    assert min(forward.checked, back.checked) > 36, "the spatial dim has rows"
+    assert min(forward.checked, back.checked) > 89, "the spatial dim has rows"
 
 
 def test_two_cut_dims_and_groups() -> None:

@@ -155,11 +155,12 @@ def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
 
 
 def _nothing(call: OpCall) -> LocalFunction:
-    """Gradients of a rank that makes no outputs."""
+    """Gradients of a rank that makes no outputs, or has no channels to make them of."""
     mask = call["output_mask"]
 
     def run(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        made = (torch.zeros_like(x), torch.zeros_like(weight), gradient.new_zeros(weight.shape[0]))
+        channel = 1 if gradient.ndim == weight.ndim else 0
+        made = (torch.zeros_like(x), torch.zeros_like(weight), _of_bias(gradient, channel))
         return tuple(each if wanted else None for each, wanted in zip(made, mask, strict=True))
 
     return run
@@ -176,18 +177,16 @@ def _zeros(decided: LocalCall, mask: Sequence[bool]) -> LocalFunction:
     def run(first: Tensor, second: Tensor, third: Any, *_: Any, **__: Any) -> Any:
         made = [None if spec is None else first.new_zeros(spec.local_shape) for spec in wanted]
         if not forward:
-            return tuple(_with_bias_gradient(made, first, channel))
+            return *made[:2], None if made[2] is None else _of_bias(first, channel)
         result = made[0]
         return result if third is None or result is None else result + third.view(rest)
 
     return filling_out(decided.call, run)
 
 
-def _with_bias_gradient(made: list[Tensor | None], gradient: Tensor, channel: int) -> list[Tensor | None]:
-    """The bias gradient does not depend on the operand that is empty."""
-    if made[2] is not None:
-        made[2] = gradient.sum([d for d in range(gradient.ndim) if d != channel])
-    return made
+def _of_bias(gradient: Tensor, channel: int) -> Tensor:
+    """The gradient of the bias, which does not depend on the operand that is empty."""
+    return gradient.sum([d for d in range(gradient.ndim) if d != channel])
 
 
 CONV: Table = family(
