@@ -31,6 +31,7 @@ from shoal_dtensor import DTensor, clip_grad_norm_, local_step
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from shoal_tp_styles.testing import HandCopy, HandReduce
 
 WORLD = 4
 DIM, HIDDEN, HEADS = 16, 32, 4
@@ -48,34 +49,6 @@ BARS = {
 }
 
 
-class Copy(torch.autograd.Function):
-    """Identity; the gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Reduce(torch.autograd.Function):
-    """Sum over the ranks; the gradient is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 Layer = Callable[[int, int], nn.Module]
 
 
@@ -90,7 +63,7 @@ class HandColumn(nn.Module):
         self.copies = copies
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(Copy.apply(x) if self.copies else x, self.weight, self.bias)
+        return functional.linear(HandCopy.apply(x) if self.copies else x, self.weight, self.bias)
 
 
 class HandRow(nn.Module):
@@ -102,7 +75,7 @@ class HandRow(nn.Module):
         self.bias = nn.Parameter(torch.randn(outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Reduce.apply(functional.linear(x, self.weight)) + self.bias
+        return HandReduce.apply(functional.linear(x, self.weight)) + self.bias
 
 
 class MLP(nn.Module):
@@ -130,7 +103,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
         if self.shared_copy:
-            h = Copy.apply(h)
+            h = HandCopy.apply(h)
         batch, length, _ = x.shape
         q = self.wq(h).view(batch, length, -1, self.head).transpose(1, 2)
         k = self.wk(h).view(batch, length, -1, self.head).transpose(1, 2)

@@ -31,16 +31,12 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
+from shoal_tp_styles.testing import assert_same_parameters
 
 DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22  # neither the vocabulary nor the inner features divide by 4
 WAYS = pytest.mark.parametrize("ways", [2, 4])
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True])
 HEADS = pytest.mark.parametrize("heads", [8, 6])  # six heads on four ranks: 2, 2, 1, 1
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
 
 
 @functools.cache
@@ -71,13 +67,7 @@ def assert_same(module: nn.Module, single: nn.Module, got: Any, expected: Any) -
     seed = torch.randn_like(expected)
     expected.backward(seed)
     got.backward(seed)
-    unparallelize_module(module)
-    reference = dict(single.named_parameters())
-    assert dict(module.named_parameters()).keys() == reference.keys()
-    for name, param in module.named_parameters():
-        torch.testing.assert_close(param, reference[name], rtol=0, atol=0, msg=told(name))
-        assert reference[name].grad is not None, name
-        torch.testing.assert_close(param.grad, reference[name].grad, msg=told(f"{name}.grad"))
+    assert_same_parameters(module, single)
 
 
 # --- T5: relative bias, RMS norms without bias, gated feed-forward, cross attention ----------------------------------
@@ -432,6 +422,4 @@ def test_gated_stack(ways: int, cut: int | None) -> None:
     assert x.grad is not None and y.grad is not None
     for whole, part in ((expected, got), (x.grad, y.grad if cut is None else y.grad.chunk(ways, cut)[rank])):
         torch.testing.assert_close(part, whole if cut is None else whole.chunk(ways, cut)[rank])
-    unparallelize_module(module)
-    for (name, param), other in zip(module.named_parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(param.grad, other.grad, msg=told(name))
+    assert_same_parameters(module, single)

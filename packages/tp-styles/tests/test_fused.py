@@ -6,8 +6,6 @@ Covers: fused.py, blocks.py, lora.py, reshard.py, lowering/packed.py, lowering/a
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -31,21 +29,10 @@ from shoal_tp_styles import (
     input_reshard,
     merge_adapters,
     parallelize_module,
-    unparallelize_module,
 )
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters, told
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
 class Attention(nn.Module):
@@ -78,15 +65,6 @@ class Attention(nn.Module):
         return result
 
 
-def assert_same(module: nn.Module, single: nn.Module) -> None:
-    """Whole values and gradients of the parallel module's parameters are the single one's."""
-    got, expected = dict(module.named_parameters()), dict(single.named_parameters())
-    assert got.keys() == expected.keys()
-    for name, param in got.items():
-        torch.testing.assert_close(param, expected[name], msg=told(name))
-        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"))
-
-
 # (query heads, kv heads): enough of both, fewer kv heads than ranks, uneven.
 GROUPS = [(8, 4), (8, 2), (8, 1), (12, 6)]
 
@@ -112,7 +90,7 @@ def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: boo
         plan["k"] = plan["v"] = ColwiseParallel(input_layouts=arriving).heads(kv, 4)
     if sequence:
         plan["norm"] = SequenceParallel(use_local_output=True)
-    axis = mesh()
+    axis = all_ranks()
     parallelize_module(module, axis, plan)
     full = torch.randn(2, 8, 16, dtype=torch.double)
     x = full.clone().requires_grad_()
@@ -127,13 +105,12 @@ def test_grouped_query_attention(heads: int, kv: int, fused: bool, sequence: boo
     torch.testing.assert_close(y.grad, x.grad.chunk(4, 1)[axis.get_local_rank()] if sequence else x.grad)
     if not sequence and kv >= 4:
         assert mode.get_comm_counts()[ALL_REDUCE] == 1  # one reduction for q, k and v
-    unparallelize_module(module)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
 def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
-    axis = mesh()
+    axis = all_ranks()
     single: Any = nn.Linear(8, 24).double()
     module: Any = parallelize_module(copy.deepcopy(single), axis, PackedColwiseParallel(blocks={"gate": 12, "up": 12}))
     names = [name for name, _ in module.named_parameters()]
@@ -164,7 +141,7 @@ def test_gate_and_up_in_one_matrix_train_load_and_copy() -> None:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("base", [False, True])
 def test_adapters(sequence: bool, base: bool) -> None:
-    axis = mesh()
+    axis = all_ranks()
     start: Any = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     arriving = Shard(0) if sequence else Replicate()
     plan = {
@@ -205,7 +182,7 @@ def test_adapters(sequence: bool, base: bool) -> None:
 
 @on_ranks(4)
 def test_input_reshard_keeps_a_part_and_gives_the_same_gradients() -> None:
-    axis = mesh()
+    axis = all_ranks()
     single: Any = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)).double()
     module: Any = copy.deepcopy(single)
     parallelize_module(module, axis, {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -5,7 +5,6 @@ Covers: lowering/gradients.py, lowering/enter.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -26,14 +24,7 @@ from shoal_tp_styles import (
     parallelize_module,
 )
 from shoal_tp_styles.lowering import embedding, enter, gradients, linear, packed
-from shoal_tp_styles.testing import MLP
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
+from shoal_tp_styles.testing import MLP, all_ranks
 
 KINDS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "columns": (lambda: nn.Linear(8, 12), ColwiseParallel(), (3, 8)),
@@ -49,7 +40,7 @@ KINDS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 
 def lowered(module: nn.Module, plan: Any) -> nn.Module:
     """The module in parallel, in float64."""
-    return parallelize_module(module.double(), mesh(), plan)
+    return parallelize_module(module.double(), all_ranks(), plan)
 
 
 def mlp() -> nn.Module:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +19,7 @@ from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import PlanError, TiedWeightError, parallelize_module, verify
 from shoal_tp_styles.names import REFUSED, STYLE_NAMES, style_named
+from shoal_tp_styles.testing import told
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
@@ -38,11 +38,6 @@ SIZES = {
 # Family -> what its configuration needs beyond the sizes; the norms of Qwen3's heads, Phi-3's fused and gathered
 # projections and OLMo 2's gathered ones each take other names of the plans.
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {"head_dim": 4}, "Phi3": {}, "Olmo2": {}}
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
 
 
 @functools.cache

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from shoal_dtensor import DTensor, Replicate
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -23,18 +22,17 @@ from shoal_tp_styles import (
     load_sharded,
     parallelize_module,
 )
-from shoal_tp_styles.testing import ModelArgs, Transformer
+from shoal_tp_styles.testing import ModelArgs, Transformer, all_ranks
+
+needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
 
 
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
+@needs_safetensors
 @on_ranks(4)
 @pytest.mark.parametrize("tied", [True, False])
 def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
+    from safetensors.torch import save_file
+
     rank = torch.distributed.get_rank()
     args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied)
     torch.manual_seed(0)
@@ -46,7 +44,7 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
         save_file({name: state[name].contiguous() for name in names[part::2]}, path)
     with torch.device("meta"):
         module = Transformer(args)
-    Transformer.parallelize(module, mesh())
+    Transformer.parallelize(module, all_ranks())
     with CommDebugMode() as mode:
         loaded = load_sharded(module, paths)
     assert mode.get_total_counts() == 0
@@ -61,7 +59,7 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
 
 @on_ranks(4)
 def test_fused_parameters_and_errors() -> None:
-    axis = mesh()
+    axis = all_ranks()
     single: Any = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
     style = PackedColwiseParallel(blocks={"q": Heads(4, 4), "k": Heads(1, 4), "v": Heads(1, 4)})
     with torch.device("meta"):

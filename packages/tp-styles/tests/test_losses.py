@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,23 +13,14 @@ from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import LayoutError, Vocab, choose, loss_parallel, losses
+from shoal_tp_styles.testing import all_ranks, told
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 
 
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
-
-
-@functools.cache
-def _mesh() -> Any:
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
 def cut(full: Tensor, dim: int, plain: bool = False) -> tuple[Tensor, Any]:
     """Logits cut along `dim`, as DTensor or as plain local part with its Vocab."""
-    mesh = _mesh()
+    mesh = all_ranks()
     sharded = distribute_tensor(full.detach(), mesh, (Shard(dim),), src_data_rank=None)
     if not plain:
         return sharded.requires_grad_(), None
@@ -145,7 +134,7 @@ def test_choices_are_those_of_the_full_logits() -> None:
     full[1] = 1.0
     x, _ = cut(full, 1)
     assert choose.argmax(x).tolist() == full.argmax(1).tolist()
-    mesh = _mesh()
+    mesh = all_ranks()
     drawn = {choose.sample(x, generator=torch.Generator().manual_seed(3)).tolist()[2] for _ in range(2)}
     assert len(drawn) == 1
     many = full[2].expand(4000, 11)

@@ -5,28 +5,20 @@ Covers: lowering/linear.py, lowering/rows.py, lowering/share.py, lowering/gradie
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn.functional import linear
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from shoal_tp_styles.testing import HandCopy, HandReduce, all_ranks
 
 WIDTH, TOKENS = 256, 64
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
 class Gated(nn.Module):
@@ -43,43 +35,19 @@ class Gated(nn.Module):
         return out
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        torch.distributed.all_reduce(grad)
-        return grad
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        torch.distributed.all_reduce(x)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
     """`Gated` on this rank's part of the parameters, as one would write it."""
     x = x * 1
-    both: Tensor = _Copy.apply(x)  # type: ignore[no-untyped-call]  # torch
+    both: Tensor = HandCopy.apply(x)  # type: ignore[no-untyped-call]  # torch
     hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(both, w["up.weight"], w["up.bias"])
-    partial: Tensor = _Reduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]  # torch
+    partial: Tensor = HandReduce.apply(linear(hidden, w["down.weight"]))  # type: ignore[no-untyped-call]  # torch
     return partial + w["down.bias"]
 
 
 def parallel(row_output: Any = None, column_input: Any = None) -> nn.Module:
     """`Gated`, lowered."""
     columns, rows = ColwiseParallel(input_layouts=column_input), RowwiseParallel(output_layouts=row_output)
-    return parallelize_module(Gated(), mesh(), {"gate": columns, "up": columns, "down": rows})
+    return parallelize_module(Gated(), all_ranks(), {"gate": columns, "up": columns, "down": rows})
 
 
 def locals_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -146,7 +114,7 @@ def test_a_gathered_activation_is_kept_once_for_all_readers() -> None:
 @pytest.mark.parametrize("frozen", ["weights", "input"])
 @on_ranks(2)
 def test_what_needs_no_gradient_keeps_nothing(frozen: str) -> None:
-    layer = parallelize_module(nn.Linear(WIDTH, WIDTH), mesh(), ColwiseParallel(input_layouts=Replicate()))
+    layer = parallelize_module(nn.Linear(WIDTH, WIDTH), all_ranks(), ColwiseParallel(input_layouts=Replicate()))
     x = torch.randn(TOKENS, WIDTH, requires_grad=frozen != "input")
     if frozen == "weights":
         layer.requires_grad_(False)

@@ -6,11 +6,9 @@ Covers: heads.py, lowering/channels.py, lowering/attention.py, lowering/embeddin
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import io
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -28,38 +26,8 @@ from shoal_tp_styles import (
     SequenceParallel,
     UnsupportedModuleError,
     parallelize_module,
-    unparallelize_module,
 )
-from shoal_tp_styles.testing import MLP
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
-def part(full: Tensor, dim: int) -> Tensor:
-    """This rank's part, as torch.chunk cuts; empty if there is none."""
-    parts = full.chunk(mesh().size(), dim)
-    rank = mesh().get_local_rank()
-    return parts[rank] if rank < len(parts) else full.narrow(dim, 0, 0)
-
-
-def assert_same(module: nn.Module, single: nn.Module) -> None:
-    """Gradients and values agree, after the parallel module became plain again."""
-    unparallelize_module(module)
-    expected = dict(single.named_parameters())
-    assert dict(module.named_parameters()).keys() == expected.keys()
-    for name, param in module.named_parameters():
-        torch.testing.assert_close(param, expected[name], msg=told(name))
-        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"))
-
+from shoal_tp_styles.testing import MLP, all_ranks, assert_same_parameters, own_part
 
 CONVS: list[tuple[Any, tuple[int, ...]]] = [
     (nn.Conv1d, (3, 6, 9)),
@@ -76,7 +44,7 @@ def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) ->
     module: Any = copy.deepcopy(single)
     first = ColwiseParallel(output_layouts=Replicate() if gathered else None)
     second = RowwiseParallel(input_layouts=Replicate() if gathered else None)
-    parallelize_module(module, mesh(), {"0": first, "2": second})
+    parallelize_module(module, all_ranks(), {"0": first, "2": second})
     full = torch.randn(shape, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     expected, got = single(x), module(y)
@@ -84,13 +52,13 @@ def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) ->
     expected.square().sum().backward()
     got.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
 def test_bilinear_and_embedding_bag() -> None:
     single: Any = nn.Bilinear(5, 7, 10).double()
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), ColwiseParallel(output_layouts=Replicate()))
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), ColwiseParallel(output_layouts=Replicate()))
     full = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
     theirs = [x.clone().requires_grad_() for x in full]
     ours = [x.clone().requires_grad_() for x in full]
@@ -98,16 +66,16 @@ def test_bilinear_and_embedding_bag() -> None:
     module(*ours).square().sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
     for mode in ("sum", "mean", "max"):
         bag = nn.EmbeddingBag(9, 10, mode=mode).double()
-        parallel = parallelize_module(copy.deepcopy(bag), mesh(), ColwiseParallel())
+        parallel = parallelize_module(copy.deepcopy(bag), all_ranks(), ColwiseParallel())
         tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
         out = parallel(tokens, offsets)
-        torch.testing.assert_close(out, part(bag(tokens, offsets), 1))
+        torch.testing.assert_close(out, own_part(bag(tokens, offsets), 1))
         out.square().sum().backward()
         bag(tokens, offsets).square().sum().backward()
-        assert_same(parallel, bag)
+        assert_same_parameters(parallel, bag)
 
 
 @on_ranks(4)
@@ -116,7 +84,7 @@ def test_bilinear_and_embedding_bag() -> None:
 @pytest.mark.parametrize("weights", [True, False])
 def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> None:
     single: Any = nn.MultiheadAttention(24, heads, batch_first=batch_first).double()
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel())
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel())
     shape = (3, 4, 24)
     full = torch.randn(shape, dtype=torch.double)
     length, batch = (4, 3) if batch_first else (3, 4)
@@ -137,7 +105,7 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
                 got.square().sum().backward()
             assert mode.get_total_counts() == 1
             torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
@@ -145,7 +113,7 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
 @pytest.mark.parametrize("weights", [True, False])
 def test_dropout_of_attention_is_that_of_one_device(heads: int, weights: bool) -> None:
     single: Any = nn.MultiheadAttention(24, heads, dropout=0.4, batch_first=True).double()
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel())
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel())
     full = torch.randn(2, 5, 24, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     torch.manual_seed(11)
@@ -157,7 +125,7 @@ def test_dropout_of_attention_is_that_of_one_device(heads: int, weights: bool) -
     expected.square().sum().backward()
     got.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
@@ -166,17 +134,17 @@ def test_attention_leaves_along_the_sequence(batch_first: bool) -> None:
     lies = Shard(1 if batch_first else 0)
     single: Any = nn.MultiheadAttention(24, 6, batch_first=batch_first).double()
     nn.init.normal_(single.out_proj.bias)
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), HeadParallel(output_layouts=lies))
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel(output_layouts=lies))
     full = torch.randn((3, 8, 24) if batch_first else (8, 3, 24), dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     expected, _ = single(x, x, x)
     got, _ = module(y, y, y)
-    torch.testing.assert_close(got, part(expected, lies.dim))
+    torch.testing.assert_close(got, own_part(expected, lies.dim))
     seed = torch.randn_like(full)
     expected.backward(seed)
-    got.backward(part(seed, lies.dim))
+    got.backward(own_part(seed, lies.dim))
     torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
@@ -184,21 +152,21 @@ def test_attention_leaves_along_the_sequence(batch_first: bool) -> None:
 def test_convolution_by_rows_leaves_in_parts(local: bool) -> None:
     single: Any = nn.Conv1d(7, 10, 3, padding=1).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(2), use_local_output=local)
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
     full = torch.randn(3, 7, 8, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     expected, got = single(x), module(y)
-    torch.testing.assert_close(got if local else got.to_local(), part(expected, 2))
+    torch.testing.assert_close(got if local else got.to_local(), own_part(expected, 2))
     seed = torch.randn_like(expected)
     expected.backward(seed)
-    (got if local else got.to_local()).backward(part(seed, 2))
+    (got if local else got.to_local()).backward(own_part(seed, 2))
     torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(2)
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    axis = mesh()
+    axis = all_ranks()
     with pytest.raises(UnsupportedModuleError, match="groups=2"):
         parallelize_module(nn.Conv2d(4, 4, 3, groups=2), axis, ColwiseParallel())
     with pytest.raises(UnsupportedModuleError, match="max_norm"):
@@ -217,7 +185,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 
 @on_ranks(2)
 def test_second_derivatives_are_refused_unless_not_lowered() -> None:
-    axis = mesh()
+    axis = all_ranks()
     single: Any = nn.Linear(4, 4).double()
     x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
     lowered: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
@@ -229,7 +197,7 @@ def test_second_derivatives_are_refused_unless_not_lowered() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_that_of_the_plain_module(dtype: torch.dtype) -> None:
     single: Any = MLP()
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), MLP.plan)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), MLP.plan)
     full = torch.randn(6, 10)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     with torch.autocast("cpu", dtype):
@@ -246,7 +214,7 @@ def test_autocast_is_that_of_the_plain_module(dtype: torch.dtype) -> None:
 
 @on_ranks(2)
 def test_a_parallel_model_is_freed_copied_and_pickled() -> None:
-    axis = mesh()
+    axis = all_ranks()
     module: Any = parallelize_module(MLP(), axis, MLP.plan)
     x = torch.randn(3, 10)
     expected = module(x)
@@ -287,22 +255,22 @@ class MyRMSNorm(Norm):
 @pytest.mark.parametrize("kind", ["Norm", "MyRMSNorm"])
 def test_norms_of_other_libraries(kind: str) -> None:
     single: Any = {"Norm": Norm, "MyRMSNorm": MyRMSNorm}[kind]()
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), SequenceParallel(use_local_output=True))
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), SequenceParallel(use_local_output=True))
     full = torch.randn(2, 8, 8, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), part(full, 1).clone().requires_grad_()
+    x, y = full.clone().requires_grad_(), own_part(full, 1).clone().requires_grad_()
     single(x).square().sum().backward()
     out = module(y)
     assert type(out) is Tensor
     total: Any = out.square().sum()
     total.backward()
     assert x.grad is not None and isinstance(module.weight, DTensor)
-    torch.testing.assert_close(y.grad, part(x.grad, 1))
-    assert_same(module, single)
+    torch.testing.assert_close(y.grad, own_part(x.grad, 1))
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
 def test_layouts_that_need_a_move() -> None:
-    axis = mesh()
+    axis = all_ranks()
     single: Any = nn.Linear(8, 12).double()
     full = torch.randn(8, 8, dtype=torch.double)
     for style, arrive, leave in (
@@ -312,16 +280,16 @@ def test_layouts_that_need_a_move() -> None:
     ):
         module = parallelize_module(copy.deepcopy(single), axis, style)
         x = full.clone().requires_grad_()
-        y = (full if arrive is None else part(full, arrive)).clone().requires_grad_()
+        y = (full if arrive is None else own_part(full, arrive)).clone().requires_grad_()
         single.zero_grad()
         expected, got = single(x), module(y)
-        torch.testing.assert_close(got, part(expected, leave))
+        torch.testing.assert_close(got, own_part(expected, leave))
         seed = torch.randn_like(expected)
         expected.backward(seed)
-        got.backward(part(seed, leave))
+        got.backward(own_part(seed, leave))
         assert x.grad is not None
-        torch.testing.assert_close(y.grad, x.grad if arrive is None else part(x.grad, arrive))
-        assert_same(module, single)
+        torch.testing.assert_close(y.grad, x.grad if arrive is None else own_part(x.grad, arrive))
+        assert_same_parameters(module, single)
 
 
 @on_ranks(4)
@@ -330,18 +298,18 @@ def test_layouts_that_need_a_move() -> None:
 def test_overlapped_reduction(layout: Any, bias: bool) -> None:
     single: Any = nn.Linear(12, 8, bias=bias).double()
     module: Any = parallelize_module(
-        copy.deepcopy(single), mesh(), RowwiseParallel(output_layouts=layout).overlapped(3)
+        copy.deepcopy(single), all_ranks(), RowwiseParallel(output_layouts=layout).overlapped(3)
     )
     full = torch.randn(4, 8, 12, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), part(full, -1).clone().requires_grad_()
+    x, y = full.clone().requires_grad_(), own_part(full, -1).clone().requires_grad_()
     expected, seed = single(x), torch.randn(4, 8, 8, dtype=torch.double)
     with CommDebugMode() as mode:
         got = module(y)
     # Four rows in three chunks are chunks of two; a cut along the chunked dim stays one collective.
     assert mode.get_total_counts() == (1 if layout == Shard(0) else 2)
-    torch.testing.assert_close(got, expected if layout == Replicate() else part(expected, layout.dim))
+    torch.testing.assert_close(got, expected if layout == Replicate() else own_part(expected, layout.dim))
     expected.backward(seed)
-    got.backward(seed if layout == Replicate() else part(seed, layout.dim))
+    got.backward(seed if layout == Replicate() else own_part(seed, layout.dim))
     assert x.grad is not None
-    torch.testing.assert_close(y.grad, part(x.grad, -1))
-    assert_same(module, single)
+    torch.testing.assert_close(y.grad, own_part(x.grad, -1))
+    assert_same_parameters(module, single)

@@ -7,7 +7,6 @@ lowering/ports.py.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
@@ -33,33 +32,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
-
-def part(full: Tensor, dim: int) -> Tensor:
-    """This rank's part, as torch.chunk cuts."""
-    return distribute_tensor(full.detach(), mesh(), (Shard(dim),), src_data_rank=None).to_local()
-
-
-def assert_same(module: nn.Module, single: nn.Module, **how: Any) -> None:
-    """Gradients, values and buffers agree, after the parallel module became plain again."""
-    unparallelize_module(module)
-    expected = dict(single.named_parameters())
-    assert dict(module.named_parameters()).keys() == expected.keys()
-    for name, param in module.named_parameters():
-        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"), **how)
-    for name, buffer in single.named_buffers():
-        torch.testing.assert_close(dict(module.named_buffers())[name], buffer, msg=told(name), **how)
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_part
 
 
 def scrambled(module: nn.Module) -> Any:
@@ -88,7 +61,7 @@ def test_norms_between_convolutions(name: str) -> None:
     single: Any = scrambled(nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 5, 3)))
     module: Any = copy.deepcopy(single)
     columns, rows = ColwiseParallel().aligned(unit), RowwiseParallel().aligned(unit)
-    parallelize_module(module, mesh(), {"0": columns, "1": ChannelParallel(), "3": rows})
+    parallelize_module(module, all_ranks(), {"0": columns, "1": ChannelParallel(), "3": rows})
     full = torch.randn(4, 3, 7, 7, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     expected = single(x)
@@ -99,17 +72,17 @@ def test_norms_between_convolutions(name: str) -> None:
     expected.square().sum().backward()
     got.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
-    assert_same(module, single)
+    assert_same_parameters(module, single)
 
 
 @on_ranks(4)
 def test_groups_that_the_cut_would_split_are_refused() -> None:
     module: Any = nn.Sequential(nn.Conv1d(2, 12, 1), nn.GroupNorm(2, 12))
-    parallelize_module(module, mesh(), {"0": ColwiseParallel(), "1": ChannelParallel()})
+    parallelize_module(module, all_ranks(), {"0": ColwiseParallel(), "1": ChannelParallel()})
     with pytest.raises(LayoutError, match=r"aligned\(6\)"):
         module(torch.randn(2, 2, 5))
     with pytest.raises(UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"):
-        parallelize_module(nn.LayerNorm(4), mesh(), ChannelParallel())
+        parallelize_module(nn.LayerNorm(4), all_ranks(), ChannelParallel())
 
 
 @on_ranks(4)
@@ -119,21 +92,21 @@ def test_groups_that_the_cut_would_split_are_refused() -> None:
 def test_embedding_bag_by_rows(mode: str, padding: int | None, layout: Any) -> None:
     single: Any = nn.EmbeddingBag(9, 5, mode=mode, padding_idx=padding).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
     tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
     weights = torch.rand(12, dtype=torch.double) if mode == "sum" else None
     for how in ((tokens, offsets, weights), (tokens.view(4, 3), None, None)):
         expected, got = single(*how), module(*how)
-        torch.testing.assert_close(got, expected if layout == Replicate() else part(expected, 0))
+        torch.testing.assert_close(got, expected if layout == Replicate() else own_part(expected, 0))
         seed = torch.randn_like(expected)
         expected.backward(seed)
-        got.backward(seed if layout == Replicate() else part(seed, 0))
-    assert_same(module, single)
+        got.backward(seed if layout == Replicate() else own_part(seed, 0))
+    assert_same_parameters(module, single)
 
 
 @on_ranks(2)
 def test_what_bags_and_recurrent_modules_cannot_do_is_refused() -> None:
-    axis = mesh()
+    axis = all_ranks()
     whole = RowwiseParallel(input_layouts=Replicate())
     with pytest.raises(UnsupportedModuleError, match="mode='max'"):
         parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, whole)
@@ -155,26 +128,26 @@ def test_recurrent_modules_on_parts_of_the_batch(kind: str, batch_first: bool, l
     single: Any = make(3, 5, num_layers=2, bidirectional=True, batch_first=batch_first).double()
     batch = 0 if batch_first else 1
     style = SequenceParallel(sequence_dim=batch, use_local_output=local)
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
     full = torch.randn((8, 4, 3) if batch_first else (4, 8, 3), dtype=torch.double)
     start = torch.randn(4, 8, 5, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), part(full, batch).requires_grad_()
-    hx, own = (start, start) if kind == "LSTM" else start, part(start, 1)
+    x, y = full.clone().requires_grad_(), own_part(full, batch).requires_grad_()
+    hx, own = (start, start) if kind == "LSTM" else start, own_part(start, 1)
     expected, states = single(x, hx)
     got, ours = module(y, (own, own) if kind == "LSTM" else own)
     assert isinstance(got, DTensor) is not local
     got_local = got if local else got.to_local()
-    torch.testing.assert_close(got_local, part(expected, batch))
+    torch.testing.assert_close(got_local, own_part(expected, batch))
     for theirs, mine in zip(states, ours, strict=True) if kind == "LSTM" else [(states, ours)]:
-        torch.testing.assert_close(mine if local else mine.to_local(), part(theirs, 1))
+        torch.testing.assert_close(mine if local else mine.to_local(), own_part(theirs, 1))
     seed = torch.randn_like(expected)
     expected.backward(seed)
     with CommDebugMode() as mode:
-        got_local.backward(part(seed, batch))
+        got_local.backward(own_part(seed, batch))
     assert mode.get_total_counts() == 1  # all parameters together
     assert x.grad is not None
-    torch.testing.assert_close(y.grad, part(x.grad, batch))
-    assert_same(module, single)
+    torch.testing.assert_close(y.grad, own_part(x.grad, batch))
+    assert_same_parameters(module, single)
     torch.testing.assert_close(module(full)[0], single(full)[0])  # plain again, with its own weights
 
 
@@ -257,7 +230,7 @@ def test_autocast_and_checkpointing(name: str, dtype: torch.dtype | None, reentr
     torch.manual_seed(5)
     start = make()
     kind = torch.double if dtype is None else torch.float32
-    module: Any = parallelize_module(copy.deepcopy(start).to(kind), mesh(), plan)
+    module: Any = parallelize_module(copy.deepcopy(start).to(kind), all_ranks(), plan)
     single: Any = unparallelize_module(copy.deepcopy(module)) if name == "adapters" else start.to(kind)
     full = torch.randn(4, 6, 12, dtype=kind)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
@@ -278,4 +251,4 @@ def test_autocast_and_checkpointing(name: str, dtype: torch.dtype | None, reentr
         return
     for param in module.parameters():
         assert param.grad is not None and param.grad.dtype == kind
-    assert_same(module, single, **close)
+    assert_same_parameters(module, single, **close)

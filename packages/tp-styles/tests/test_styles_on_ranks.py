@@ -7,8 +7,6 @@ lowering/norm.py, lowering/boundary.py, lowering/share.py.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -29,19 +27,7 @@ from shoal_tp_styles import (
     parallelize_module,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer
-
-
-def told(name: str) -> Callable[[str], str]:
-    """A failure's message with the name of what differs."""
-    return lambda message: f"{name}: {message}"
-
-
-@functools.cache
-def mesh() -> Any:
-    """All ranks in a row."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-
+from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer, all_ranks, own_part, told
 
 FUNCTIONAL = torch.ops._c10d_functional
 
@@ -56,13 +42,6 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
         FUNCTIONAL.broadcast: "broadcast",
     }
     return {names[op]: count for op, count in mode.get_comm_counts().items() if count}
-
-
-def own(tensor: Tensor, dim: int) -> Tensor:
-    """This rank's part, as torch.chunk cuts."""
-    axis = mesh()
-    sharded = distribute_tensor(tensor.detach(), axis, (Shard(dim % tensor.ndim),), src_data_rank=None)
-    return sharded.to_local()
 
 
 def whole(tensor: Tensor | None) -> Tensor:
@@ -88,12 +67,12 @@ def assert_same_gradients(parallel: nn.Module, single: nn.Module) -> None:
 )
 @pytest.mark.parametrize("local", [True, False])
 def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
-    axis, single = mesh(), nn.Linear(16, 16).double()
+    axis, single = all_ranks(), nn.Linear(16, 16).double()
     module: Any = parallelize_module(
         copy.deepcopy(single), axis, ColwiseParallel(input_layouts=layout, use_local_output=local)
     )
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
-    x = full.detach().clone() if layout == Replicate() else own(full, 0)
+    x = full.detach().clone() if layout == Replicate() else own_part(full, 0)
     x.requires_grad_()
     with CommDebugMode() as mode:
         out = module(x)
@@ -102,14 +81,14 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     part = out if local else out.to_local()
     assert part.shape == (8, 16 // axis.size())
     expected = single(full)
-    torch.testing.assert_close(part, own(expected, 1))
+    torch.testing.assert_close(part, own_part(expected, 1))
     seed = torch.randn(8, 16, dtype=torch.double)
     expected.backward(seed)
     with CommDebugMode() as mode:
-        part.backward(own(seed, 1))
+        part.backward(own_part(seed, 1))
     assert counts(mode) == backward
     assert full.grad is not None
-    torch.testing.assert_close(x.grad, full.grad if layout == Replicate() else own(full.grad, 0))
+    torch.testing.assert_close(x.grad, full.grad if layout == Replicate() else own_part(full.grad, 0))
     assert_same_gradients(module, single)
 
 
@@ -120,17 +99,17 @@ def test_colwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
 )
 @pytest.mark.parametrize("local", [True, False])
 def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
-    axis, single = mesh(), nn.Linear(16, 12).double()
+    axis, single = all_ranks(), nn.Linear(16, 12).double()
     module: Any = parallelize_module(
         copy.deepcopy(single), axis, RowwiseParallel(output_layouts=layout, use_local_output=local)
     )
     full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
-    x = own(full, 1).requires_grad_()
+    x = own_part(full, 1).requires_grad_()
     with CommDebugMode() as mode:
         out = module(x)
     assert counts(mode) == forward
     expected = single(full)
-    place = (lambda t: t) if layout == Replicate() else (lambda t: own(t, 0))
+    place = (lambda t: t) if layout == Replicate() else (lambda t: own_part(t, 0))
     part = out if local else out.to_local()
     torch.testing.assert_close(part, place(expected))
     seed = torch.randn(8, 12, dtype=torch.double)
@@ -139,22 +118,22 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
         part.backward(place(seed))
     assert counts(mode) == backward
     assert full.grad is not None
-    torch.testing.assert_close(x.grad, own(full.grad, 1))
+    torch.testing.assert_close(x.grad, own_part(full.grad, 1))
     assert_same_gradients(module, single)
 
 
 @on_ranks(4)
 def test_colwise_embedding() -> None:
-    axis, single = mesh(), nn.Embedding(8, 16, padding_idx=3).double()
+    axis, single = all_ranks(), nn.Embedding(8, 16, padding_idx=3).double()
     module: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
     tokens = torch.randint(8, (4, 2))
     with CommDebugMode() as mode:
         out = module(tokens)
-        out.backward(own(torch.ones(4, 2, 16, dtype=torch.double), -1))
+        out.backward(own_part(torch.ones(4, 2, 16, dtype=torch.double), -1))
     single(tokens).sum().backward()
     assert counts(mode) == {}
     assert out.shape == (4, 2, 16 // axis.size())
-    torch.testing.assert_close(out, own(single(tokens), -1))
+    torch.testing.assert_close(out, own_part(single(tokens), -1))
     assert_same_gradients(module, single)
 
 
@@ -170,13 +149,13 @@ def test_rowwise_embedding(
 ) -> None:
     single: Any = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    module: Any = parallelize_module(copy.deepcopy(single), mesh(), style)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
     tokens = torch.randint(vocab, (3, 8))
     with CommDebugMode() as mode:
         out = module(tokens)
     assert counts(mode) == forward
     expected = single(tokens)
-    place = (lambda t: t) if layout == Replicate() else (lambda t: own(t, 1))
+    place = (lambda t: t) if layout == Replicate() else (lambda t: own_part(t, 1))
     torch.testing.assert_close(out, place(expected))
     seed = torch.randn_like(expected)
     expected.backward(seed)
@@ -190,7 +169,7 @@ def test_rowwise_embedding(
 @pytest.mark.parametrize(("make", "bias"), [(nn.LayerNorm, True), (nn.LayerNorm, False), (nn.RMSNorm, None)])
 @pytest.mark.parametrize("kind", ["local", "sharded", "replicated"])
 def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> None:
-    axis, single = mesh(), make(12, **({} if bias is None else {"bias": bias})).double()
+    axis, single = all_ranks(), make(12, **({} if bias is None else {"bias": bias})).double()
     for param in single.parameters():
         nn.init.normal_(param)
     module: Any = parallelize_module(copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local"))
@@ -198,34 +177,34 @@ def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> Non
     placement = Replicate() if kind == "replicated" else Shard(1)
     x: Tensor = distribute_tensor(full.detach(), axis, (placement,)).requires_grad_()
     if kind == "local":
-        x = own(full, 1).requires_grad_()
+        x = own_part(full, 1).requires_grad_()
     with CommDebugMode() as mode:
         out = module(x)
     assert counts(mode) == {}
     part = out if kind == "local" else out.to_local()
     expected = single(full)
-    torch.testing.assert_close(part, own(expected, 1))
+    torch.testing.assert_close(part, own_part(expected, 1))
     seed = torch.randn_like(expected)
     expected.backward(seed)
     with CommDebugMode() as mode:
-        part.backward(own(seed, 1))
+        part.backward(own_part(seed, 1))
     # One reduction for all parameters of the norm; a replicated input gets its whole gradient by a gather.
     assert counts(mode) == ({"all_reduce": 1, "all_gather": 1} if kind == "replicated" else {"all_reduce": 1})
     assert full.grad is not None
     torch.testing.assert_close(
-        whole(x.grad) if kind != "local" else x.grad, own(full.grad, 1) if kind == "local" else full.grad
+        whole(x.grad) if kind != "local" else x.grad, own_part(full.grad, 1) if kind == "local" else full.grad
     )
     assert_same_gradients(module, single)
 
 
 @on_ranks(4)
 def test_prepare_module_input() -> None:
-    axis = mesh()
+    axis = all_ranks()
     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     module: Any = parallelize_module(nn.Identity(), axis, style)
     full = torch.randn(8, 3)
     with CommDebugMode() as mode:
-        out = module(own(full, 0))
+        out = module(own_part(full, 0))
     assert counts(mode) == {"all_gather": 1}
     torch.testing.assert_close(out.full_tensor(), full)
 
@@ -240,7 +219,7 @@ class Several(nn.Module):
 
 @on_ranks(4)
 def test_prepare_several_inputs() -> None:
-    axis, full = mesh(), torch.randn(8, 3)
+    axis, full = all_ranks(), torch.randn(8, 3)
     style = PrepareModuleInput(
         input_layouts=(Shard(0), None, Shard(0)),
         desired_input_layouts=(Replicate(), None, Replicate()),
@@ -250,7 +229,7 @@ def test_prepare_several_inputs() -> None:
     )
     module: Any = parallelize_module(Several(), axis, style)
     arrived = distribute_tensor(full, axis, (Shard(0),))
-    a, b, c, d = module(own(full, 0), "as it is", arrived, mask=own(full, 0))
+    a, b, c, d = module(own_part(full, 0), "as it is", arrived, mask=own_part(full, 0))
     assert b == "as it is"
     for value in (a, c, d):
         torch.testing.assert_close(value, full)
@@ -260,11 +239,11 @@ def test_prepare_several_inputs() -> None:
 
 @on_ranks(4)
 def test_prepare_output_and_both() -> None:
-    axis, full = mesh(), torch.randn(8, 3)
+    axis, full = all_ranks(), torch.randn(8, 3)
     out = parallelize_module(
         nn.Identity(), axis, PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
     )
-    torch.testing.assert_close(out(full), own(full, 0))
+    torch.testing.assert_close(out(full), own_part(full, 0))
     both = PrepareModuleInputOutput(
         input_layouts=Shard(0),
         desired_input_layouts=Replicate(),
@@ -272,9 +251,9 @@ def test_prepare_output_and_both() -> None:
         desired_output_layouts=Shard(0),
     )
     module: Any = parallelize_module(nn.Identity(), axis, both)
-    x = own(full, 0).requires_grad_()
+    x = own_part(full, 0).requires_grad_()
     with CommDebugMode() as mode:
-        torch.testing.assert_close(module(x), own(full, 0))
+        torch.testing.assert_close(module(x), own_part(full, 0))
     assert counts(mode) == {"all_gather": 1}
     module(x).sum().backward()
     torch.testing.assert_close(x.grad, torch.ones_like(x))
@@ -286,7 +265,7 @@ def test_prepare_output_and_both() -> None:
 def test_mlps(make: Any, lower: bool) -> None:
     single: Any = make().double()
     module: Any = copy.deepcopy(single)
-    parallelize_module(module, mesh(), module.plan, lower=lower)
+    parallelize_module(module, all_ranks(), module.plan, lower=lower)
     full = torch.randn(6, 10, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
     single(x).square().sum().backward()
@@ -331,7 +310,7 @@ def interleaved(module: Readers, ways: int) -> Readers:
 @on_ranks(4)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
-    axis, start = mesh(), Readers().double()
+    axis, start = all_ranks(), Readers().double()
     single: Any = interleaved(start, axis.size())
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     if inplace:  # a frozen projection saves no input, so its input may be written to
@@ -352,7 +331,7 @@ def test_readers_of_one_activation_share_a_reduction(inplace: bool) -> None:
 
 @on_ranks(4)
 def test_shared_readers_under_partial_use() -> None:
-    axis, start = mesh(), Readers().double()
+    axis, start = all_ranks(), Readers().double()
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
     h, reference = module.norm(x), start.norm(x)
@@ -376,7 +355,7 @@ def test_shared_readers_under_partial_use() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_readers_under_checkpointing(reentrant: bool) -> None:
-    axis, start = mesh(), Readers().double()
+    axis, start = all_ranks(), Readers().double()
     single: Any = interleaved(start, axis.size())
     module: Any = parallelize_module(copy.deepcopy(start), axis, READERS)
     x = torch.randn(5, 8, dtype=torch.double, requires_grad=True)
@@ -396,7 +375,7 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied, checkpoint_activations=checkpointed)
     single: Any = Transformer(args).double()
     module: Any = copy.deepcopy(single)
-    Transformer.parallelize(module, mesh(), use_seq_parallel=sequence)
+    Transformer.parallelize(module, all_ranks(), use_seq_parallel=sequence)
     assert (module.output.weight is module.tok_embeddings.weight) is tied
     tokens = torch.randint(10, (3, 8))
     expected, got = single(tokens), module(tokens)
@@ -410,7 +389,7 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
 def test_uneven_features_and_unparallelize() -> None:
     single: Any = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 5)).double()
     module: Any = copy.deepcopy(single)
-    axis = mesh()
+    axis = all_ranks()
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(module, axis, plan)
     x = torch.randn(3, 7, dtype=torch.double)

@@ -1,28 +1,111 @@
-"""Small models with fixed seeds, and how each is made parallel: for own and downstream tests.
+"""Small models with fixed seeds, how each is made parallel, and how one is compared: for own and downstream tests.
 
 `MLP` (10-16-10), `StackedMLP`, and `Transformer`, a toy GPT with learned positions, that knows its own plan
-with and without sequence parallelism.
+with and without sequence parallelism.  `assert_same_parameters` holds a parallel module against the single one;
+`HandCopy` and `HandReduce` are what costs are held against.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shoal_dtensor import Replicate, Shard
-from shoal_mesh import DeviceMesh
+from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_mesh import DeviceMesh, init_device_mesh
 
 from .linear import ColwiseParallel, RowwiseParallel
-from .parallelize import parallelize_module
+from .parallelize import parallelize_module, unparallelize_module
 from .sequence import SequenceParallel
 from .style import ParallelStyle
 
-__all__ = ["MLP", "ModelArgs", "StackedMLP", "Transformer", "transformer_plan"]
+__all__ = [
+    "MLP",
+    "HandCopy",
+    "HandReduce",
+    "ModelArgs",
+    "StackedMLP",
+    "Transformer",
+    "all_ranks",
+    "assert_same_parameters",
+    "own_part",
+    "told",
+    "transformer_plan",
+]
+
+
+@cache
+def all_ranks() -> DeviceMesh:
+    """All ranks of the pool on one axis; every call gives the mesh of the first."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+
+
+def own_part(full: Tensor, dim: int) -> Tensor:
+    """The detached part of `full` that this rank of `all_ranks` has, as torch.chunk cuts."""
+    placements = (Shard(dim % full.ndim),)
+    return distribute_tensor(full.detach(), all_ranks(), placements, src_data_rank=None).to_local()
+
+
+def told(name: str) -> Callable[[str], str]:
+    """What makes `torch.testing.assert_close(..., msg=)` say which of several tensors differs."""
+    return lambda message: f"{name}: {message}"
+
+
+def assert_same_parameters(module: nn.Module, single: nn.Module, **how: Any) -> None:
+    """A parallel module, made plain again, has the single one's parameters, gradients and buffers.
+
+    Args:
+        module: a parallel module that took no step; plain afterwards.
+        single: the module that it was made of.
+        how: `rtol` and `atol` for gradients and buffers; values must be equal.
+    """
+    unparallelize_module(module)
+    expected, buffers = dict(single.named_parameters()), dict(single.named_buffers())
+    assert dict(module.named_parameters()).keys() == expected.keys()
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(param, expected[name], rtol=0, atol=0, msg=told(name))
+        torch.testing.assert_close(param.grad, expected[name].grad, msg=told(f"{name}.grad"), **how)
+    for name, buffer in module.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], msg=told(name), **how)
+
+
+class HandCopy(Function):
+    """Identity, as one writes it by hand: the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """The sum of the ranks' gradients."""
+        grad = grad.contiguous()
+        torch.distributed.all_reduce(grad)
+        return grad
+
+
+class HandReduce(Function):
+    """Sum over the ranks in place, as one writes it by hand: the gradient is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors."""
+        torch.distributed.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """`grad` itself."""
+        return grad
 
 
 class MLP(nn.Module):

@@ -108,26 +108,15 @@ class _Scatter(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-        ctx.where = comm, dim, sizes
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes, partial: bool) -> Tensor:
+        ctx.where, ctx.partial = (comm, dim, sizes), partial
         out: Tensor = gather_blocks(x, comm, dim, sizes)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return split(grad, *ctx.where), None, None, None
-
-
-class _GatherPartial(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-        ctx.where = comm, dim, sizes
-        out: Tensor = gather_blocks(x, comm, dim, sizes)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return scatter(grad, *ctx.where), None, None, None
+        back = scatter if ctx.partial else split
+        return back(grad, *ctx.where), None, None, None, None
 
 
 class _Split(Function):
@@ -166,7 +155,7 @@ def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor
 
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """S(dim) -> R: the blocks of all ranks."""
-    out: Tensor = apply(_Gather, tensor.contiguous(), comm, dim, sizes)
+    out: Tensor = apply(_Gather, tensor.contiguous(), comm, dim, sizes, False)
     return out
 
 
@@ -197,7 +186,7 @@ def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) ->
     found = find_token(tensor, key, grad)
     if found is not None:
         return found
-    token: Tensor = apply(_GatherPartial, tensor.contiguous(), comm, dim, sizes)
+    token: Tensor = apply(_Gather, tensor.contiguous(), comm, dim, sizes, True)
     if not (grad and tensor.is_leaf):
         keep_token(tensor, key, token)
     return token
