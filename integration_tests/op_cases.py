@@ -261,7 +261,7 @@ class _Sample:
             problem = self._difference(got)
             problem = "" if self.ties and self._sorts_like(got) else problem
         except Exception as error:  # whatever it raises is the finding
-            if self.writes and type(error).__name__ in self.system.refusals:
+            if self.writes and self.system.refuses(error):
                 return "i"
             return _noted(notes, "f", f"{told} {type(error).__name__}: {str(error)[:300]}")
         return _noted(notes, "w", f"{told} {problem}") if problem else letter(counter)
