@@ -1,35 +1,34 @@
-"""What one rank does in the operator sweep: samples, their placements, the run on one device and on the mesh, verdicts.
+"""What one rank does in the operator sweep: the samples of a part, the cases in step with the other ranks.
 
 A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2 x 2 ranks.  Its
 verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions only, with values gathered or
 exchanged), `w` wrong, `f` an error, `i` a write that was refused, because it would have had to change how the
-written tensor lies.  All ranks walk the same cases in step.
+written tensor lies.  All ranks walk the same cases in step: after each case they meet, so that an error on some of
+them, while the others wait in a collective, costs this case and no other.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from integration_tests.op_systems import MESHES, ON_HOST, Placements, Shoal, System, Torch, letter, spread
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from integration_tests.op_systems import Shoal, System, Torch, spread
+from integration_tests.op_verdicts import Sample, arguments_of, combinations_of, tensors_of
 
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool)
-# Results without meaning: only shapes are compared.
-UNDEFINED = ("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "empty_permuted", "resize_")
-# Sorts that need not be stable: which of equal elements comes first is open, and with it which of them gets a gradient.
-TIES = ("sort", "msort")
-TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+_MEETINGS = count()  # of the ranks, after each case
+_LATE = 10.0  # seconds: all ranks do the same work, so that who is later than this waits for ever
 ENLARGED = 8  # instead of 5 elements in a dim, which four ranks cannot share evenly
 
 
@@ -42,8 +41,11 @@ class Part:
         dtype: the samples' dtype; the first of `DTYPES` that the operator takes when left out.
         samples: at most so many samples, evenly spread.
         cases: at least so many cases in all, by as many placements per sample as that takes.
-        meshes: shapes of the meshes, in turn.
+        each: placements per sample.
+        every: not samples with some placements, but one sample with all combinations of its tensors' placements on the
+            mesh of one axis, the one that has most of them, up to this many.
         start, stop: of the samples chosen, only these.
+        skip: of their cases, not so many at the beginning.
     """
 
     name: str
@@ -51,8 +53,10 @@ class Part:
     samples: int = sys.maxsize
     cases: int = 0
     each: int = 2
+    every: int = 0
     start: int = 0
     stop: int = sys.maxsize
+    skip: int = 0
 
 
 @dataclass
@@ -81,14 +85,6 @@ def _entries() -> dict[tuple[str, str], Any]:
     return {(op.name, op.variant_test_name): op for op in op_db}
 
 
-def writes(name: str) -> bool:
-    """Whether the operator of an entry writes to arguments by its schema (running statistics, for one)."""
-    packet = getattr(torch.ops.aten, name, None)
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet is not None else []
-    arguments = [a for schema in schemas if not schema.name.endswith("_") for a in schema.arguments]
-    return any(a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in arguments)
-
-
 def dtype_of(info: Any, part: Part) -> torch.dtype | None:
     """The dtype of a part's samples; None if the operator does not take it."""
     supported = info.supported_dtypes("cpu")
@@ -110,16 +106,8 @@ def _samples(name: str, variant: str, dtype: torch.dtype, enlarged: bool, limit:
 
 
 def _dense(sample: Any) -> bool:
-    tensors = _tensors(_arguments(sample))
+    tensors = tensors_of(arguments_of(sample))
     return bool(tensors) and all(t.layout is torch.strided for t in tensors)
-
-
-def _arguments(sample: Any) -> Any:
-    return sample.input, sample.args, sample.kwargs
-
-
-def _tensors(arguments: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
 
 
 @contextmanager
@@ -142,221 +130,77 @@ def _larger() -> Iterator[None]:
             module.S = size  # type: ignore[attr-defined]  # it has one
 
 
-def sweep_parts(name: str, variant: str, parts: Sequence[Part], peer: bool = False, progress: str = "") -> list[Answer]:
-    """On a rank: the cases of some parts of an entry.
+def sweep_part(
+    name: str, variant: str, part: Part, *, peer: bool = False, patience: float = 120.0, progress: str = ""
+) -> Answer:
+    """On a rank: the cases of a part of an entry.
 
     Args:
         name, variant: of the entry.
-        parts: which cases.
+        part: which cases.
         peer: test torch's own DTensor.
-        progress: a file to which rank 0 writes its letters as it goes, so that they survive a crash.
+        patience: seconds for a case, after which the rank ends itself.
+        progress: a file to which rank 0 writes its letters as it goes, so that they survive the end of a rank.
+
+    Raises:
+        OutOfStep: this rank has finished a case and the others have not for long.
     """
     warnings.simplefilter("ignore")
-    return [_sweep_part(name, variant, part, peer, progress) for part in parts]
-
-
-def _sweep_part(name: str, variant: str, part: Part, peer: bool, progress: str) -> Answer:
     info, system = entry(name, variant), _system(peer)
-    dtype = dtype_of(info, part)
-    function = info.get_inplace() if part.name == "inplace" else info.get_op()
     answer = Answer(0, "", [])
-    if dtype is None or function is None:
-        return answer
-    try:
-        limit = sys.maxsize if part.samples == sys.maxsize else 4 * part.samples
-        every = _samples(name, variant, dtype, part.name == "even", limit)
-    except Exception:  # torch's sample functions with other sizes than they were written for
-        if part.name != "even":
-            raise
-        return answer
-    chosen = [every[i] for i in spread(len(every), part.samples)]
+    chosen = _chosen(info, system, part)
     answer.samples = len(chosen)
     each = max(part.each, -(-part.cases // max(len(chosen), 1)))
+    walked = 0
     for number, sample in list(enumerate(chosen))[part.start : part.stop]:
-        if part.name == "inplace" and sample.broadcasts_input:
-            continue
-        tried = _Sample(system, function, sample, inplace=part.name == "inplace", exact=name not in UNDEFINED)
-        tried.writes = tried.inplace or writes(name)
-        tried.ties = name in TIES and not tried.inplace
-        tried.placed = ON_HOST.get(name, len(tried.tensors))
-        for mesh, placements in tried.combinations(each, f"{name}.{variant}/{part.name}/{number}", number):
-            verdict = tried.verdict(mesh, placements, answer.notes)
-            answer.letters += verdict
-            if progress and verdict and torch.distributed.get_rank() == 0:
+        tried = Sample(system, info, sample, inplace=part.name == "inplace")
+        seed = f"{name}.{variant}/{part.name}/{number}"
+        for mesh, placements in tried.every(part.every, seed) if part.every else tried.some(each, seed, number):
+            walked += 1
+            if walked <= part.skip:
+                continue
+            with _in_step(patience):
+                answer.letters += tried.verdict(mesh, placements, answer.notes)
+            if progress and torch.distributed.get_rank() == 0:
                 with Path(progress).open("a") as file:
-                    file.write(verdict)
+                    file.write(answer.letters[-1])
     return answer
 
 
-class _Run(NamedTuple):
-    """What a call gave: its outputs, what of them is well defined, the gradients of the inputs."""
-
-    outputs: list[Any]
-    defined: list[Any]
-    gradients: list[Any]
-
-
-class _Sample:
-    """One sample, with the single device's answer computed once."""
-
-    def __init__(
-        self, system: System, function: Callable[..., Any], sample: Any, *, inplace: bool, exact: bool
-    ) -> None:
-        self.system, self.function, self.inplace, self.exact = system, function, inplace, exact
-        self.arguments = _arguments(sample)
-        self.tensors = _tensors(self.arguments)
-        self.ties = False
-        self.placed = len(self.tensors)  # how many of them are laid out
-        self.defined = sample.output_process_fn_grad
-        self.writes = inplace  # whether the call may be refused
-        self.written: list[int] = []  # which tensors the call writes to: their values afterwards count as outputs
-        fresh = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.arguments)
-        versions = [t._version for t in _tensors(fresh)]
-        try:
-            self.expected: _Run | None = self._run(fresh, None)
-            self.written = [i for i, t in enumerate(_tensors(fresh)) if t._version != versions[i]]
-            self.expected.outputs.extend(_tensors(fresh)[i].detach() for i in self.written)
-        except Exception:  # the sample is not for this call
-            self.expected = None
-
-    def combinations(self, each: int, seed: str, number: int) -> Iterator[tuple[tuple[int, ...], Sequence[Placements]]]:
-        """Meshes and placements for all tensors: all alike, one alone, any; always the same ones for a sample."""
-        draw = random.Random(seed)
-        if self.expected is None:
-            return
-        flat = each - (each + number % 3) // 3  # two thirds on the one axis, the rest on two; single cases take turns
-        for mesh, share in zip(MESHES, (flat, each - flat), strict=True):
-            yield from ((mesh, drawn) for drawn in self._drawn(mesh, share, draw))
-
-    def _drawn(self, mesh: tuple[int, ...], share: int, draw: random.Random) -> list[tuple[Placements, ...]]:
-        options = [self.system.options(t, mesh) for t in self.tensors[: self.placed]]
-        seen: dict[tuple[Placements, ...], None] = {}
-        for attempt in range(4 * share):
-            if attempt % 3 == 0:  # all alike: what programs do
-                at = draw.randrange(max(map(len, options)))
-                drawn = [o[at % len(o)] for o in options]
-            elif attempt % 3 == 1:  # one alone
-                at = draw.randrange(len(options))
-                drawn = [draw.choice(o) if i == at else o[0] for i, o in enumerate(options)]
-            else:
-                drawn = [draw.choice(o) for o in options]
-            seen.setdefault(tuple(drawn))
-        return list(seen)[:share]
-
-    def verdict(self, mesh: tuple[int, ...], placements: Sequence[Placements], notes: list[str]) -> str:
-        numbered = iter(placements)
-        told = f"{[tuple(t.shape) for t in self.tensors]} {['/'.join(map(str, p)) for p in placements]}"
-
-        def place(tensor: Tensor) -> Any:
-            layout = next(numbered, None)
-            return tensor if layout is None else self.system.place(tensor, layout, mesh)
-
-        try:
-            placed = tree_map_only(Tensor, place, self.arguments)
-            with self.system.counted() as counter:
-                got = self._run(placed, mesh)
-            got.outputs.extend(_tensors(placed)[i].detach() for i in self.written)
-            settled = self.system.whole_of if self.ties else self.system.settled
-            got = _Run(*([settled(o) for o in outputs] for outputs in got))
-            problem = self._difference(got)
-            problem = "" if self.ties and self._sorts_like(got) else problem
-        except Exception as error:  # whatever it raises is the finding
-            if self.writes and self.system.refuses(error):
-                return "i"
-            return _noted(notes, "f", f"{told} {type(error).__name__}: {str(error)[:300]}")
-        return _noted(notes, "w", f"{told} {problem}") if problem else letter(counter)
-
-    def _run(self, arguments: Any, mesh: tuple[int, ...] | None) -> _Run:
-        """Outputs and gradients of the inputs; on the mesh, the outputs' gradients are laid out."""
-        wanted = [t for t in _tensors(arguments) if t.requires_grad]
-        first, args, kwargs = arguments
-        torch.manual_seed(1)
-        random.seed(1)
-        made = self.function(first.clone() if self.inplace else first, *args, **kwargs)
-        outputs, defined = tree_leaves(made), tree_leaves(self.defined(made))
-        rooted = [o for o in defined if isinstance(o, Tensor) and o.requires_grad]
-        if rooted and wanted:
-            seeds: list[Any] = [_cotangent(o.shape, o.dtype) for o in rooted]
-            if mesh is not None:
-                seeds = [self.system.place_like(s, o) for s, o in zip(seeds, rooted, strict=True)]
-            torch.autograd.backward(rooted, seeds, inputs=wanted)
-        gradients = [t.grad for t in wanted] if rooted else []
-        return _Run([_detached(o) for o in outputs], [_detached(o) for o in defined], gradients)
-
-    def _difference(self, got: _Run) -> str:
-        """The first thing in which two runs differ; empty if they agree.
-
-        Outputs must be the same.  Where they are not, as eigenvectors of one matrix may differ in phase, what torch's
-        database calls well defined of them must be, and the gradients that it has.
-        """
-        assert self.expected is not None, "a sample without an answer has no cases"
-        return (
-            self._first("output", self.expected.outputs, got.outputs)
-            and self._first("output", self.expected.defined, got.defined)
-        ) or self._first("gradient", self.expected.gradients, got.gradients)
-
-    def _sorts_like(self, got: _Run) -> bool:
-        """Whether a sort is right: the values, indices that give these values, gradients up to equal elements."""
-        assert self.expected is not None, "a sample without an answer has no cases"
-        x, args, kwargs = self.tensors[0].detach(), self.arguments[1], self.arguments[2]
-        dim = kwargs.get("dim", next((a for a in args if type(a) is int), -1)) if self.expected.outputs[1:] else 0
-
-        def by_value(gradient: Tensor) -> Tensor:
-            ordered, places = gradient.sort(dim)
-            return ordered.gather(dim, x.gather(dim, places).sort(stable=True, dim=dim)[1])
-
-        right = torch.equal(got.outputs[0], self.expected.outputs[0])
-        for indices in got.outputs[1:]:
-            right &= torch.equal(x.gather(dim, indices), got.outputs[0])
-            right &= torch.equal(indices.sort(dim)[0], torch.zeros_like(x).argsort(stable=True, dim=dim))
-        for one, other in zip(self.expected.gradients, got.gradients, strict=True):
-            right &= _alike(by_value(one), by_value(other))
-        return right
-
-    def _first(self, kind: str, ones: list[Any], others: list[Any]) -> str:
-        if len(ones) != len(others):
-            return f"{len(others)} {kind}s, should be {len(ones)}"
-        told = ((i, self._unlike(one, other)) for i, (one, other) in enumerate(zip(ones, others, strict=True)))
-        return next((f"{kind} {i}: {text}" for i, text in told if text), "")
-
-    def _unlike(self, one: Any, other: Any) -> str:
-        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-            if isinstance(one, float) and isinstance(other, float):
-                one, other = torch.tensor(one), torch.tensor(other)
-            elif one is None or isinstance(one, Tensor) or isinstance(other, Tensor):
-                return "" if one is other else f"{other}, should be {one}"
-            else:
-                return "" if one == other else f"{other}, should be {one}"
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{tuple(other.shape)} {other.dtype}, should be {tuple(one.shape)} {one.dtype}"
-        one, other = self.system.part_of(one, other)
-        if one.shape != other.shape:
-            return f"a part of shape {tuple(other.shape)}, should be {tuple(one.shape)}"
-        if not self.exact or one.layout is not torch.strided or _alike(one, other):
-            return ""
-        return f"{other.flatten()[:6].tolist()}, should be {one.flatten()[:6].tolist()}"
+def _chosen(info: Any, system: System, part: Part) -> list[Any]:
+    """The samples of a part."""
+    dtype = dtype_of(info, part)
+    if dtype is None or (part.name == "inplace" and info.get_inplace() is None):
+        return []
+    limit = sys.maxsize if part.every or part.samples == sys.maxsize else 4 * part.samples
+    try:
+        found = _samples(info.name, info.variant_test_name, dtype, part.name == "even", limit)
+    except Exception:  # torch's sample functions with other sizes than they were written for
+        if part.name != "even":
+            raise
+        return []
+    if part.every and found:
+        counts = [combinations_of(system, info, sample) for sample in found]
+        most = max((count for count in counts if count <= part.every), default=min(counts))
+        return [found[counts.index(most)]]
+    return [found[i] for i in spread(len(found), part.samples)]
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether values agree: closely, in small dtypes as far as the order of a sum of the largest values shows."""
-    relative = TOLERANCE.get(one.dtype, 1e-6)
-    absolute = relative / 10 if one.dtype in (torch.float32, torch.complex64) else 1e-8
-    if one.dtype in (torch.float16, torch.bfloat16) and one.numel():
-        largest = one.abs().nan_to_num(0, 0, 0).max().item()
-        absolute = relative * max(largest, 1.0)
-    return torch.allclose(one, other, rtol=relative, atol=absolute, equal_nan=True)
+class OutOfStep(Exception):
+    """The other ranks have not finished a case."""
 
 
-def _noted(notes: list[str], verdict: str, text: str) -> str:
-    print(text, flush=True)  # what a rank printed is shown if it dies
-    if len(notes) < 8:
-        notes.append(text)
-    return verdict
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _cotangent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.randn(tuple(shape), dtype=dtype, generator=torch.Generator().manual_seed(2))
+@contextmanager
+def _in_step(patience: float) -> Iterator[None]:
+    """A case that all ranks finish before the next begins; this process ends if it takes longer than `patience`."""
+    faulthandler.dump_traceback_later(patience, exit=True)
+    yield
+    store, meeting = torch.distributed.distributed_c10d._get_default_store(), next(_MEETINGS)
+    if store.add(f"case{meeting}", 1) == torch.distributed.get_world_size():
+        store.set(f"case{meeting}.done", "")
+    try:
+        store.wait([f"case{meeting}.done"], timedelta(seconds=_LATE))
+    except torch.distributed.DistStoreError:
+        raise OutOfStep(f"this rank had finished the case; others had not {_LATE:g} s later") from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -8,19 +8,38 @@ from dataclasses import dataclass, field
 
 import torch
 
+HOW = (
+    "The entries are those of torch's own operator database (`op_db`). For each: all samples in the widest dtype, with "
+    "at least 48 cases together; one sample with every combination of its tensors' placements on one axis, up to 512; "
+    "at most four samples with sizes that divide evenly, four of the in-place form, one in each other dtype; on four "
+    "gloo ranks as a mesh of 4 and of 2 x 2. A case lays out each tensor as one of: replicated, cut along any dim "
+    "(evenly or not, with empty shards), cut raggedly, partial. It is right if outputs and gradients of all inputs "
+    "are, on every rank, those of a single device. Lists of positions that torch reads on the host before any dispatch "
+    "(the second argument of `tensor_split`) stay plain tensors."
+)
 # Entries whose operator cannot work on DTensors, and why.  The sweep counts their cases like all others.
 IMPOSSIBLE: dict[str, str] = {}
 
 
 @dataclass
 class Result:
-    """What became of an entry: for each of its parts a letter per case (see `op_cases`), and the first findings."""
+    """What became of an entry.
+
+    Attributes:
+        name: of the entry.
+        parts: for each part a letter per case (see `op_cases`).
+        samples: how many samples the main part had.
+        notes: the first findings.
+        seconds: what it took.
+        code: on which state of the system under test.
+    """
 
     name: str
     parts: dict[str, str] = field(default_factory=dict)
     samples: int = 0
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    code: str = ""
 
     def counts(self, part: str = "") -> Counter[str]:
         """How many cases of a part, or of all, have each letter."""
@@ -70,36 +89,61 @@ def moved(results: Sequence[Result]) -> str:
     )
 
 
-def page(results: Sequence[Result], settings: str, command: str, peer: Sequence[Result]) -> str:
-    """docs/op_coverage.md."""
+def page(results: Sequence[Result], sample: Sequence[Result], peer: Sequence[Result], code: str) -> str:
+    """docs/op_coverage.md.
+
+    Args:
+        code: the state of the code for which the page is written.
+        results: of the whole sweep.
+        sample, peer: of a sample of its cases, and of the same sample on torch's own DTensor; empty if there is none.
+    """
+    minutes = sum(r.seconds for r in results) / 60
+    older = sum(r.code != code for r in results)
+    state = f"all on the sources with digest {code}" if not older else f"{older} on sources before those of {code}"
     lines = [
         "# Operator coverage",
         "",
-        f"Written by `{command}` with torch {torch.__version__} in {sum(r.seconds for r in results) / 60:.0f} minutes; "
-        "do not edit.",
+        f"Written by `nox -s op_sweep` with torch {torch.__version__}; do not edit. {HOW}",
         "",
-        f"The entries are those of torch's own operator database (`op_db`). {settings}",
+        f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and `-- --share 2/2` side "
+        f"by side take less, and `nox -s op_sweep` then writes the page from both. Of {len(results)} entries, {state}.",
         "",
         f"**shoal:** {told(results)}. {total(results)['i']} more in-place writes were refused with an `InPlaceError`, "
         "because they would have had to change how the written tensor lies.",
         "",
         f"{moved(results)}.",
         "",
+        *_by_part(results, []),
+        *(_beside(sample, peer) if sample and peer else []),
+        *_not_right(results),
+        "## All entries",
+        "",
+        "| entry | samples | right | no collective | reductions | gathered |",
+        "|---|---|---|---|---|---|",
     ]
-    if peer:
-        lines += [
-            f"**torch's own DTensor, the same sweep:** {told(peer)}. {moved(peer)}. (torch has no ragged shards, so "
-            "its cases have none; an entry that hangs twice is not run to its end.)",
-            "",
-        ]
-    lines += [*_by_part(results, peer), *_not_right(results)]
-    lines += ["## All entries", "", "| entry | samples | right | no collective | reductions | gathered |"]
-    lines += ["|---|---|---|---|---|---|"]
     for r in sorted((r for r in results if r.good), key=lambda r: r.name):
         c = r.counts()
         lines.append(f"| {r.name} | {r.samples} | {_right(c)} | {c['l']} | {c['r']} | {c['g']} |")
     skipped = ", ".join(r.name for r in results if not r.tried)
     return "\n".join([*lines, "", f"Without a dense tensor among the inputs, or not on CPU: {skipped}.", ""])
+
+
+def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
+    """The sample of the cases on which torch's own DTensor ran too."""
+    return [
+        "## Beside torch's own DTensor",
+        "",
+        "A sample of the cases, on both (`nox -s op_sweep -- --sample`, and with `--peer`): at most three samples with "
+        "at least nine cases, one of even sizes, one in place. torch has no ragged shards, so its cases have none; its "
+        "refusals to write in place count as shoal's do; an error on some ranks while the others wait counts as one "
+        "failed case, and after four of these the rest of a part is left out.",
+        "",
+        f"**shoal:** {told(sample)}. {moved(sample)}.",
+        "",
+        f"**torch:** {told(peer)}. {moved(peer)}.",
+        "",
+        *_by_part(sample, peer),
+    ]
 
 
 def _by_part(results: Sequence[Result], peer: Sequence[Result]) -> list[str]:
