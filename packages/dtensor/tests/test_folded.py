@@ -198,3 +198,25 @@ def test_folded_placements_go_through_from_local() -> None:
     again: Any = DTensor.from_local(flat.to_local() + 1, mesh, flat.placements)
     assert again._spec is flat._spec
     assert torch.equal(again.full_tensor(), filled((18,)) + 1)
+
+
+@pytest.mark.parametrize("source", [None, 0, 1])
+@pytest.mark.parametrize("dims", [(0, 2), (1, 3), (0, 3)], ids=str)
+@on_ranks(4)
+def test_a_plain_tensor_is_distributed_onto_folded_dims(dims: tuple[int, int], source: int | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(3 * 5 * 3.0).view(3, 5, 3)
+    for placements in ([Shard(1), Shard(2)], [Shard(2), Shard(1)], [Shard(1, sizes=(5, 0)), Replicate()]):
+        one: Any = distribute_tensor(whole, mesh, placements).flatten(dims[0], dims[1] - 1)
+        assert one._spec.folded or dims == (1, 3)
+        mine = source is None or tuple(mesh.get_coordinate() or ()) == (source, source)
+        theirs = whole if mine else torch.zeros_like(whole)
+        other: Any = distribute_tensor(
+            theirs.flatten(dims[0], dims[1] - 1),
+            mesh,
+            one.placements,
+            src_data_rank=source,
+            shard_order=one._spec.shard_order,
+        )
+        assert other._spec is one._spec
+        assert torch.equal(other._local_tensor, one._local_tensor)

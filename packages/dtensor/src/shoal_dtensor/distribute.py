@@ -18,6 +18,7 @@ from .crossing import mesh_or_current
 from .errors import PlacementError
 from .per_dim import Placements, read_placements
 from .placements import Partial, Placement
+from .redistribute.folds import unfolded
 from .spec import Box, Spec
 from .tensor import DTensor
 
@@ -117,9 +118,12 @@ def _dense(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _local_part(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
-    """This rank's box of the source's tensor."""
+    """This rank's part of the source's tensor."""
     if spec.coordinate is None:
         return tensor.new_empty((0,), device=_device(tensor, spec))
+    if spec.folded:
+        opened = unfolded(spec)
+        return _local_part(tensor.reshape(opened.shape), opened, source).reshape(spec.local_shape)
     if source is None or tensor.is_meta:
         return _cut(tensor, spec.box(spec.coordinate)).to(_device(tensor, spec))
     return _from_source(tensor, spec, source)

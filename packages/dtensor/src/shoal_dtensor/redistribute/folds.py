@@ -17,7 +17,7 @@ from ..placements import Replicate
 from ..spec import Spec, TensorMeta, spec_of_cuts
 from .steps import Plan, Reshape, Step
 
-__all__ = ["joined", "plain", "plan_folded"]
+__all__ = ["joined", "plain", "plan_folded", "unfolded"]
 
 Planner = Callable[[Spec, Spec], Plan]
 Frame = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is seen as
@@ -32,10 +32,7 @@ def plan_folded(src: Spec, dst: Spec, within: Planner) -> Plan:
         within: plans between specs, folded or not.
     """
     for spec in (src, dst):
-        frame = [
-            cut.shape if isinstance(cut, FoldedCut) else (n,) for cut, n in zip(spec.cuts, spec.shape, strict=True)
-        ]
-        one, two = _seen(src, frame), _seen(dst, frame)
+        one, two = _seen(src, _frame(spec)), _seen(dst, _frame(spec))
         if spec.folded and one is not None and two is not None:
             return _framed(src, dst, one, two, within(one, two))
     between = plain(src, [d for d in range(src.ndim) if isinstance(src.cuts[d], FoldedCut) or _is_folded(dst, d)])
@@ -49,6 +46,13 @@ def plain(spec: Spec, dims: Sequence[int] | None = None) -> Spec:
     return spec.with_(placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)])
 
 
+def unfolded(spec: Spec) -> Spec:
+    """The spec of the same memory with the dims that were folded, of which every rank holds a box."""
+    found = _seen(spec, _frame(spec))
+    assert found is not None, "the cuts of a folded dim are those of the dims that it was folded of"
+    return found
+
+
 def joined(first: Plan, second: Plan) -> Plan:
     """One plan after another."""
     peak = max(first.peak_bytes, second.peak_bytes)
@@ -59,6 +63,11 @@ def joined(first: Plan, second: Plan) -> Plan:
 
 def _is_folded(spec: Spec, dim: int) -> bool:
     return isinstance(spec.cuts[dim], FoldedCut)
+
+
+def _frame(spec: Spec) -> Frame:
+    """What the dims of a spec were before they were folded."""
+    return [cut.shape if isinstance(cut, FoldedCut) else (n,) for cut, n in zip(spec.cuts, spec.shape, strict=True)]
 
 
 def _framed(src: Spec, dst: Spec, one: Spec, two: Spec, inner: Plan) -> Plan:
