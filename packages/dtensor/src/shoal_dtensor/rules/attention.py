@@ -1,17 +1,22 @@
 """Sharding of fused scaled-dot-product attention, on one mesh axis: by batch and by head, forward and backward.
 
-Queries may also be cut along their sequence when nothing depends on the position of a query (no causal mask).
+Where several query heads share a head of keys, they go along with it.  Queries may also be cut along their sequence
+while keys and values are whole; where a causal mask asks for positions, only the kernel that takes a mask instead.
 Kernels whose random state is an output (dropout inside) are whole: their streams cannot be cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..spec import TensorMeta
-from .local import or_empty
+from .local import cutting, or_empty, zeros
 from .notation import linear_rows
-from .rule import Entry, OpCall, R, Row, Rule, S, Table
+from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
 __all__ = ["ATTENTION"]
@@ -19,28 +24,46 @@ __all__ = ["ATTENTION"]
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
 KEY_SIDE = ("key", "value")
 MASKS = ("attn_mask", "attn_bias", "dropout_mask")
+GRADIENTS = ("query", "key", "value", "attn_bias")
 
 
 def _names(call: OpCall) -> list[str]:
     return [a.name for a in call.op._schema.arguments if isinstance(call.get(a.name), TensorMeta)]
 
 
-def _cut(call: OpCall, name: str, dim: int) -> Entry:
+def _cut(call: OpCall, name: str, dim: int, share: int = 1) -> Entry:
     """How argument `name` lies when dim `dim` of the query is cut; masks broadcast from the right."""
     meta = call[name]
     query = call["query"]
     if name in MASKS:
         own = dim - (query.ndim - meta.ndim)
-        return S(own) if own >= 0 and meta.shape[own] != 1 else R
-    wanted = QUERY_SIDE if dim == query.ndim - 2 else (*QUERY_SIDE, *KEY_SIDE)
-    return S(dim) if name in wanted and meta.ndim > dim else R
+        return S(own, share) if own >= 0 and meta.shape[own] != 1 else R
+    if name in KEY_SIDE and dim < query.ndim - 2:
+        return S(dim)
+    return S(dim, share) if name in QUERY_SIDE and meta.ndim > dim else R
 
 
-def _dims(call: OpCall) -> list[int]:
-    """Dims of the query that may be cut: batch and, with equal head counts, heads."""
-    query, key = call["query"], call["key"]
-    free = [d for d in range(query.ndim - 2) if query.shape[d] == key.shape[d] == call["value"].shape[d]]
-    return [] if call.get("dropout_p") else free
+def _dims(call: OpCall) -> list[tuple[int, int]]:
+    """Dims of the query that may be cut, batch and heads, each with how many query heads share one of keys."""
+    query, key, value = call["query"].shape, call["key"].shape, call["value"].shape
+    if call.get("dropout_p"):
+        return []
+    alike = [d for d in range(len(query) - 2) if key[d] == value[d] and key[d] and query[d] % key[d] == 0]
+    return [(d, query[d] // key[d]) for d in alike if query[d] == key[d] or d == len(query) - 3]
+
+
+def _sequence(call: OpCall) -> list[int]:
+    """The dim along which queries follow each other, if it may be cut."""
+    query = call["query"]
+    dim, lengths = query.ndim - 2, [call[n] for n in QUERY_SIDE if isinstance(call.get(n), TensorMeta)]
+    # Efficient attention pads its log-sum.
+    kept = all(_unused(m, call) or m.shape[dim] == query.shape[dim] for m in (*lengths, *_forward_outputs(call)))
+    placed = call["is_causal"] and "attn_mask" not in call.bound
+    return [] if placed or call.get("dropout_p") or not kept else [dim]
+
+
+def _forward_outputs(call: OpCall) -> tuple[TensorMeta, ...]:
+    return () if "logsumexp" in call.bound else call.outputs
 
 
 def _unused(meta: TensorMeta, call: OpCall) -> bool:
@@ -50,50 +73,74 @@ def _unused(meta: TensorMeta, call: OpCall) -> bool:
 
 def _forward(call: OpCall) -> list[Row]:
     names = _names(call)
-    query = call["query"]
-    dims = _dims(call)
-    if not call["is_causal"] and not call.get("dropout_p") and _keeps_query_length(call):
-        dims.append(query.ndim - 2)
     rows = []
-    for d in dims:
-        made: list[Entry] = [R if _unused(m, call) else S(d) for m in call.outputs]
-        rows.append(Row(tuple(_cut(call, name, d) for name in names), tuple(made)))
+    for d, share in (*_dims(call), *((d, 1) for d in _sequence(call))):
+        made: list[Entry] = [R if _unused(m, call) else S(d, share) for m in call.outputs]
+        rows.append(Row(tuple(_cut(call, name, d, share) for name in names), tuple(made)))
     return rows
 
 
-def _keeps_query_length(call: OpCall) -> bool:
-    """Whether every output counts queries along the same dim as the query (efficient attention pads its log-sum)."""
-    query = call["query"]
-    dim = query.ndim - 2
-    return all(_unused(m, call) or m.shape[dim] == query.shape[dim] for m in call.outputs)
-
-
 def _backward(call: OpCall) -> list[Row]:
-    """Gradients lie as their inputs; the gradient of a mask that broadcasts is not attempted."""
+    """Gradients lie as their inputs, those of whole keys and values are summed; a mask that broadcasts has no row."""
     names = _names(call)
     rows = []
-    for d in _dims(call):
-        made = _gradients(call, d)
-        if made is not None:
-            rows.append(Row(tuple(_cut(call, name, d) for name in names), tuple(made)))
+    for d, share in (*_dims(call), *((d, 1) for d in _sequence(call))):
+        made = [_cut(call, name, d, share) for name, _ in zip(GRADIENTS, call.outputs, strict=False)]
+        masked = len(made) < 4 or (made[3] is not R and call.outputs[3].ndim == call["query"].ndim)
+        if masked:
+            outputs = tuple(P("sum") if entry is R else entry for entry in made)
+            rows.append(Row(tuple(_cut(call, name, d, share) for name in names), outputs))
     if names and names[0] in QUERY_SIDE:
         rows += linear_rows((0,), len(names), len(call.outputs))
     return rows
 
 
-def _gradients(call: OpCall, dim: int) -> Sequence[Entry] | None:
-    made: list[Entry] = [S(dim)] * len(call.outputs)
-    for i, meta in enumerate(call.outputs):
-        if i >= 3:
-            entry = _cut(call, "attn_bias", dim)
-            if entry is R or meta.ndim != call["query"].ndim:
-                return None
-            made[i] = entry
-    return made
+# --- queries in pieces under a causal mask -------------------------------------------------------------------------
 
 
-_FORWARD = Rule(_forward, or_empty)
-_BACKWARD = Rule(_backward, or_empty)
+def _masked(decided: LocalCall) -> Callable[[Tensor], Tensor] | None:
+    """A function of this rank's queries that makes their rows of a causal mask; None where none is needed."""
+    call = decided.call
+    query = decided.inputs[_names(call).index("query")]
+    dim = query.ndim - 2
+    if not call["is_causal"] or not cutting(query, (dim,)):
+        return None
+    start, held, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
+
+    def mask(like: Tensor) -> Tensor:
+        behind = torch.ones((held, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
+        return torch.zeros((held, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
+
+    return mask
+
+
+def _attend(decided: LocalCall) -> LocalFunction | None:
+    mask, op = _masked(decided), decided.call.op
+    if mask is None:
+        return or_empty(decided)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Any:
+        return op(query, key, value, attn_mask=mask(query), scale=scale)
+
+    return or_empty(decided, run)
+
+
+def _attend_backward(decided: LocalCall) -> LocalFunction | None:
+    """A rank without queries adds nothing to the gradients of keys and values."""
+    mask, op = _masked(decided), decided.call.op
+    if any(0 in spec.local_shape for spec in decided.outputs):
+        return zeros(decided)
+    if mask is None:
+        return None
+
+    def run(gradient: Tensor, query: Tensor, *rest: Any, scale: float | None = None, **_: Any) -> Any:
+        return op(gradient, query, *rest[:4], 0.0, False, attn_mask=mask(query), scale=scale)
+
+    return run
+
+
+_FORWARD = Rule(_forward, _attend)
+_BACKWARD = Rule(_backward, _attend_backward)
 
 ATTENTION: Table = family(
     {

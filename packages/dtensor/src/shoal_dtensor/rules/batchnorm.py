@@ -159,5 +159,6 @@ BATCHNORM: Table = family(
         "native_batch_norm _native_batch_norm_legit _batch_norm_with_update": Rule(_forward, _normalise),
         "_batch_norm_no_update": Rule(_forward, _normalise),
         "native_batch_norm_backward batch_norm_backward": Rule(_backward, _normalise_backward),
-    }
+    },
+    unordered=True,
 )

@@ -19,12 +19,11 @@ def _like(call: OpCall) -> list[Row]:
 
 
 def _new(call: OpCall) -> Sequence[Row]:
-    """A new size: cut like the original if it has the original's shape, else whole."""
+    """A new size: cut like the original along the dims that are as long as in the original, else whole."""
     (source,), (made,) = call.tensors, call.outputs
     rows = [Row((partial,), (R,)) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
-    if tuple(source.shape) == tuple(made.shape):
-        return [*rows, *(Row((S(d),), (S(d),)) for d in range(source.ndim))]
-    return [*rows, *(Row((S(d),), (R,)) for d in range(source.ndim))]
+    alike = [source.ndim == made.ndim and source.shape[d] == made.shape[d] for d in range(source.ndim)]
+    return [*rows, *(Row((S(d),), (S(d) if alike[d] else R,)) for d in range(source.ndim))]
 
 
 def _local_layout(decided: LocalCall) -> LocalFunction | None:

@@ -16,6 +16,7 @@ from .embedding import EMBEDDING
 from .extreme import EXTREME
 from .fft import FFT
 from .gather import GATHER
+from .groupnorm import GROUPNORM
 from .image import IMAGE
 from .index import INDEX
 from .linalg import LINALG
@@ -30,6 +31,7 @@ from .rule import Table
 from .scan import SCAN
 from .scatter import SCATTER
 from .search import SEARCH
+from .segment import SEGMENT
 from .shift import SHIFT
 from .slice import SLICE
 from .softmax import SOFTMAX
@@ -56,6 +58,7 @@ TABLE: Table = merge(
     extreme=EXTREME,
     fft=FFT,
     gather=GATHER,
+    groupnorm=GROUPNORM,
     image=IMAGE,
     index=INDEX,
     linalg=LINALG,
@@ -69,6 +72,7 @@ TABLE: Table = merge(
     scan=SCAN,
     scatter=SCATTER,
     search=SEARCH,
+    segment=SEGMENT,
     shift=SHIFT,
     slice=SLICE,
     softmax=SOFTMAX,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec import TensorMeta
 from .local import cutting, filling_out, replacing
 from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
@@ -76,16 +77,46 @@ def _bag(decided: LocalCall) -> LocalFunction | None:
 
 
 def _bag_gradient_rows(call: OpCall) -> list[Row]:
-    rest = (R,) * (len(call.tensors) - 1)
+    """By embedding dim; where a maximum was taken, its places have that dim too."""
+    order = [a.name for a in call.op._schema.arguments if not a.is_out]
+    names = [name for name in order if isinstance(call.get(name), TensorMeta)]
+    rest = (R,) * (len(names) - 1)
+    cut = ("grad", "maximum_indices") if call["mode"] == MAX else ("grad",)
+    if call.get("sparse"):  # no DTensor has that layout
+        return []
     rows = [Row((P(op), *rest), (P(op),)) for op in ("sum", "avg")]
-    return rows if call["mode"] == MAX else [*rows, Row((S(1), *rest), (S(1),))]
+    return [*rows, Row(tuple(S(1) if n in cut else R for n in names), (S(1),))]
+
+
+def _sample_weight_rows(call: OpCall) -> list[Row]:
+    """Each is the product of a row of the gradient and one of the vocabulary."""
+    rest = (R,) * (len(call.tensors) - 2)
+    linear = [Row((*((P(o), R) if i == 0 else (R, P(o))), *rest), (P(o),)) for i in (0, 1) for o in ("sum", "avg")]
+    return [Row((S(1), S(1), *rest), (P("sum"),)), Row((R, S(0), *rest), (P("sum"),)), *linear]
+
+
+def _sample_weights(decided: LocalCall) -> LocalFunction | None:
+    """With a cut vocabulary: rows of other ranks are a row of zeros, and so is the padding."""
+    weight, call = decided.inputs[1], decided.call
+    if not cutting(weight, (0,)):
+        return None
+    start, size, padding = weight.local_offset[0], weight.local_shape[0], call["padding_idx"]
+    alone = replacing(call, padding_idx=-1)
+
+    def run(gradient: Tensor, table: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
+        mine = indices - start
+        mine = mine.masked_fill((mine < 0) | (mine >= size) | (indices == padding), size)
+        return alone(gradient, torch.cat([table, table.new_zeros((1, table.shape[1]))]), mine, *args, **kwargs)
+
+    return run
 
 
 EMBEDDING: Table = family(
     {
         "embedding": Rule(_embedding_rows, _embedding),
         "_embedding_bag _embedding_bag_forward_only": Rule(_bag_rows, _bag),
-        "_embedding_bag_dense_backward": Rule(_bag_gradient_rows),
+        "_embedding_bag_dense_backward _embedding_bag_backward": Rule(_bag_gradient_rows),
+        "_embedding_bag_per_sample_weights_backward": Rule(_sample_weight_rows, _sample_weights),
         "embedding_dense_backward": Rule(_gradient_rows),
     }
 )

@@ -1,4 +1,4 @@
-"""Sharding of normalisation layers, on one mesh axis.
+"""Sharding of normalisation of trailing dims, on one mesh axis: layer norm and RMS norm.
 
 Free dims are free.  A cut normalised dim is computed in plain torch around an all-reduce of the statistics.
 Weight gradients of a cut batch are partial sums.
@@ -14,23 +14,21 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec, TensorMeta
-from .local import across, cutting, filling_out, or_empty, replacing, zeros
+from .local import across, cutting, filling_out, or_empty
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
-__all__ = ["NORM"]
+__all__ = ["NORM", "acc", "entries", "present"]
 
 
-def _present(call: OpCall, *names: str) -> tuple[str, ...]:
+def present(call: OpCall, *names: str) -> tuple[str, ...]:
     """Those tensor arguments that are not None."""
     return tuple(name for name in names if isinstance(call.get(name), TensorMeta))
 
 
-def _entries(names: Sequence[str], known: dict[str, Entry]) -> tuple[Entry, ...]:
+def entries(names: Sequence[str], known: dict[str, Entry]) -> tuple[Entry, ...]:
+    """How the arguments `names` lie: whole unless known otherwise."""
     return tuple(known.get(name, R) for name in names)
-
-
-# -- layer norm and RMS norm ---------------------------------------------------------------------------------------
 
 
 def _free(call: OpCall) -> int:
@@ -42,33 +40,33 @@ def _free(call: OpCall) -> int:
 def _trailing(call: OpCall, statistics: int) -> list[Row]:
     """Forward: the input's free dims with the statistics; a normalised dim with weight and bias, statistics whole."""
     free, ndim = _free(call), len(call["input"].shape)
-    names = _present(call, "input", "weight", "bias")
-    rows = [Row(_entries(names, {"input": S(d)}), (S(d),) * (1 + statistics)) for d in range(free)]
+    names = present(call, "input", "weight", "bias")
+    rows = [Row(entries(names, {"input": S(d)}), (S(d),) * (1 + statistics)) for d in range(free)]
     traffic = statistics * prod(call.outputs[-1].shape) * call.outputs[-1].dtype.itemsize
     for d in range(free, ndim):
         known: dict[str, Entry] = {"input": S(d), "weight": S(d - free), "bias": S(d - free)}
-        rows.append(Row(_entries(names, known), (S(d), *(R,) * statistics), traffic=traffic))
+        rows.append(Row(entries(names, known), (S(d), *(R,) * statistics), traffic=traffic))
     return rows
 
 
 def _trailing_backward(call: OpCall, statistics: Sequence[str]) -> list[Row]:
     free, ndim = _free(call), len(call["input"].shape)
-    names = _present(call, "grad_out", "input", *statistics, "weight", "bias")
+    names = present(call, "grad_out", "input", *statistics, "weight", "bias")
     mask = call["output_mask"]
 
-    def made(entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        return tuple(e for e, wanted in zip(entries, mask, strict=True) if wanted)
+    def made(each: Sequence[Entry]) -> tuple[Entry, ...]:
+        return tuple(e for e, wanted in zip(each, mask, strict=True) if wanted)
 
     gradients = len(mask) - 1
     rows = []
     for d in range(free):
         known: dict[str, Entry] = dict.fromkeys(("grad_out", "input", *statistics), S(d))
-        rows.append(Row(_entries(names, known), made((S(d), *(P("sum"),) * gradients))))
+        rows.append(Row(entries(names, known), made((S(d), *(P("sum"),) * gradients))))
     traffic = 2 * prod(call[statistics[-1]].shape) * call[statistics[-1]].dtype.itemsize
     for d in range(free, ndim):
         known = {"grad_out": S(d), "input": S(d), "weight": S(d - free), "bias": S(d - free)}
-        rows.append(Row(_entries(names, known), made((S(d), *(S(d - free),) * gradients)), traffic=traffic))
-    linear = [Row(_entries(names, {"grad_out": P(op)}), made((P(op),) * len(mask))) for op in ("sum", "avg")]
+        rows.append(Row(entries(names, known), made((S(d), *(S(d - free),) * gradients)), traffic=traffic))
+    linear = [Row(entries(names, {"grad_out": P(op)}), made((P(op),) * len(mask))) for op in ("sum", "avg")]
     return rows + linear
 
 
@@ -76,7 +74,7 @@ def _normalised_axes(decided: LocalCall, spec: Spec) -> tuple[int, ...]:
     return cutting(spec, range(_free(decided.call), spec.ndim))
 
 
-def _acc(dtype: torch.dtype) -> torch.dtype:
+def acc(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which statistics are computed."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
@@ -90,7 +88,7 @@ def _layer_norm(decided: LocalCall) -> LocalFunction | None:
     kinds = [out.dtype for out in decided.outputs]
 
     def run(x: Tensor, shape: Any, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-        wide = x.to(_acc(x.dtype))
+        wide = x.to(acc(x.dtype))
         mean = across(wide.sum(dims, keepdim=True), spec, axes) / count
         centred = wide - mean
         rstd = (across((centred * centred).sum(dims, keepdim=True), spec, axes) / count + eps).rsqrt()
@@ -140,7 +138,7 @@ def _rms_norm(decided: LocalCall) -> LocalFunction | None:
     kinds = [out.dtype for out in decided.outputs]
 
     def run(x: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-        wide = x.to(_acc(x.dtype))
+        wide = x.to(acc(x.dtype))
         squares = across((wide * wide).sum(dims, keepdim=True), spec, axes)
         rstd = (squares / count + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
         result = wide * rstd if weight is None else wide * rstd * weight
@@ -169,51 +167,6 @@ def _rms_norm_backward(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
-# -- group norm ----------------------------------------------------------------------------------------------------
-
-
-def _group_forward(call: OpCall) -> list[Row]:
-    """Batch, or channels at group borders."""
-    names = _present(call, "input", "weight", "bias")
-    unit = call["C"] // call["group"]
-    channels: dict[str, Entry] = {"input": S(1, unit), "weight": S(0, unit), "bias": S(0, unit)}
-    return [
-        Row(_entries(names, {"input": S(0)}), (S(0), S(0), S(0))),
-        Row(_entries(names, channels), (S(1, unit), S(1), S(1))),
-    ]
-
-
-def _group_backward(call: OpCall) -> list[Row]:
-    names = _present(call, "grad_out", "input", "mean", "rstd", "weight")
-    unit, mask = call["C"] // call["group"], call["output_mask"]
-    batch: dict[str, Entry] = dict.fromkeys(("grad_out", "input", "mean", "rstd"), S(0))
-    channels: dict[str, Entry] = {"grad_out": S(1, unit), "input": S(1, unit), "mean": S(1), "rstd": S(1)}
-    channels["weight"] = S(0, unit)
-    cases: list[tuple[dict[str, Entry], tuple[Entry, ...]]] = [
-        (batch, (S(0), P("sum"), P("sum"))),
-        (channels, (S(1, unit), S(0, unit), S(0, unit))),
-        ({"grad_out": P("sum")}, (P("sum"),) * 3),
-    ]
-    return [
-        Row(_entries(names, known), tuple(e for e, wanted in zip(made, mask, strict=True) if wanted))
-        for known, made in cases
-    ]
-
-
-def _group_local(decided: LocalCall) -> LocalFunction | None:
-    """Batch size, channels and groups of this rank's part."""
-    call = decided.call
-    names = [name for name in ("grad_out", "input") if isinstance(call.get(name), TensorMeta)]
-    spec = decided.inputs[names.index("input")]
-    batch, channels = spec.local_shape[:2]
-    groups = channels * call["group"] // max(call["C"], 1)
-    if (batch, channels) == (call["N"], call["C"]):
-        return None
-    if not batch or not channels:
-        return zeros(decided)
-    return replacing(call, N=batch, C=channels, group=groups)
-
-
 NORM: Table = family(
     {
         "native_layer_norm": Rule(lambda call: _trailing(call, 2), _layer_norm, unordered=True),
@@ -224,7 +177,5 @@ NORM: Table = family(
         "_fused_rms_norm_backward": Rule(
             lambda call: _trailing_backward(call, ("rstd",)), _rms_norm_backward, unordered=True
         ),
-        "native_group_norm": Rule(_group_forward, _group_local),
-        "native_group_norm_backward": Rule(_group_backward, _group_local),
     }
 )
