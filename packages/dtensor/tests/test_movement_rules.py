@@ -59,6 +59,7 @@ CASES: list[tuple[Any, ...]] = (
         (aten.scatter_.value_reduce, (X, 1, G, 3.0), {"reduce": "multiply"}),
         (aten.cat.default, ([X, X + 1, X[:, :2]], 1)),
         (aten.cat.default, ([X, torch.empty(0), X], -1)),
+        (aten.cat.default, ([A(3), A(2), A(5)],)),
         (aten.cat.default, ([X, N.new_ones(4, 2, 5)], 1)),
         (aten.cat.default, ([X, N.new_ones(1, 6, 5)], 0)),
         (aten.stack.default, ([X, X + 1], 1)),

@@ -49,22 +49,39 @@ def cat_rows(call: OpCall) -> list[Row]:
 
 
 def cat_local(call: LocalCall) -> LocalFunction | None:
+    """Along the dim, a rank joins what it holds of the operands that its piece of the result covers."""
     (result,) = call.outputs
     dim = int(call.call["dim"]) % max(result.ndim, 1)
-    cut = [i for i, spec in enumerate(call.inputs) if spec.ndim == result.ndim and spec.cuts[dim].axes]
-    if not result.ndim or not cut:
+    joined = [i for i, spec in enumerate(call.inputs) if spec.ndim == result.ndim]
+    if not result.ndim or not any(call.inputs[i].cuts[dim].axes for i in joined):
         return None
-    (middle,), op = cut, call.call.op
-    first, last = _ends(call.inputs[middle], dim)
-    chosen = slice(0 if first else middle, None if last else middle + 1)
+    op, chosen = call.call.op, _covered(call, joined, dim)
     dtypes = {spec.dtype for spec in call.inputs}
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        parts = [tensors[i] for i in chosen] or [tensors[joined[0]].narrow(dim, 0, 0)]
         # Which tensors a rank joins must not decide the type of the result.
-        typed = tensors if len(dtypes) == 1 else [t.to(result.dtype) for t in tensors]
-        return op(typed[chosen], *args, **kwargs)
+        typed = parts if len(dtypes) == 1 else [t.to(result.dtype) for t in parts]
+        return op(typed, *args, **kwargs)
 
     return run
+
+
+def _covered(call: LocalCall, joined: Sequence[int], dim: int) -> list[int]:
+    """The operands of which this rank holds elements that belong to its piece of the result.
+
+    Of two operands that different axes cut, one has all its elements on one coordinate; a rank there may hold them,
+    and those of uncut operands, without being the one that joins them.
+    """
+    where = call.outputs[0].coordinate or (0,) * call.outputs[0].mesh.ndim
+    start, stop = call.outputs[0].cut(dim).interval(where)
+    found, before = [], 0
+    for i in joined:
+        first, last = call.inputs[i].cut(dim).interval(where)
+        if start <= before + first < before + last <= stop:
+            found.append(i)
+        before += call.inputs[i].shape[dim]
+    return found
 
 
 def stack_rows(call: OpCall) -> list[Row]:
