@@ -184,14 +184,15 @@ def _same_everywhere(call: OpCall, where: Layout) -> bool:
 def _masked_local(decided: LocalCall, dims: Sequence[int]) -> LocalFunction:
     """One value wherever a mask is true: each rank takes the part of the mask that lies over its piece."""
     op, spec, mask = decided.call.op, decided.inputs[0], decided.inputs[1]
-    whole = [(j, d) for j, d in enumerate(dims) if spec.cuts[d].axes and not mask.cuts[j].axes]
+    cut = [(j, d) for j, d in enumerate(dims) if spec.cuts[d].axes]
     place = next(i for i, index in enumerate(decided.call["indices"]) if index is not None)
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         part = indices[place]
         assert part is not None, "the mask is where the call had it"
-        for j, d in whole:
-            part = part.narrow(j, spec.local_offset[d], spec.local_shape[d])
+        for j, d in cut:  # the mask has at least what x has, but for a rank without elements of x
+            size = spec.local_shape[d]
+            part = part.narrow(j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size)
         return op(x, [*indices[:place], part, *indices[place + 1 :]], values, *args)
 
     return run
