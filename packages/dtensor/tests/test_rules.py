@@ -103,6 +103,8 @@ CASES: list[tuple[Any, ...]] = [
     (aten.convolution.default, real(3, 4, 6), real(5, 4, 3), real(5), [1], [1], [1], False, [0], 1),
     (aten.convolution.default, real(3, 4, 6), real(6, 2, 3), real(6), [1], [1], [1], False, [0], 2),
     (aten.convolution.default, real(3, 4, 6), real(4, 3, 3), None, [2], [1], [1], True, [1], 2),
+    (aten.add.Scalar, index(5, 4), 1.5),
+    (aten.sub.Scalar, real(4), 1j),
     (aten._cdist_backward.default, real(2, 1, 3, 4), real(1, 3, 2), real(2, 1, 4, 2), 1.5, positive(2, 1, 3, 4)),
     (aten._cdist_backward.default, real(2, 3, 4), real(2, 3, 2), real(4, 2), 1.0, positive(2, 3, 4)),
     (aten._foreach_add.List, LISTS, LISTS),

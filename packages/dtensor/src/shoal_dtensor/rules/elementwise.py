@@ -41,7 +41,10 @@ def _number_operands(call: OpCall) -> int:
 
 
 def _offset(decided: LocalCall) -> LocalFunction | None:
-    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0."""
+    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0.
+
+    Theirs is of the number's type, which has a say in the dtype of the result.
+    """
     call, made = decided.call, decided.outputs[0]
     axes = [axis for axis, op in made.partials if op == "sum"]
     name = next(
@@ -49,7 +52,7 @@ def _offset(decided: LocalCall) -> LocalFunction | None:
     )
     if not axes or name is None or made.coordinate is None or not any(made.coordinate[axis] for axis in axes):
         return None
-    return replacing(call, **{name: 0})
+    return replacing(call, **{name: type(call[name])(0)})
 
 
 def _sums(call: OpCall) -> Found:
@@ -57,7 +60,8 @@ def _sums(call: OpCall) -> Found:
     listed = bool(_number_operands(call)) and call.op.__name__.startswith("_foreach")  # `_offset` is for one tensor
     found: Found = [(_all(call, op), P(op)) for op in (("avg",) if listed else ("sum", "avg"))]
     weighted = "sub" in call.op.__name__ or "alpha" in call.kwargs or len(call.args) > 2
-    for op in ("max", "min"):
+    ordered = not any(t.dtype.is_complex for t in call.outputs)  # a real extremum plus 1j is none
+    for op in ("max", "min") if ordered else ():
         found += [(_only(call, i, op), P(op)) for i in range(1 if weighted else len(call.tensors))]
     if len(call.tensors) == 2:
         found += [(_only(call, i, "avg"), P("avg")) for i in (0, 1)]
