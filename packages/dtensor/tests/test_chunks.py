@@ -78,6 +78,16 @@ def test_strided_spelling_is_an_order(
     assert not any(isinstance(p, StridedShard) for p in normal)
 
 
+def test_an_inner_axis_that_chunks_what_a_ragged_outer_one_leaves_names_no_sizes() -> None:
+    assert Cut((0, 1), (2, 2), (2, 1, 1, 0)).placements(0) == {0: Shard(0, sizes=(3, 1)), 1: Shard(0)}
+
+
+def test_a_given_order_comes_before_the_strided_spelling() -> None:
+    placements = [StridedShard(0, split_factor=2), Shard(0)]
+    assert normalize_placements(placements, (2, 2), 1)[1] == ((0, (1, 0)),)
+    assert normalize_placements(placements, (2, 2), 1, ((0, (0, 1)),))[1] == ((0, (0, 1)),)
+
+
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
@@ -101,6 +111,10 @@ def test_wrong_sizes_are_named() -> None:
         Shard(0, sizes=(3, -1))
     with pytest.raises(PlacementError, match="not both"):
         Shard(0, sizes=(3, 1), multiple_of=2)
+    with pytest.raises(PlacementError, match="multiple_of must be at least 1, got 0"):
+        Shard(0, multiple_of=0)
+    with pytest.raises(PlacementError, match="dim must be an int, got True"):
+        Shard(True)
     with pytest.raises(PlacementError, match="one of sum, avg"):
         Partial("mean")
     with pytest.raises(PlacementError, match="norm and an order"):
@@ -121,6 +135,7 @@ PLACEMENTS = [
     Partial("max"),
     Partial("norm2.5"),
     StridedShard(0, split_factor=2),
+    StridedShard(0, split_factor=2, sizes=(3, 1)),
 ]
 
 
@@ -137,6 +152,18 @@ def test_one_piece_of_a_shard(length: int, pieces: int) -> None:
     sizes = chunk_sizes(length, pieces)
     for rank in range(pieces):
         assert Shard.local_shard_size_and_offset(length, pieces, rank) == (sizes[rank], sum(sizes[:rank]))
+
+
+def test_the_same_cut_on_another_dim() -> None:
+    assert Shard(0, sizes=(2, 1)).on_dim(1) is Shard(1, sizes=(2, 1))
+    assert Shard(0, multiple_of=4).on_dim(1) is Shard(1, multiple_of=4)
+    strided = StridedShard(0, split_factor=2, sizes=(3, 1))
+    assert strided.on_dim(1) is StridedShard(1, split_factor=2, sizes=(3, 1))
+
+
+def test_orders_of_norms_have_one_spelling() -> None:
+    assert Partial("norm2.0") is Partial("norm2") is not Partial("norm2.5")
+    assert Partial("norm1e60").reduce_op == "norm1e+60"
 
 
 def test_predicates() -> None:

@@ -1,4 +1,4 @@
-"""Covers: redistribute/plan.py, search.py, moves.py, space.py, pricing.py, relay.py, steps.py."""
+"""Covers: redistribute/plan.py, search.py, moves.py, space.py, pricing.py, steps.py."""
 
 from __future__ import annotations
 

@@ -45,6 +45,8 @@ def test_equal_specs_are_one_object() -> None:
     assert a is Spec(MESH, [Shard(-2), Replicate()], torch.Size((4, 4)), (4, 1), torch.float32)
     assert a is Spec(abstract_mesh((2, 2), ("dp", "tp"), rank=3), (Shard(0, sizes=(2, 2)), Replicate()), (4, 4))
     assert a is copy.deepcopy(a) and a is pickle.loads(pickle.dumps(a))
+    ordered = Spec(MESH, (Shard(0), Shard(0)), (4, 4), shard_order=((-2, (1, 0)),))
+    assert ordered.shard_order == ((0, (1, 0)),) and pickle.loads(pickle.dumps(ordered)) is ordered
     assert a is not a.with_(dtype=torch.float64) and a is a.with_(placements=(Shard(0), Replicate()))
 
 
@@ -52,8 +54,18 @@ def test_with_keeps_the_order_of_dims_that_the_same_axes_cut() -> None:
     spec = Spec(MESH, (Shard(0), Shard(0)), (8, 8), shard_order=((0, (1, 0)),))
     assert spec.with_(dtype=torch.int64).shard_order == ((0, (1, 0)),)
     assert spec.with_(placements=(Shard(0), Shard(0))).shard_order == ((0, (1, 0)),)
+    assert spec.with_(placements=(Shard(-2), Shard(-2))).shard_order == ((0, (1, 0)),)
     assert spec.with_(placements=(Shard(0), Shard(1))).shard_order == ((0, (0,)), (1, (1,)))
     assert spec.with_(shape=(4, 2)).stride == (2, 1)
+
+
+def test_layouts_are_compared_by_boxes_and_partial_values() -> None:
+    spec = Spec(MESH, (Shard(0), Replicate()), (4, 4))
+    assert spec.same_layout(spec.with_(dtype=torch.int64, stride=(1, 4)))
+    assert spec.same_layout(spec.with_(placements=(Shard(0, multiple_of=2), Replicate())))
+    for other in ((Shard(0), Partial()), (Replicate(), Shard(0)), (Shard(0, sizes=(1, 3)), Replicate())):
+        assert not spec.same_layout(spec.with_(placements=other)), other
+    assert not spec.same_layout(Spec(abstract_mesh((2, 2), ("dp", "pp"), rank=3), spec.placements, (4, 4)))
 
 
 def test_a_spec_cannot_be_changed() -> None:
@@ -74,6 +86,12 @@ def test_a_spec_reads_well() -> None:
 
 
 def test_outside_the_mesh_there_is_nothing() -> None:
+    spec = Spec(abstract_mesh((2,), rank=5), (Shard(0),), (5, 4))
+    assert spec.coordinate is None
+    assert (spec.local_shape, spec.local_offset, spec.offset(0)) == (torch.Size((0,)), (0,), 0)
+
+
+def test_shapes_strides_and_offsets() -> None:
     assert contiguous_stride((2, 0, 3)) == (3, 3, 1)
     assert compute_local_shape_and_global_offset((5, 4), MESH, [Shard(0), Shard(1)]) == ((2, 2), (3, 2))
 

@@ -101,11 +101,13 @@ def test_complement_tiles_the_world(shape: tuple[int, ...], more: int, data: st.
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout.strided((2, 2), (1, 1)), Layout.strided((2,), (2,)), Layout.dense((2,), 1)], ids=str
+    ("layout", "world"),
+    [(Layout.strided((2, 2), (1, 1)), 4), (Layout.strided((2,), (2,)), 6), (Layout.dense((2,), 1), 4)],
+    ids=["overlapping strides", "a reach that does not divide the world", "an offset"],
 )
-def test_what_does_not_tile_is_refused(layout: Layout) -> None:
+def test_what_does_not_tile_is_refused(layout: Layout, world: int) -> None:
     with pytest.raises(MeshError, match="does not tile"):
-        layout.complement(3)
+        layout.complement(world)
 
 
 def test_overlapping_strides_still_have_coordinates() -> None:
@@ -113,7 +115,9 @@ def test_overlapping_strides_still_have_coordinates() -> None:
     assert not layout.is_injective()
     assert layout.coordinate(2) == (0, 2)
     assert layout.coordinate(9) is None
-    assert Layout.strided((2, 2), (3, 2)).is_injective()
+    crossing = Layout.strided((3, 2), (2, 3))  # 0 3 2 5 4 7
+    assert crossing.is_injective()
+    assert [crossing.coordinate(m) for m in (5, 6)] == [(1, 1), None]
 
 
 def test_bad_layouts_are_refused() -> None:
@@ -123,11 +127,15 @@ def test_bad_layouts_are_refused() -> None:
         Layout.strided((0,), (1,))
     with pytest.raises(MeshError, match="has 4 ranks"):
         Layout.dense((4,)).unflatten(0, (3,))
+    with pytest.raises(MeshError, match="has 4 ranks"):
+        Layout.dense((4,)).unflatten(0, (-2, -2))
 
 
 def test_values() -> None:
     assert Layout.dense((4, 1)) == Layout.strided((4, 1), (1, 7))
     assert Layout.dense((2, 2)).flatten() == Layout.dense((4,))
+    assert Layout.dense((2, 2), 4).select((1,), {0: 1}).members() == (6, 7)
+    assert Layout.dense((4,), 4).unflatten(0, (2, 2)) == Layout.dense((2, 2), 4)
     assert hash(Layout.dense((2, 2))) == hash(Layout.dense((2, 2)))
     assert repr(Layout.dense((2, 3), 4)) == "Layout(2:3 x 3:1 @ 4)"
     assert repr(Layout(())) == "Layout(point @ 0)"
