@@ -44,6 +44,26 @@ def test_a_shared_factor_shards_all_and_a_summed_one_leaves_partial_sums() -> No
     ]
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "kept"),
+    [
+        (torch.int64, torch.float32, False),
+        (torch.int64, torch.float64, False),
+        (torch.float64, torch.float32, False),
+        (torch.float32, torch.bfloat16, False),
+        (torch.float32, torch.float64, True),
+        (torch.float32, torch.complex64, True),
+        (torch.int32, torch.int64, True),
+    ],
+)
+def test_no_row_rounds_the_parts_of_a_sum(source: torch.dtype, target: torch.dtype, kept: bool) -> None:
+    """A dividend of whole numbers: each part of its sum would lose the digits by which the parts cancel."""
+    rule = pointwise(linear=(0,), monotone=True)
+    found = rule.rows(call([meta(4)._replace(dtype=source)], [meta(4)._replace(dtype=target)]))
+    assert (Row((P("sum"),), (P("sum"),)) in found) is (Row((P("avg"),), (P("avg"),)) in found) is kept
+    assert Row((P("max"),), (P("max"),)) in found
+
+
 def test_whole_factors_have_no_row() -> None:
     rows = product("... m n -> ... m n", whole="m n").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
     assert list(rows) == [Row((S(0),), (S(0),))]

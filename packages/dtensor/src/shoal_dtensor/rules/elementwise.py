@@ -15,7 +15,7 @@ import torch
 from ..placements import REDUCE_OPS
 from ..spec import TensorMeta
 from .local import across, cutting, replacing
-from .notation import pointwise
+from .notation import keeps_digits, pointwise
 from .rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
@@ -97,8 +97,8 @@ def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
         return True
     if op in ("max", "min"):
         return target.dtype.is_floating_point and not source.dtype.is_complex
-    floating = all(d.is_floating_point or d.is_complex for d in (source.dtype, target.dtype))
-    return op in ("sum", "avg") and floating and torch.finfo(target.dtype).eps <= torch.finfo(source.dtype).eps
+    floating = source.dtype.is_floating_point or source.dtype.is_complex
+    return op in ("sum", "avg") and floating and keeps_digits(source.dtype, target.dtype)
 
 
 def _keeps_norms(source: TensorMeta, target: TensorMeta) -> bool:
@@ -216,6 +216,12 @@ def _divided(call: OpCall) -> Found:
     return [((P(op), *rest), P(op)) for op in ("sum", "avg")]
 
 
+def _of_real_gradients(call: OpCall) -> Found:
+    """Linear in the gradient, but for whole numbers, to which the result is cut."""
+    ops = ("sum", "avg") if call.tensors[0].dtype.is_floating_point else ()
+    return [(_only(call, 0, op), P(op)) for op in ops]
+
+
 def _number_or(call: OpCall, index: int) -> Any:
     return call.bound[call.op._schema.arguments[index].name]
 
@@ -305,7 +311,8 @@ _RULES: dict[str, Rule] = {
     "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward": _EACH_GRADIENT,
     "hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward": _EACH_GRADIENT,
     "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _EACH_GRADIENT,
-    "threshold_backward native_dropout_backward infinitely_differentiable_gelu_backward": _EACH_GRADIENT,
+    "threshold_backward native_dropout_backward": _EACH_GRADIENT,
+    "infinitely_differentiable_gelu_backward": pointwise(partial=_of_real_gradients),
     "_masked_scale": _EACH_GRADIENT,
     "rrelu_with_noise_backward": _EACH_GRADIENT,
     # -- one answer for all elements

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
+
 from ..errors import ShoalTensorError
 from ..spec import TensorMeta
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
@@ -23,11 +25,13 @@ __all__ = [
     "Partials",
     "Pattern",
     "factor_rows",
+    "keeps_digits",
     "linear_rows",
     "parse",
     "pointwise",
     "product",
     "silent",
+    "unrounded",
 ]
 
 ELLIPSIS = "..."
@@ -183,6 +187,34 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
     ]
 
 
+def unrounded(rows: Sequence[Row], call: OpCall) -> list[Row]:
+    """The rows in which no partial sum takes on a dtype of fewer digits.
+
+    There each part would be rounded, and where parts cancel the sum would be off by much more: 1e9 + 1 and -1e9 are 1,
+    and 0 once both are float32.
+    """
+    kinds = [meta.dtype for meta in call.tensors]
+    made = [meta.dtype for meta in call.outputs] or [kinds[i] for i in call.written]
+    return [
+        row
+        for row in rows
+        if all(
+            keeps_digits(kind, target)
+            for entry, kind in zip(row.inputs, kinds, strict=True)
+            if entry is P("sum") or entry is P("avg")
+            for target in made
+        )
+    ]
+
+
+def keeps_digits(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a number of the first dtype is as exact in the second."""
+    floating = [kind.is_floating_point or kind.is_complex for kind in (source, target)]
+    if all(floating):
+        return torch.finfo(target).eps <= torch.finfo(source).eps
+    return not any(floating)
+
+
 def product(
     text: str,
     *,
@@ -247,6 +279,7 @@ def pointwise(
         ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone and count == 1 else ())
         found += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
         found += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
+        found = unrounded(found, call)
         return found if call.outputs or not written else silent(found, written)
 
     return Rule(rows, by_value=False, unordered=True)

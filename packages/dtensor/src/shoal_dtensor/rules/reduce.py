@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..placements import Partial, norm_order
 from .local import across, cutting, filling_out, restored
+from .notation import unrounded
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
 
@@ -47,7 +48,7 @@ def _partials(*ops: str) -> list[Row]:
 
 def _reduction(op: str, *passed: str, local: Callable[[LocalCall], LocalFunction | None] | None = None) -> Rule:
     """Cutting a reduced dim leaves `P(op)`; the partial values `passed` in pass through."""
-    return Rule(lambda call: [*_rows(call, (P(op),)), *_partials(*passed)], local)
+    return Rule(lambda call: [*_rows(call, (P(op),)), *unrounded(_partials(*passed), call)], local)
 
 
 def _result_bytes(call: OpCall) -> int:
@@ -242,7 +243,7 @@ REDUCE: Table = family(
     {
         "sum": _reduction("sum", "sum", "avg"),
         "nansum": _reduction("sum"),
-        "mean": Rule(lambda call: [*_rows(call, (P("sum"),)), *_partials("sum", "avg")], _mean),
+        "mean": Rule(lambda call: [*_rows(call, (P("sum"),)), *unrounded(_partials("sum", "avg"), call)], _mean),
         "prod": _reduction("product", "product"),
         "amax": _reduction("max", "max", local=_extremum),
         "amin": _reduction("min", "min", local=_extremum),

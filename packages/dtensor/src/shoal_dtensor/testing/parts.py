@@ -82,6 +82,8 @@ def _parts(op: str, value: Tensor, n: int) -> list[Tensor]:
 def _noise(value: Tensor) -> Tensor:
     if value.dtype == torch.bool:
         return torch.rand(value.shape) < 0.5
+    if value.dtype == torch.float32:  # coarse: parts of values as coarse add up to them exactly
+        return torch.randn(value.shape).mul_(64).round_().div_(64)
     if value.is_floating_point() or value.is_complex():
         return torch.randn(value.shape, dtype=value.dtype)
     high = 3 if value.dtype == torch.uint8 else 50
