@@ -140,7 +140,7 @@ def sweep_part(
         part: which cases.
         peer: test torch's own DTensor.
         patience: seconds for a case, after which the rank ends itself.
-        progress: a file to which rank 0 writes its letters as it goes, so that they survive the end of a rank.
+        progress: a folder in which rank 0 writes its letters and the case that it is at, so that they survive its end.
 
     Raises:
         OutOfStep: this rank has finished a case and the others have not for long.
@@ -159,11 +159,13 @@ def sweep_part(
             walked += 1
             if walked <= part.skip:
                 continue
+            told = progress if torch.distributed.get_rank() == 0 else ""
+            if told:
+                (Path(told) / "case").write_text(tried.told(mesh, placements))
             with _in_step(patience):
                 answer.letters += tried.verdict(mesh, placements, answer.notes)
-            if progress and torch.distributed.get_rank() == 0:
-                with Path(progress).open("a") as file:
-                    file.write(answer.letters[-1])
+            if told:
+                (Path(told) / "letters").write_text(answer.letters)
     return answer
 
 

@@ -95,20 +95,21 @@ def _run(info: Any, part: Part, peer: bool, patience: float) -> Answer:
     """One job on all ranks; if it ends a rank, what rank 0 had written down and one failed case."""
     from shoal_mesh.testing import rank_pool
 
-    with tempfile.NamedTemporaryFile("r") as progress:
+    with tempfile.TemporaryDirectory() as progress:
         try:
             found = rank_pool(RANKS).run(
                 sweep_part,
                 *(info.name, info.variant_test_name, part),
                 peer=peer,
                 patience=patience,
-                progress=progress.name,
+                progress=progress,
                 timeout=None,  # each case has its own
             )
         except Exception as error:  # whatever ends a rank is the finding
+            case, letters = ((Path(progress) / name) for name in ("case", "letters"))
             text = re.sub(r"\n--- rank [1-9].*", "", str(error), flags=re.DOTALL)
-            note = f"{type(error).__name__}: {text[:3000]}"
-            return Answer(-1, progress.read() + "f", [note])
+            note = f"{case.read_text() if case.exists() else 'no case'} {type(error).__name__}: {text[:3000]}"
+            return Answer(-1, (letters.read_text() if letters.exists() else "") + "f", [note])
     return together(found)
 
 

@@ -114,9 +114,14 @@ class Sample:
             seen.setdefault(tuple(drawn))
         return list(seen)[:share]
 
+    def told(self, mesh: tuple[int, ...], placements: Sequence[Placements]) -> str:
+        """A case in words."""
+        shapes = [tuple(t.shape) for t in self.tensors]
+        return f"{shapes} {['/'.join(map(str, p)) for p in placements]} on {'x'.join(map(str, mesh))}"
+
     def verdict(self, mesh: tuple[int, ...], placements: Sequence[Placements], notes: list[str]) -> str:
         numbered = iter(placements)
-        told = f"{[tuple(t.shape) for t in self.tensors]} {['/'.join(map(str, p)) for p in placements]}"
+        told = self.told(mesh, placements)
 
         def place(tensor: Tensor) -> Any:
             layout = next(numbered, None)
