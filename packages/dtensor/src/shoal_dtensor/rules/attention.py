@@ -54,16 +54,13 @@ def _dims(call: OpCall) -> list[tuple[int, int]]:
 
 def _sequence(call: OpCall) -> list[int]:
     """The dim along which queries follow each other, if it may be cut."""
-    query = call["query"]
-    dim, lengths = query.ndim - 2, [call[n] for n in QUERY_SIDE if isinstance(call.get(n), TensorMeta)]
-    # Efficient attention pads its log-sum.
-    kept = all(_unused(m, call) or m.shape[dim] == query.shape[dim] for m in (*lengths, *_forward_outputs(call)))
-    placed = call["is_causal"] and "attn_mask" not in call.bound
-    return [] if placed or call.get("dropout_p") or not kept else [dim]
-
-
-def _forward_outputs(call: OpCall) -> tuple[TensorMeta, ...]:
-    return () if "logsumexp" in call.bound else call.outputs
+    query, masked = call["query"], "attn_mask" in call.bound
+    dim = query.ndim - 2
+    if call.get("dropout_p") or (call["is_causal"] and not masked):
+        return []
+    if "logsumexp" in call.bound:  # other kernels are told the longest sequence or pad the log-sum
+        return [dim] if masked else []
+    return [dim] if all(_unused(m, call) or m.shape[dim] == query.shape[dim] for m in call.outputs) else []
 
 
 def _unused(meta: TensorMeta, call: OpCall) -> bool:
