@@ -226,7 +226,8 @@ def letter(told: Counter[str]) -> str:
     """`l`: no collective ran; `r`: only reductions; `g`: values were gathered or exchanged."""
     if not told.total():
         return "l"
-    return "g" if any(word in op for op in told for word in MOVING) else "r"
+    moving = any(word in op for op in told if "reduce_scatter" not in op for word in MOVING)
+    return "g" if moving else "r"
 
 
 def spread(count: int, limit: int) -> Sequence[int]:

@@ -6,6 +6,7 @@ Which twelfth, is `OP_SWEEP_TURN` (0 to 11); twelve turns try every entry of tor
 from __future__ import annotations
 
 import os
+from collections import Counter
 from itertools import groupby
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("expecttest", reason="torch's operator database needs it")
 
 from integration_tests.op_cases import Part, sweep_part
 from integration_tests.op_sweep import together
+from integration_tests.op_systems import letter
 
 from shoal_mesh.testing import rank_pool
 
@@ -47,6 +49,11 @@ def _sample() -> dict[str, list[tuple[str, str]]]:
 
 
 SAMPLE = _sample()
+
+
+def test_a_reduction_that_scatters_is_a_reduction() -> None:
+    assert letter(Counter(["reduce_scatter_tensor", "all_reduce"])) == "r"
+    assert letter(Counter(["reduce_scatter_tensor", "scatter"])) == "g"
 
 
 @pytest.mark.parametrize("family", SAMPLE)
