@@ -59,6 +59,19 @@ def instance_norm(x: Any, weight: Any, bias: Any) -> Any:
     return F.instance_norm(x, weight=weight, bias=bias)
 
 
+def bilinear(x: Any) -> Any:
+    return F.interpolate(x, scale_factor=3, mode="bilinear")
+
+
+def turned(x: Any, weight: Any, bias: Any) -> Any:
+    return F.conv_transpose2d(x, weight, bias, stride=2, padding=1, output_padding=1)
+
+
+def blocks(x: Any, weight: Any) -> Any:
+    return F.conv_transpose2d(x, weight, stride=2)
+
+
+BORDERS = ("all_reduce", "reduce_scatter", "all_to_all")
 BAGS = (real(9, 6), torch.tensor([[0, 2, 8], [7, 7, 1], [2, 5, 3], [6, 0, 4]]))
 HEADS = (real(2, 8, 5, 4), real(2, 4, 6, 4), real(2, 4, 6, 4, seed=1))
 UNEVEN_HEADS = (real(2, 6, 5, 4), real(2, 3, 6, 4), real(2, 3, 6, 4, seed=1))
@@ -83,6 +96,12 @@ CASES = {
     "instance norm of channels": Case(instance_norm, (real(2, 8, 5), real(8), real(8)), [(S1, R, R)]),
     "spectra of batches": Case(lambda x: torch.view_as_real(torch.fft.rfft(x)), (real(6, 8),), [(S0,)]),
     "circular pads of batches": Case(lambda x: F.pad(x, (1, 2), mode="circular"), (real(6, 3, 8),), [(S0,), (S1,)]),
+    "equal adaptive windows": Case(lambda x: F.adaptive_avg_pool2d(x, (4, 2)), (real(1, 2, 8, 6),), [(S2,)]),
+    "equal adaptive windows, largest": Case(lambda x: F.adaptive_max_pool2d(x, (4, 2)), (real(1, 2, 8, 6),), [(S2,)]),
+    "nearest neighbours": Case(lambda x: F.interpolate(x, scale_factor=2), (real(1, 2, 7, 3),), [(S2,), (S3,)]),
+    "bilinear enlargement": Case(bilinear, (real(1, 8, 64, 33),), [(S2,), (S3,)], BORDERS),
+    "transposed convolution": Case(turned, (real(1, 8, 66, 64), real(8, 4, 3, 3), real(4)), [(S2, R, R)], BORDERS),
+    "transposed convolution in blocks": Case(blocks, (real(1, 4, 8, 6), real(4, 3, 2, 2)), [(S2, R), (S3, R)]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Covers: rules/halo.py, and the spatial rows of rules/{conv,image}.py, on gloo ranks and against plain tensors."""
+"""Covers: rules/{halo,enlarge,transposed}.py, spatial rows of rules/{conv,image}.py, on ranks and plain tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor._torch import recording
 from shoal_dtensor.chunks import Cut
+from shoal_dtensor.rules import OpCall, S
+from shoal_dtensor.rules.default import TABLE
 from shoal_dtensor.rules.halo import Sliding
-from shoal_dtensor.testing.validate import validate
+from shoal_dtensor.testing.calls import Call
+from shoal_dtensor.testing.validate import Trial, validate
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -92,6 +96,108 @@ def test_pooling_of_volumes_and_of_one_row() -> None:
     assert not validate(back, real(*values.shape), x, *rest, indices).wrong
     row = real(2, 1, 9)
     assert not validate(aten.max_pool2d_with_indices.default, row, [1, 3], [1, 2], [0, 1]).wrong
+
+
+def calls_of(run: Any, *tensors: Any) -> list[tuple[Any, list[Any]]]:
+    """The operators with windows that run forward and backward, with what they are given."""
+    calls: list[tuple[Any, list[Any]]] = []
+
+    def note(op: Any, args: Any, kwargs: Any) -> None:
+        if any(word in str(op) for word in ("upsample", "adaptive", "convolution")):
+            calls.append((op, [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]))
+
+    with recording(note):
+        result = run(*(t.clone().requires_grad_() for t in tensors))
+        result.backward(real(*result.shape))
+    return calls
+
+
+def call_of(op: Any, args: Any) -> OpCall:
+    return Trial(Call(op, tuple(args), {}), TABLE[op]).call
+
+
+MODES = [
+    ("nearest", False),
+    ("nearest-exact", False),
+    ("bilinear", False),
+    ("bicubic", False),
+    ("bilinear", True),
+    ("bicubic", True),
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("size", [{"scale_factor": (2, 3)}, {"size": (15, 7)}, {"scale_factor": (1, 1.5)}], ids=str)
+def test_enlargement_of_cut_rows(mode: tuple[str, bool], size: dict[str, Any]) -> None:
+    """Whole multiples have rows, by given factors and by sizes; the dim that is stretched otherwise has none."""
+    name, smooth = mode
+    calls = calls_of(lambda x: F.interpolate(x, mode=name, antialias=smooth, **size), real(2, 3, 5, 6))
+    assert len(calls) == 2
+    for op, args in calls:
+        report = validate(op, *args, pairs=size == {"scale_factor": (2, 3)})
+        assert not report.wrong, report.wrong[:2]
+        dims = [e.dim for row in TABLE[op].rows(call_of(op, args)) for e in row.inputs if isinstance(e, S)]
+        assert dims == ([0, 1, 2, 3] if size == {"scale_factor": (2, 3)} else [0, 1, 2])
+
+
+LINES_AND_VOLUMES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((2, 3, 9), {"scale_factor": 4, "mode": "linear"}),
+    ((1, 2, 5, 3, 4), {"scale_factor": 2, "mode": "trilinear"}),
+    ((2, 3, 9), {"scale_factor": 2, "mode": "linear", "align_corners": True}),
+]
+
+
+@pytest.mark.parametrize("case", LINES_AND_VOLUMES, ids=str)
+def test_enlargement_of_lines_and_volumes(case: tuple[tuple[int, ...], dict[str, Any]]) -> None:
+    shape, options = case
+    for op, args in calls_of(lambda x: F.interpolate(x, **options), real(*shape)):
+        assert not validate(op, *args, pairs=False).wrong
+
+
+@pytest.mark.parametrize("size", [(3, 2), (1, 3), (9, 6), (4, 3)], ids=str)
+def test_adaptive_pooling_of_cut_rows(size: tuple[int, int]) -> None:
+    """Windows of one length; where 9 rows make 4, the windows differ and rows stay whole."""
+    for pool in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d):
+        for op, args in calls_of(lambda x, pool=pool: pool(x, size), real(2, 3, 9, 6)):
+            assert not validate(op, *args).wrong
+            rows = TABLE[op].rows(call_of(op, args))
+            assert any(S(2) in row.inputs for row in rows) == (size != (4, 3))
+
+
+# (kernel, stride, padding, output_padding, dilation, groups)
+TRANSPOSED = [
+    (3, 2, 1, 1, 1, 1),
+    (2, 2, 0, 0, 1, 1),
+    (4, 2, 1, 0, 1, 1),
+    (2, 3, 0, 1, 1, 1),
+    (3, 2, 1, 1, 2, 2),
+    (1, 2, 0, 0, 1, 1),
+    (5, 1, 4, 0, 1, 2),
+]
+
+
+@pytest.mark.parametrize("length", [7, 4])
+@pytest.mark.parametrize("case", TRANSPOSED, ids=str)
+def test_transposed_convolutions_of_cut_rows(case: tuple[int, ...], length: int) -> None:
+    """With outputs that no input reaches, windows that overlap and that leave gaps, and pieces without outputs."""
+    kernel, stride, padding, more, dilation, groups = case
+    if length == 4 and kernel == 5:
+        length = 6
+
+    def run(x: Any, weight: Any, bias: Any) -> Any:
+        return F.conv_transpose1d(x, weight, bias, stride, padding, more, groups, dilation)
+
+    for op, args in calls_of(run, real(2, 4, length), real(4, 3, kernel), real(3 * groups)):
+        report = validate(op, *args, pairs=length == 4)
+        assert not report.wrong, report.wrong[:2]
+        assert any(S(2) in row.inputs for row in TABLE[op].rows(call_of(op, args)))
+
+
+def test_transposed_convolutions_of_two_cut_dims() -> None:
+    for op, args in calls_of(
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1), real(2, 2, 5, 4), real(2, 3, 3, 3), real(3)
+    ):
+        assert not validate(op, *args).wrong
 
 
 SMALL = st.integers(1, 4)

@@ -1,6 +1,6 @@
 """Sharding of convolutions, on one mesh axis: batch, output channels, input channels (partial sums), whole groups.
 
-Spatial dims too, unless transposed: ranks exchange the border rows that their windows share.
+Spatial dims too: ranks exchange the border rows that their windows share.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .halo import Halo, Sliding, narrowed, widened
 from .local import cutting, filling_out, replacing
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from .table import family
+from .transposed import spread, spread_back, spread_windows
 
 __all__ = ["CONV"]
 
@@ -44,7 +45,7 @@ def _channels(call: OpCall) -> tuple[int, int]:
 
 
 def _windows(call: OpCall) -> dict[int, Sliding]:
-    """For every spatial dim of the input its windows; none if that is the output of the windows."""
+    """For every spatial dim of the input its windows; none if the convolution is transposed."""
     source, weight = call["input"], call["weight"]
     count = weight.ndim - 2
     if call["transposed"] or 0 in weight.shape:
@@ -64,9 +65,11 @@ _PARAMETERS = ("stride", "padding", "dilation")
 def _spatial_cases(call: OpCall) -> list[tuple[dict[str, Entry], int]]:
     """Like `_cases`, each with the bytes of border rows that a rank takes from others."""
     source, cases = call["input"], []
-    if call.op.__name__ == "convolution_backward.out":  # its targets would be those of the widened pieces
-        return []
-    for dim, sliding in _windows(call).items():
+    if "out" in call.op.__name__ and (call["transposed"] or "output_mask" in call.bound):
+        return []  # the targets would be those of the widened pieces
+    made = (call.get("grad_output") or call.outputs[0]).shape
+    windows = spread_windows(call, made) if call["transposed"] else _windows(call)
+    for dim, sliding in windows.items():
         slab = source.dtype.itemsize * prod(source.shape) // max(source.shape[dim], 1)
         case: dict[str, Entry] = {"input": S(dim), "result": S(dim, cut=sliding)}
         cases.append((case, max(1, sliding.overlap * slab)))
@@ -127,6 +130,8 @@ def _convolve(decided: LocalCall) -> LocalFunction | None:
     halos, nothing = _halos(call, source), _zeros(decided, [True])
     empty = 0 in weight.local_shape or 0 in made.local_shape or (0 in source.local_shape and not halos)
     groups = _local_groups(call, weight)
+    if call["transposed"] and (turned := spread(decided, groups)) is not None:
+        return turned
     if not halos:
         return nothing if empty else None if groups == call["groups"] else replacing(call, groups=groups)
     convolve = nothing if empty else replacing(call, groups=groups, padding=_without_padding(call, halos))
@@ -140,6 +145,8 @@ def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
     channel = 1 if gradient.ndim == weight.ndim else 0
     groups, bias = _local_groups(call, weight), [gradient.local_shape[channel]]
     sizes = {"groups": groups, "bias_sizes": None if call["bias_sizes"] is None else bias}
+    if call["transposed"] and (turned := spread_back(decided, sizes)) is not None:
+        return turned
     if not halos:
         if empty:
             return _zeros(decided, call["output_mask"])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from shoal_mesh import all_to_all_v
 from ..chunks import Cut
 from ..spec import Spec
 
-__all__ = ["Halo", "Sliding", "narrowed", "widened"]
+__all__ = ["Halo", "Interval", "Sliding", "Windows", "narrowed", "widened"]
 
 Interval = tuple[int, int]
 
@@ -72,9 +73,18 @@ class Sliding:
         return max(self.dilation * (self.kernel - 1) + 1 - self.stride, 0)
 
 
+class Windows(Protocol):
+    """Which outputs a piece makes, as a map of cuts, and what a range of outputs reads of `length` inputs."""
+
+    @property
+    def length(self) -> int: ...
+    def __call__(self, cut: Cut) -> Cut: ...
+    def reads(self, outputs: Interval) -> Interval: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """One cut dim of an input whose windows are computed where `sliding` says.
+    """One cut dim of an input whose outputs are computed where `sliding` says.
 
     Attributes:
         spec: of the input.
@@ -84,7 +94,7 @@ class Halo:
 
     spec: Spec
     dim: int
-    sliding: Sliding
+    sliding: Windows
 
     @property
     def _cut(self) -> Cut:
@@ -105,6 +115,10 @@ class Halo:
     def widened(self) -> Interval:
         """What this rank's windows read; it may reach over both ends of the input."""
         return self.sliding.reads(_intervals(self.sliding(self._cut))[self._me])
+
+    def makes(self) -> int:
+        """How many outputs this rank makes."""
+        return self.sliding(self._cut).sizes[self._me]
 
     def margins(self) -> tuple[int, int]:
         """How far this rank's windows reach over the ends of the input."""

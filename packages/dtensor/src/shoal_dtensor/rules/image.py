@@ -1,7 +1,7 @@
 """Sharding of pooling, resampling and sampling of images, on one mesh axis.
 
 Every plane is treated for itself, so the dims before the spatial ones are free.  Pooling windows also slide along cut
-spatial dims, with the border rows of other ranks; else spatial dims are whole.
+spatial dims, and planes grow to whole multiples, with the border rows of other ranks; else spatial dims are whole.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..spec import Spec, TensorMeta
+from .enlarge import enlarged, enlarged_back, enlarged_rows
 from .halo import Halo, Sliding, narrowed, widened
 from .local import cutting, or_empty, replacing, zeros
 from .notation import linear_rows
@@ -38,16 +39,6 @@ def _planes(spatial: int, *, linear: bool = False) -> Callable[[OpCall], list[Ro
         return found + (linear_rows((0,), count, made) if linear else [])
 
     return rows
-
-
-def _resized_back(decided: LocalCall) -> LocalFunction | None:
-    """`upsample_*_backward` is told the input's size."""
-    made = decided.outputs[0]
-    if made.local_shape == made.shape:
-        return None
-    if 0 in made.local_shape:
-        return or_empty(decided)
-    return replacing(decided.call, input_size=list(made.local_shape))
 
 
 def _columns(call: OpCall) -> list[Row]:
@@ -99,6 +90,14 @@ def _pixels(name: str, *, up: bool) -> Callable[[OpCall], list[Row]]:
     return rows
 
 
+def _enlarging(spatial: int) -> Rule:
+    return Rule(enlarged_rows(_planes(spatial, linear=True), spatial), enlarged(spatial))
+
+
+def _reducing(spatial: int) -> Rule:
+    return Rule(enlarged_rows(_planes(spatial, linear=True), spatial), enlarged_back(spatial))
+
+
 def _pool(spatial: int, *, linear: bool = False) -> Rule:
     return Rule(_planes(spatial, linear=linear), or_empty)
 
@@ -116,6 +115,8 @@ def _windows(call: OpCall, spatial: int) -> dict[int, Sliding]:
     source, pooled = call["self"], call.get("grad_output") or call.outputs[0]
     if any(argument.is_out for argument in call.op._schema.arguments):  # targets would be those of the widened pieces
         return {}
+    if "kernel_size" not in call.bound:
+        return _equal_windows(source, pooled, spatial)
     kernel, padding, dilation = (_per_dim(call, n, spatial) for n in ("kernel_size", "padding", "dilation"))
     stride = _per_dim(call, "stride", spatial) if call["stride"] else kernel
     found = {}
@@ -125,6 +126,13 @@ def _windows(call: OpCall, spatial: int) -> dict[int, Sliding]:
         if "max" in call.op.__name__ or _counts_alike(call, sliding):
             found[dim] = sliding
     return found
+
+
+def _equal_windows(source: TensorMeta, pooled: TensorMeta, spatial: int) -> dict[int, Sliding]:
+    """The windows of adaptive pooling, along the dims where they are equally long and do not overlap."""
+    dims = range(source.ndim - spatial, source.ndim)
+    sizes = [(d, source.shape[d], pooled.shape[d]) for d in dims]
+    return {d: Sliding(n, made, n // made, n // made) for d, n, made in sizes if made and n % made == 0}
 
 
 def _counts_alike(call: OpCall, sliding: Sliding) -> bool:
@@ -157,8 +165,15 @@ def _halos(call: OpCall, source: Spec, spatial: int) -> list[Halo]:
     return [Halo(source, dim, w) for dim, w in _windows(call, spatial).items() if cutting(source, (dim,))]
 
 
-def _without_padding(call: OpCall, halos: Sequence[Halo], spatial: int) -> LocalFunction:
+def _on_piece(call: OpCall, halos: Sequence[Halo], spatial: int) -> LocalFunction:
     """The operator without padding along the cut dims: their pieces are padded one by one."""
+    if "output_size" in call.bound:
+        made = [*call.outputs[0].shape]
+        for halo in halos:
+            made[halo.dim] = halo.makes()
+        return replacing(call, output_size=made[-spatial:])
+    if "padding" not in call.bound:
+        return call.op
     padding = _per_dim(call, "padding", spatial)
     for halo in halos:
         padding[halo.dim - (call["self"].ndim - spatial)] = 0
@@ -172,7 +187,7 @@ def _pool_local(spatial: int) -> Callable[[LocalCall], LocalFunction | None]:
         if not halos:
             return or_empty(decided)
         largest, empty = "max" in call.op.__name__, 0 in decided.outputs[0].local_shape
-        pool = zeros(decided) if empty else _without_padding(call, halos, spatial)
+        pool = zeros(decided) if empty else _on_piece(call, halos, spatial)
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
@@ -210,7 +225,7 @@ def _pool_back_local(spatial: int) -> Callable[[LocalCall], LocalFunction | None
         for halo in halos:
             shape[halo.dim] = halo.widened()[1] - halo.widened()[0]
         empty, largest = 0 in gradient.local_shape, "max" in call.op.__name__
-        back = _without_padding(call, halos, spatial)
+        back = _on_piece(call, halos, spatial)
 
         def run(gradient: Tensor, x: Tensor, *args: Any) -> Tensor:
             wide = gradient.new_zeros(shape)
@@ -249,32 +264,28 @@ IMAGE: Table = family(
         "avg_pool3d": Rule(_pooled(3, linear=True), _pool_local(3)),
         "avg_pool2d_backward": Rule(_pooled(2, linear=True), _pool_back_local(2)),
         "avg_pool3d_backward": Rule(_pooled(3, linear=True), _pool_back_local(3)),
-        "adaptive_max_pool2d max_unpool2d": _pool(2),
-        "adaptive_max_pool3d max_unpool3d": _pool(3),
-        "adaptive_max_pool2d_backward": _pool(2, linear=True),
-        "adaptive_max_pool3d_backward": _pool(3, linear=True),
+        "adaptive_max_pool2d": Rule(_pooled(2), _pool_local(2)),
+        "adaptive_max_pool3d": Rule(_pooled(3), _pool_local(3)),
+        "adaptive_max_pool2d_backward": Rule(_pooled(2, linear=True), _pool_back_local(2)),
+        "adaptive_max_pool3d_backward": Rule(_pooled(3, linear=True), _pool_back_local(3)),
+        "max_unpool2d": _pool(2),
+        "max_unpool3d": _pool(3),
         "fractional_max_pool2d fractional_max_pool3d": Rule(_fractional, or_empty),
         "fractional_max_pool2d_backward": _pool(2, linear=True),
         "fractional_max_pool3d_backward": _pool(3, linear=True),
-        "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward": _pool(2, linear=True),
-        "_adaptive_avg_pool3d _adaptive_avg_pool3d_backward": _pool(3, linear=True),
+        "_adaptive_avg_pool2d": Rule(_pooled(2, linear=True), _pool_local(2)),
+        "_adaptive_avg_pool3d": Rule(_pooled(3, linear=True), _pool_local(3)),
+        "_adaptive_avg_pool2d_backward": Rule(_pooled(2, linear=True), _pool_back_local(2)),
+        "_adaptive_avg_pool3d_backward": Rule(_pooled(3, linear=True), _pool_back_local(3)),
         "avg_pool1d": _pool(1, linear=True),
-        "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d": _pool(1, linear=True),
-        "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d": _pool(2, linear=True),
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _pool(2, linear=True),
-        "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": _pool(3, linear=True),
-        "upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward": Rule(
-            _planes(1, linear=True), _resized_back
-        ),
-        "upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward": Rule(
-            _planes(2, linear=True), _resized_back
-        ),
-        "upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": Rule(
-            _planes(2, linear=True), _resized_back
-        ),
-        "upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward": Rule(
-            _planes(3, linear=True), _resized_back
-        ),
+        "upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d": _enlarging(1),
+        "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d": _enlarging(2),
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _enlarging(2),
+        "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": _enlarging(3),
+        "upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward": _reducing(1),
+        "upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward": _reducing(2),
+        "upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": _reducing(2),
+        "upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward": _reducing(3),
         "im2col col2im": Rule(_columns, or_empty),
         "pixel_shuffle": Rule(_pixels("upscale_factor", up=True), or_empty),
         "pixel_unshuffle": Rule(_pixels("downscale_factor", up=False), or_empty),
