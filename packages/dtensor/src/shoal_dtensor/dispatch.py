@@ -6,15 +6,17 @@ local function, wrap what comes out.  All thinking happens once per key, in `pro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
+from warnings import warn
 
 from shoal_mesh import purpose
 
 from ._torch import OpOverload, around
-from .policy import Scope, current, within
+from .policy import current, entered
 from .propagate import Decision, Form, decide, rule_of
 from .redistribute import run_once, write_back
 from .unwrapping import Readers, readers_of, specs_of
@@ -34,11 +36,9 @@ class _Known:
     __slots__ = ("decisions", "op", "readers", "tail")
 
     def __init__(self, op: OpOverload, readers: Readers) -> None:
-        self.op = op
-        self.readers = readers
-        self.tail = len(readers.positional) > 1 and not any(
-            readers.positional[1:]
-        )  # whether all but the first are keys
+        self.op, self.readers = op, readers
+        rest = readers.positional[1:]
+        self.tail = bool(rest) and not any(rest)  # whether all but the first are keys
         self.decisions: dict[Any, Decision] = {}
 
     def remember(self, key: Any, decision: Decision) -> None:
@@ -109,12 +109,11 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
     if decision.special:
         return _general(_Call(cls, op, args, kwargs, local, named), decision)
     result = decision.call(*local, **named) if kwargs else decision.call(*local)
-    form = decision.form
-    if form is _ONE:
+    if decision.form is _ONE:
         return around(cls, result, decision.outputs[0], False)
-    if form is _SAME:
+    if decision.form is _SAME:
         return args[0]
-    if form is _LIST:
+    if decision.form is _LIST:
         made: list[Any] = []
         for part in result:
             made.append(around(cls, part, decision.outputs[len(made)], False))
@@ -137,8 +136,8 @@ def _decided(call: _Call, known: _Known, key: tuple[Any, ...]) -> Any:
     is kept after.
     """
     scope = current()
-    tensors = [*tensors_in([*call.args, *call.kwargs.values()])]
-    copies = frozenset(i for i, item in enumerate(tensors) if isinstance(item, call.cls.copied_view))
+    tensors = enumerate(tensors_in([*call.args, *call.kwargs.values()]))
+    copies = frozenset(i for i, item in tensors if isinstance(item, call.cls.copied_view))
     args, kwargs = specs_of(call.cls, call.op, call.args, call.kwargs, replicated=scope.plain_is_replicated, key=key)
     decision = decide(call.op, args, kwargs, scope, copies)
     known.remember(key, decision)
@@ -152,8 +151,7 @@ def _general(call: _Call, decision: Decision, first: tuple[_Known, tuple[Any, ..
     """
     cls, op, args, kwargs, local, named = call
     if decision.composite:
-        inner = current().composite_decisions
-        with within(plain_is_replicated=True, decisions=inner, composite_decisions=inner):
+        with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)
     if decision.plans:
         local, named = _moved(call, decision)
@@ -178,6 +176,8 @@ def _general(call: _Call, decision: Decision, first: tuple[_Known, tuple[Any, ..
 
 def _moved(call: _Call, decision: Decision) -> tuple[list[Any], dict[str, Any]]:
     """The local arguments after the redistributions that a decision says."""
+    if decision.notice:
+        warn(decision.notice, stacklevel=2)
     local, named = [*call.local], {**call.named}
     with purpose(decision.reason) if decision.reason else nullcontext():
         for move in decision.plans:
@@ -186,12 +186,15 @@ def _moved(call: _Call, decision: Decision) -> tuple[list[Any], dict[str, Any]]:
     return local, named
 
 
-def cache_info(scope: Scope | None = None) -> dict[str, int]:
-    """Number of remembered decisions per operator."""
-    scope = scope or current()
-    return {str(known.op): len(known.decisions) for known in scope.decisions.values()}
+def cache_info() -> dict[str, int]:
+    """Number of remembered decisions per operator, over all policies."""
+    counts: Counter[str] = Counter()
+    for scope in current().alike.values():
+        counts.update({str(known.op): len(known.decisions) for known in scope.decisions.values()})
+    return dict(counts)
 
 
-def clear_cache(scope: Scope | None = None) -> None:
-    """Forget all decisions of a scope."""
-    (scope or current()).decisions.clear()
+def clear_cache() -> None:
+    """Forget all decisions, whatever the policy."""
+    for scope in current().alike.values():
+        scope.decisions.clear()

@@ -1,7 +1,8 @@
 """The scoped settings that dispatch obeys: one immutable `Scope` per context.
 
 A scope is a value in a context variable: blocks nest, an inner block's end restores the outer one, and threads do
-not see each other's.  Decisions depend on the scope, so each scope identity has its own decision cache.
+not see each other's.  Decisions depend on the scope, so each has a decision cache of its own.  Under the same rules,
+the same settings are the same scope whenever they are entered: what was decided in a block is known in the next.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ __all__ = [
     "checked_replicas",
     "communication",
     "current",
+    "entered",
     "implicit_replication",
     "unknown_ops",
-    "within",
 ]
 
 Unknown = Literal["replicate", "error", "local"]
@@ -29,7 +30,7 @@ Communication = Literal["allow", "warn", "forbid"]
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """What holds inside a block; compared by identity.
+    """What holds inside a block; under the same rules, one object for the same settings.
 
     Attributes:
         unknown: what happens to an operator without a rule.
@@ -37,8 +38,9 @@ class Scope:
         plain_is_replicated: whether plain tensors among DTensors count as replicated.
         replicas_checked: whether gradients that count as replicated are compared over their ranks.
         overlays: rule tables that come before the standing one, innermost first.
+        outer: the scope around the block that brought the innermost overlay; None without overlays.
+        alike: the scopes under the same rules by their settings, at most 36; the same dict in all of them.
         decisions: the cache of this scope by the operator's id, owned by the dispatcher.
-        composite_decisions: the cache of operators inside decompositions, where plain tensors count as replicated.
     """
 
     unknown: Unknown = "replicate"
@@ -46,8 +48,32 @@ class Scope:
     plain_is_replicated: bool = False
     replicas_checked: bool = False
     overlays: tuple[Mapping[Any, Any], ...] = ()
+    outer: Scope | None = field(default=None, repr=False)
+    alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
     decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
-    composite_decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.alike.setdefault(self.settings, self)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a scope is found by among those under the same rules."""
+        return self.unknown, self.communication, self.plain_is_replicated, self.replicas_checked
+
+    def changed(self, **settings: Any) -> Scope:
+        """The scope with these settings and the others of this one."""
+        made = replace(self, **settings, decisions={})
+        return self.alike[made.settings]
+
+    def under(self, overlay: Mapping[Any, Any]) -> Scope:
+        """A new scope with these settings, in which a rule table comes before the others."""
+        return replace(self, overlays=(overlay, *self.overlays), outer=self, alike={}, decisions={})
+
+    def all_known(self) -> Iterator[Scope]:
+        """Every scope whose decisions a change of the standing rules may concern."""
+        yield from [*self.alike.values()]
+        if self.outer is not None:
+            yield from self.outer.all_known()
 
 
 DEFAULT = Scope()
@@ -56,12 +82,11 @@ current = _current.get
 
 
 @contextmanager
-def within(**changes: Any) -> Iterator[Scope]:
-    """Inside the block, the current scope with some fields changed and a cache of its own."""
-    scope = replace(_current.get(), **{"decisions": {}, "composite_decisions": {}, **changes})
+def entered(scope: Scope) -> Iterator[None]:
+    """Inside the block, `scope` holds."""
     token = _current.set(scope)
     try:
-        yield scope
+        yield
     finally:
         _current.reset(token)
 
@@ -83,7 +108,7 @@ def unknown_ops(policy: Unknown) -> Iterator[None]:
         ...     pass
     """
     _check("unknown_ops", policy, get_args(Unknown))
-    with within(unknown=policy):
+    with entered(current().changed(unknown=policy)):
         yield
 
 
@@ -103,7 +128,7 @@ def communication(policy: Communication) -> Iterator[None]:
         ...     pass
     """
     _check("communication", policy, get_args(Communication))
-    with within(communication=policy):
+    with entered(current().changed(communication=policy)):
         yield
 
 
@@ -115,7 +140,7 @@ def implicit_replication() -> Iterator[None]:
         >>> with implicit_replication():
         ...     pass
     """
-    with within(plain_is_replicated=True):
+    with entered(current().changed(plain_is_replicated=True)):
         yield
 
 
@@ -132,7 +157,7 @@ def checked_replicas() -> Iterator[None]:
         >>> with checked_replicas():
         ...     pass
     """
-    with within(replicas_checked=True):
+    with entered(current().changed(replicas_checked=True)):
         yield
 
 

@@ -73,6 +73,7 @@ class Decision:
         back: how the written inputs among them move to where they lie, afterwards.
         reason: what collectives of the redistributions are for, as debug modes and errors of the mesh layer repeat it.
         special: whether the call is not just the function on local tensors and wrappers around what it returns.
+        notice: what to warn of when it runs.
     """
 
     form: Form
@@ -86,6 +87,7 @@ class Decision:
     back: tuple[Move, ...] = ()
     reason: str = ""
     special: bool = True
+    notice: str = ""
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -175,9 +177,8 @@ def _whole(spec: Spec) -> Spec:
 
 def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
     """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
-    numbered = iter(range(len(inputs)))
-    places = [_numbered(value, numbered) for value in (*call.args, *call.kwargs.values())]
-    values = (*call.args, *call.kwargs.values())
+    numbered, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
+    places = [_numbered(value, numbered) for value in values]
     count = max(len(value) for value in values if _is_list(value))
     decided: list[Spec | None] = [None] * len(inputs)
     outputs: list[Spec | None] = [None] * len(call.outputs)
@@ -218,7 +219,7 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     wanted = (*decided.inputs, *_outs_as(decided.outputs, specs[len(decided.inputs) :]))
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in pairs)
-    _obey(call.op, specs, plans, request.scope)
+    notice = _obey(call.op, specs, plans, request.scope)
     places = [*_places(enumerate(call.args)), *_places(call.kwargs.items())]
     moves = tuple(Move(*places[i], way) for i, way in plans)
     writes = (*call.written, *range(len(decided.inputs), len(specs)))
@@ -234,10 +235,10 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
     form = _form(call, aliased)
     special = bool(moves) or dynamic or copied or form is Form.OTHER
-    function = direct(call.op, request.build, call.outputs) if local is None else local
-    reason = f"{call.op}({', '.join(map(repr, specs))})" if any(way.steps for _, way in plans) else ""
+    run = direct(call.op, request.build, call.outputs) if local is None else local
+    reason = f"{call.op}({', '.join(map(repr, specs))})" if any(way.collectives for _, way in plans) else ""
     back = tuple(Move(*places[i], plan(b, a)) for i, a, b in pairs if i in writes)
-    return Decision(form, function, decided.outputs, moves, aliased, copied, dynamic, False, back, reason, special)
+    return Decision(form, run, decided.outputs, moves, aliased, copied, dynamic, False, back, reason, special, notice)
 
 
 def _outs_as(made: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
@@ -261,16 +262,15 @@ def _form(call: OpCall, aliased: tuple[int | None, ...]) -> Form:
     return Form.LIST if fresh and flat else Form.OTHER
 
 
-def _obey(op: OpOverload, specs: Sequence[Spec], plans: Sequence[tuple[int, Plan]], scope: Scope) -> None:
-    """Apply the communication policy to the plans that the operator needs."""
-    moving = [(i, p) for i, p in plans if p.bytes_sent]
-    if not moving or scope.communication == "allow":
-        return
-    steps = "\n".join(f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in moving)
+def _obey(op: OpOverload, specs: Sequence[Spec], plans: Sequence[tuple[int, Plan]], scope: Scope) -> str:
+    """Apply the communication policy to the plans that the operator needs: what to warn of, or nothing."""
+    if scope.communication == "allow" or not any(p.bytes_sent for _, p in plans):
+        return ""
+    steps = "\n".join(f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.bytes_sent)
     message = f"{op} with inputs {', '.join(map(repr, specs))} needs implicit communication:\n{steps}"
     if scope.communication == "forbid":
         raise CommunicationForbiddenError(message + "\nredistribute these inputs explicitly, or allow it here")
-    warnings.warn(message, stacklevel=2)
+    return message
 
 
 _REPLICATE = Rule(lambda call: ())
@@ -395,6 +395,6 @@ def _fixed(call: OpCall) -> tuple[tuple[int, int | None], ...]:
 def _aliased(call: OpCall, writes: Sequence[int], outputs: int) -> tuple[int | None, ...]:
     """For each output the flat index of the written input that it is, or None."""
     following = iter(writes)
-    returns = call.op._schema.returns
-    marks = [next(following, None) if r.alias_info is not None and r.alias_info.is_write else None for r in returns]
+    infos = [returned.alias_info for returned in call.op._schema.returns]
+    marks = [next(following, None) if info is not None and info.is_write else None for info in infos]
     return tuple(marks) if len(marks) == outputs else (None,) * outputs

@@ -39,8 +39,8 @@ def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace:
         if overload in TABLE and not replace:
             raise DuplicateRuleError(f"{overload} has a rule already; pass replace=True to give it another")
         TABLE[overload] = rule
-        current().decisions.pop(id(overload), None)
-        current().composite_decisions.pop(id(overload), None)
+        for scope in current().all_known():
+            scope.decisions.pop(id(overload), None)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from .._torch import OpOverload
 from ..errors import ShoalTensorError
-from ..policy import current, within
+from ..policy import current, entered
 from .rule import Rule, Table
 
 __all__ = ["DuplicateRuleError", "family", "merge", "overlay"]
@@ -89,5 +89,5 @@ def merge(**tables: Table) -> Table:
 @contextmanager
 def overlay(table: Table) -> Iterator[None]:
     """Inside the block, rules of `table` come before all others; blocks nest, and threads do not see each other's."""
-    with within(overlays=(table, *current().overlays)):
+    with entered(current().under(table)):
         yield
