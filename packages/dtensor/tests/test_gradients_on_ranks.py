@@ -247,3 +247,13 @@ def test_a_backward_pass_that_fails_does_not_disturb_the_next() -> None:
     loss(batches()[0], plain).backward()
     loss(data(mesh)[0], spread).backward()
     check(plain, spread)
+
+
+@on_ranks(2)
+def test_a_gradient_marked_as_conjugate_is_computed() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.arange(4.0).to(torch.complex128) + 1j
+    x: Any = distribute_tensor(values, mesh, [Replicate()]).requires_grad_()
+    (grad,) = torch.autograd.grad(x.to_local(), x, values.conj())
+    assert not grad.to_local().is_conj()
+    assert grad.view(torch.float64).full_tensor().tolist() == values.conj().resolve_conj().view(torch.float64).tolist()

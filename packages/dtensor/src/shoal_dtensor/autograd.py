@@ -86,8 +86,7 @@ class FromLocal(Function):
     ) -> Any:
         ctx.spec = spec
         ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
-        plain = local.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
-        return wrap(cls, plain.detach(), spec)  # what runs inside of a DTensor needs no history
+        return wrap(cls, local.detach(), spec)  # what runs inside of a DTensor needs no history
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -124,9 +123,10 @@ class ToLocal(Function):
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
+        plain = grad.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
         if torch.is_grad_enabled():
-            return apply(FromLocal, grad, ctx.cls, spec, None), None
-        return wrap(ctx.cls, grad, spec), None
+            return apply(FromLocal, plain, ctx.cls, spec, None), None
+        return wrap(ctx.cls, plain, spec), None
 
 
 class Redistribute(Function):
