@@ -74,6 +74,28 @@ def test_numbers_that_matter_are_part_of_the_key(mesh: DeviceMesh) -> None:
     assert cache_info()["aten.split.Tensor"] == 4
 
 
+SPLITS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "a size": ((4,), {}),
+    "a size and a dim": ((3, -1), {}),
+    "a size as a tensor": ((torch.tensor(3), 1), {}),
+    "sizes": (([3, 5], 1), {}),
+    "sizes as a tuple": (((1, 3),), {}),
+    "sizes as a shape": ((torch.Size([3, 5]), 1), {}),
+    "keywords": ((), {"split_size": 3, "dim": 1}),
+    "sizes by keyword": ((), {"split_size": [3, 5], "dim": 1}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), SPLITS.values(), ids=SPLITS.keys())
+def test_split_takes_what_tensors_take(mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    plain: Any = torch.arange(32.0).reshape(4, 8)
+    x: Any = distribute_tensor(plain, mesh, [Replicate()], src_data_rank=None)
+    expected = plain.split(*args, **kwargs)
+    parts = x.split(*args, **kwargs)
+    assert type(parts) is type(expected)
+    assert [part.to_local().tolist() for part in parts] == [part.tolist() for part in expected]
+
+
 def test_types_of_numbers_are_part_of_the_key(mesh: DeviceMesh) -> None:
     x = sharded(mesh, torch.ones(4, dtype=torch.int64))
     for number, dtype in ((2, torch.int64), (2.0, torch.float32), (True, torch.int64), (2j, torch.complex64)):

@@ -44,6 +44,7 @@ __all__ = [
     "recording",
     "set_thread_object",
     "shapes_of",
+    "split",
     "thread_object",
     "view_of",
     "whole_when_compiled",
@@ -70,6 +71,9 @@ def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> An
 # torch has the same in C++, made for its own DTensor: 0.7 us where the above takes 1.1.
 around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# The binding below the method of the same name, which is in Python and takes 2 us to come to it.
+split: Callable[..., Any] = torch._C.TensorBase.split
 
 
 def in_backward() -> bool:

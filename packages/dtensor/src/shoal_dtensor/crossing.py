@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -46,8 +47,17 @@ def target_spec(
     same_mesh = mesh is None or mesh is source.mesh or mesh == source.mesh
     target_mesh = source.mesh if same_mesh or mesh is None else mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
+    return _target(source, None if same_mesh else target_mesh, placements, shard_order)
+
+
+@lru_cache(maxsize=4096)
+def _target(
+    source: Spec, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> Spec:
+    """The spec on another mesh, or on the source's own."""
+    target_mesh = mesh or source.mesh
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Partial) and not (same_mesh and source.placements[axis] is placement):
+        if isinstance(placement, Partial) and not (mesh is None and source.placements[axis] is placement):
             raise PlacementError(
                 f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} {placement!r}: the tensor is "
                 f"{source!r}; a value becomes partial only as the result of an operator or of from_local"

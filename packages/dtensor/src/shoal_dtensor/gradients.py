@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 from weakref import ReferenceType, WeakValueDictionary, ref
 
@@ -25,7 +26,7 @@ from .wrapping import wrap
 
 __all__ = ["LikeLeaf", "gradients_deferred", "later"]
 
-aten = torch.ops.aten
+_DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
 # Bytes that one collective for several gradients takes: enough to hide its latency, little to pack and to hold.
 BUCKET = 2**22
@@ -47,9 +48,9 @@ class LikeLeaf:
             mesh = self.spec.mesh
             made = wrap(self.cls, grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype))
         found = made._spec
-        if found is self.spec or (found.mesh is self.spec.mesh and found.same_layout(self.spec)):
+        target = _target(self.spec, found)
+        if target is None:
             return None if made is grad else made
-        target = gradient_spec(_lying_as(self.spec, found))
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return apply(Redistribute, made, self.cls, target, (None, None), False)
         scope: Deferral | None = thread_object(_SCOPE)
@@ -59,6 +60,14 @@ class LikeLeaf:
         if not way.collectives or way.bytes_sent > BUCKET:
             return redistributed(self.cls, made, target)
         return _pass_of(self.cls).gradient(way, made)
+
+
+@lru_cache(maxsize=4096)
+def _target(leaf: Spec, grad: Spec) -> Spec | None:
+    """How a leaf's gradient has to lie; None if it lies so."""
+    if grad.mesh is leaf.mesh and grad.same_layout(leaf):
+        return None
+    return gradient_spec(_lying_as(leaf, grad))
 
 
 def _lying_as(leaf: Spec, grad: Spec) -> Spec:
@@ -140,12 +149,12 @@ class Sum:
 def later(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     """What autograd does with a gradient that is under way, put off until it arrives; None for anything else."""
     raw = cls.local_slot.__get__
-    if op is aten.detach.default:
+    if op is _DETACH:
         (tensor,) = args
         held = raw(tensor)
         if isinstance(held, Queued) and isinstance(held.batch, Pass):
             return held.batch.follow(pending(cls, held, tensor._spec, tensor.device))
-    if op is aten.add_.Tensor and len(args) == 2 and type(args[1]) is cls.pending:
+    if op is _ADD_ and len(args) == 2 and type(args[1]) is cls.pending:
         target, coming = args[0], raw(args[1])
         if (
             isinstance(coming, Queued)

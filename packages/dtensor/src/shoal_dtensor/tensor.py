@@ -14,7 +14,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh import safe_globals as mesh_globals
 
 from . import checkpoint
-from ._torch import apply, around, disabled_torch_function, is_tracing, whole_when_compiled
+from ._torch import apply, around, disabled_torch_function, is_tracing, split, whole_when_compiled
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .crossing import global_spec, mesh_or_current, target_spec
@@ -58,6 +58,7 @@ class DTensor(torch.Tensor):
     pending: ClassVar[type[DTensor]]
     local_slot: ClassVar[Any]
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+    split = split
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

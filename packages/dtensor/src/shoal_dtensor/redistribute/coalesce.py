@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import RedistributeError
 from .kernels import Collective, Kernel
-from .run import bind, closing, comm_of, kernels_of
+from .run import bind, closing, comm_of, kernels_of, run
 from .steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 
 __all__ = ["Batch", "Queued", "coalesce", "current_batch", "merge", "run_all", "split"]
@@ -184,6 +184,8 @@ def run_all(plans: Sequence[Plan], locals_: Sequence[Tensor]) -> list[Tensor]:
         plans: one for each tensor; their meshes may differ.
         locals_: the local tensors.
     """
+    if len(plans) == 1:
+        return [run(plans[0], locals_[0])]
     tasks = [_Task(plan, local, kernels_of(plan)) for plan, local in zip(plans, locals_, strict=True)]
     while True:
         waiting: dict[object, list[_Task]] = {}

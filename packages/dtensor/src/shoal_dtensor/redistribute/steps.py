@@ -199,6 +199,7 @@ class Plan:
         bytes_sent: received by the busiest rank, over all steps.
         peak_bytes: expected memory at the worst moment, the source shard included.
         floor: seconds that any other plan takes at least, as far as is known; `seconds` if none is faster.
+        collectives: number of steps that communicate.
         program, kernels: what `run` makes of the steps on this rank at its first call.
     """
 
@@ -211,11 +212,10 @@ class Plan:
     floor: float = 0.0
     program: list[Any] = field(default_factory=list, repr=False)
     kernels: list[Any] = field(default_factory=list, repr=False)
+    collectives: int = field(init=False, repr=False)
 
-    @property
-    def collectives(self) -> int:
-        """Number of steps that communicate."""
-        return sum(step.communicates for step in self.steps)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
 
     @property
     def slices(self) -> bool:
