@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -108,7 +110,22 @@ def thread_object(key: str) -> Any:
 
 def set_thread_object(key: str, value: Any) -> None:
     """Have this thread hold an object under a name."""
+    if _stash_takes_over():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+@cache
+def _stash_takes_over() -> bool:
+    """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
+    key, probe = "shoal_dtensor.probe", object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    uncounted = sys.getrefcount(probe) == before
+    for held in (probe, None) if uncounted else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    torch._C._stash_obj_in_tls(key, None)
+    return uncounted
 
 
 def is_all_zero(tensor: torch.Tensor) -> bool:
