@@ -21,7 +21,7 @@ from .redistribute import cost, seconds
 from .rules import Entry, Row, S, with_norms
 from .spec import Spec, TensorMeta
 
-__all__ = ["Assignment", "Operands", "assign", "cut_behind", "is_plain"]
+__all__ = ["Assignment", "Operands", "assign", "cut_behind", "is_plain", "placed"]
 
 # More combinations than this are cut down to each axis's cheapest rows: 4 axes with 5 rows each make 625.
 MAX_COMBINATIONS = 1024
@@ -183,10 +183,10 @@ Cuts = dict[int, tuple[Row, AnyCut]]
 
 
 def _operand(index: int, spec: Spec, combination: Sequence[Row], cuts: Cuts) -> Spec | None:
-    placed = _placed([row.inputs[index] for row in combination], cuts, spec.shape)
-    if placed is None:
+    found = placed([row.inputs[index] for row in combination], cuts, spec.shape)
+    if found is None:
         return None
-    placements, by_dim = placed
+    placements, by_dim = found
     if all(by_dim.get(dim, _WHOLE) == (cut if cut.axes else _WHOLE) for dim, cut in enumerate(spec.cuts)) and all(
         (a is b) or not (isinstance(a, Partial) or isinstance(b, Partial))
         for a, b in zip(placements, spec.placements, strict=True)
@@ -197,10 +197,10 @@ def _operand(index: int, spec: Spec, combination: Sequence[Row], cuts: Cuts) -> 
 
 
 def _output(index: int, meta: TensorMeta, combination: Sequence[Row], cuts: Cuts, mesh: DeviceMesh) -> Spec | None:
-    placed = _placed([row.outputs[index] for row in combination], cuts, meta.shape)
-    if placed is None:
+    found = placed([row.outputs[index] for row in combination], cuts, meta.shape)
+    if found is None:
         return None
-    placements, by_dim = placed
+    placements, by_dim = found
     order = tuple((dim, cut.axes) for dim, cut in sorted(by_dim.items()))
     return Spec(mesh, placements, meta.shape, meta.stride, meta.dtype, order)
 
@@ -208,10 +208,10 @@ def _output(index: int, meta: TensorMeta, combination: Sequence[Row], cuts: Cuts
 _WHOLE = Cut((), (), ())
 
 
-def _placed(
+def placed(
     entries: Sequence[Entry], cuts: Cuts, shape: Sequence[int]
 ) -> tuple[list[Placement], dict[int, AnyCut]] | None:
-    """The placements and cuts that one operand's entries mean; None if two rows cut one dim."""
+    """The placements and cuts that one operand's entries mean; None if two rows cut one dim and do not fit."""
     by_dim: dict[int, AnyCut] = {}
     rows: dict[int, list[Row]] = {}
     for axis, entry in enumerate(entries):

@@ -1,9 +1,9 @@
 """`validate`: every row of an operator's rule against brute force, on plain tensors and without process groups.
 
 A row claims: inputs that lie so along a mesh axis give outputs that lie so.  The claim is tried for several axis sizes
-and cuts (even, uneven, ragged, with empty pieces) and for pairs of rows on two axes: the inputs are laid out as the
-rows say, the local function runs once per coordinate (on threads, so that it may communicate), and what the outputs'
-entries mean is compared with the operator on the global tensors.
+and cuts (even, uneven, ragged, with empty pieces) and for pairs of rows on two axes, those that cut one dim together
+among them: the inputs are laid out as the rows say, the local function runs once per coordinate (on threads, so that
+it may communicate), and what the outputs' entries mean is compared with the operator on the global tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from ..assign import cut_behind, is_plain
+from ..assign import is_plain, placed
 from ..chunks import Cut, chunk_sizes
 from ..folded import AnyCut, FoldedCut, folded
-from ..placements import Partial, Placement
+from ..placements import Partial
 from ..rules import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
 from ..rules.default import TABLE
 from ..spec import Spec, TensorMeta
@@ -107,20 +107,33 @@ def _pair_cuts(trial: Trial, first: Row, second: Row) -> Iterator[dict[int, AnyC
     if first is second:
         for cut in _cuts(trial, first, (2, 2), (0, 1)):
             yield {0: cut, 1: cut}
-    elif not _clash(first, second):
-        cuts = [*_cuts(trial, first, (2,), (0,))], [*_cuts(trial, second, (2,), (1,))]
-        for one, other in zip(*cuts, strict=False):
+    elif not _mix(first, second):
+        cuts = [[*_cuts(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))]
+        if _meet(first, second):  # what fits together there depends on both
+            cuts = [[*of_row, *_on_the_first(of_row)] for of_row in cuts]
+        for one, other in product(*cuts) if _meet(first, second) else zip(*cuts, strict=False):
             yield {0: one, 1: other}
 
 
-def _clash(first: Row, second: Row) -> bool:
-    """Whether two rows cut one dim of an operand, or ask for reductions of two kinds, which do not commute."""
-    for a, b in zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True):
-        if isinstance(a, S) and isinstance(b, S) and a.dim == b.dim:
-            return True
-        if isinstance(a, Partial) and isinstance(b, Partial) and a != b:
-            return True
-    return False
+def _mix(first: Row, second: Row) -> bool:
+    """Whether two rows ask for reductions of two kinds, which do not commute."""
+    return any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in _pairs(first, second))
+
+
+def _meet(first: Row, second: Row) -> bool:
+    """Whether two rows cut one dim of an operand."""
+    return any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in _pairs(first, second))
+
+
+def _pairs(first: Row, second: Row) -> Iterator[tuple[Entry, Entry]]:
+    return zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)
+
+
+def _on_the_first(cuts: Sequence[AnyCut | None]) -> Iterator[Cut]:
+    """Everything on the first coordinate."""
+    for cut in cuts[:1]:
+        if isinstance(cut, Cut) and cut.length:
+            yield Cut(cut.axes, cut.axis_sizes, (cut.length, *(0,) * (len(cut.sizes) - 1)))
 
 
 NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
@@ -191,20 +204,20 @@ class Trial:
         coordinates = [mesh.get_coordinate() for mesh in meshes]
         try:
             inputs = [self._dealt(i, rows, cuts, shape, coordinates) for i in range(len(self.tensors))]
+            self._outputs(meshes[0], rows, cuts)
         except NotImplementedError:
             return
         report.checked += 1
-        ranks = range(len(meshes))
-        functions = [
-            partial(
-                self._run,
-                [parts[coordinates[r]] for parts in inputs],
-                self._targets(meshes[r], rows, cuts),
-                self._local(meshes[r], rows, cuts),
-            )
-            for r in ranks
-        ]
         try:
+            functions = [
+                partial(
+                    self._run,
+                    [parts[coordinate] for parts in inputs],
+                    self._targets(mesh, rows, cuts),
+                    self._local(mesh, rows, cuts),
+                )
+                for mesh, coordinate in zip(meshes, coordinates, strict=True)
+            ]
             results = on_threads(functions, meshes, SEED)
             problems = [*self._problems(results, meshes, rows, cuts)]
         except Exception as error:
@@ -218,22 +231,24 @@ class Trial:
     ) -> dict[Coordinate, Tensor]:
         entries = [row.inputs[index] for row in rows]
         shares = deal(self.tensors[index], entries, shape)
-        spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, cuts)
+        spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, rows, cuts)
         return {c: part_of(shares[c], spec, c) for c in where}
 
     def _targets(self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None]) -> list[Tensor]:
         """This rank's `out=` arguments."""
-        specs = [_spec(mesh, t, [row.outputs[i] for row in rows], cuts) for i, t in enumerate(self.call.outputs)]
+        specs = self._outputs(mesh, rows, cuts)
         return [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in specs] if self.outs else []
+
+    def _outputs(self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None]) -> list[Spec]:
+        return [_spec(mesh, t, [row.outputs[i] for row in rows], rows, cuts) for i, t in enumerate(self.call.outputs)]
 
     def _local(
         self, mesh: ThreadMesh, rows: Sequence[Row], cuts: Mapping[int, AnyCut | None]
     ) -> Callable[..., Any] | None:
         if self.rule.local is None:
             return None
-        inputs = [_spec(mesh, t, [row.inputs[i] for row in rows], cuts) for i, t in enumerate(self.call.tensors)]
-        outputs = [_spec(mesh, t, [row.outputs[i] for row in rows], cuts) for i, t in enumerate(self.call.outputs)]
-        return self.rule.local(LocalCall(self.call, tuple(inputs), tuple(outputs)))
+        inputs = [_spec(mesh, t, [row.inputs[i] for row in rows], rows, cuts) for i, t in enumerate(self.call.tensors)]
+        return self.rule.local(LocalCall(self.call, tuple(inputs), tuple(self._outputs(mesh, rows, cuts))))
 
     def _problems(
         self,
@@ -249,11 +264,13 @@ class Trial:
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
         for i, value in enumerate(expected):
             entries = [row.outputs[i] for row in rows]
-            yield from self._differences(f"output {i}", value, [one[i] for one in got], entries, meshes, cuts)
+            spec = _spec(meshes[0], _meta(value), entries, rows, cuts)
+            yield from self._differences(f"output {i}", value, [one[i] for one in got], entries, meshes, spec)
         for i in self.call.written:
             entries = [row.inputs[i] for row in rows]
             after = [result[1][i] for result in results]
-            yield from self._differences(f"written input {i}", self.results[1][i], after, entries, meshes, cuts)
+            spec = _spec(meshes[0], _meta(self.results[1][i]), entries, rows, cuts)
+            yield from self._differences(f"written input {i}", self.results[1][i], after, entries, meshes, spec)
 
     def _differences(
         self,
@@ -262,10 +279,9 @@ class Trial:
         got: Sequence[Tensor],
         entries: Sequence[Entry],
         meshes: Sequence[ThreadMesh],
-        cuts: Mapping[int, AnyCut | None],
+        spec: Spec,
     ) -> Iterator[str]:
         coordinates = [mesh.get_coordinate() for mesh in meshes]
-        spec = _spec(meshes[0], _meta(value), entries, cuts)
         for c, part in zip(coordinates, got, strict=True):
             if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
                 yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
@@ -299,20 +315,29 @@ def _meta(value: Any) -> Any:
     return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _spec(mesh: ThreadMesh, meta: TensorMeta, entries: Sequence[Entry], cuts: Mapping[int, AnyCut | None]) -> Spec:
-    """The spec that entries mean for a tensor, given the cut of each axis's factor."""
-    placements: list[Placement] = []
-    order: dict[int, tuple[int, ...]] = {}
-    for axis, entry in enumerate(entries):
-        if not isinstance(entry, S):
-            placements.append(entry)
-            continue
-        length = meta.shape[entry.dim]
-        own = cut_behind(entry, _fitting(cuts[axis], length // (entry.unit * entry.runs), entry), length)
-        assert own is not None, "one row's cut fits"
-        placements.append(own.placements(entry.dim)[axis])
-        order[entry.dim] = own.axes
-    return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, tuple(sorted(order.items())))
+def _spec(
+    mesh: ThreadMesh,
+    meta: TensorMeta,
+    entries: Sequence[Entry],
+    rows: Sequence[Row],
+    cuts: Mapping[int, AnyCut | None],
+) -> Spec:
+    """The spec that entries of some rows mean for a tensor, given the cut of each axis's factor.
+
+    Raises:
+        NotImplementedError: if two rows cut one dim in ways that do not fit together.
+    """
+    fitting = {
+        axis: (rows[axis], _fitting(cuts[axis], meta.shape[entry.dim] // (entry.unit * entry.runs), entry))
+        for axis, entry in enumerate(entries)
+        if isinstance(entry, S)
+    }
+    found = placed(entries, fitting, meta.shape)
+    if found is None:
+        raise NotImplementedError("two rows cut one dim, and their cuts do not fit together")
+    placements, by_dim = found
+    order = tuple((dim, cut.axes) for dim, cut in sorted(by_dim.items()))
+    return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, order)
 
 
 def _fitting(cut: AnyCut | None, steps: int, entry: S) -> AnyCut:
