@@ -82,6 +82,11 @@ def test_an_inner_axis_that_chunks_what_a_ragged_outer_one_leaves_names_no_sizes
     assert Cut((0, 1), (2, 2), (2, 1, 1, 0)).placements(0) == {0: Shard(0, sizes=(3, 1)), 1: Shard(0)}
 
 
+def test_a_cut_is_counted_in_units_only_where_every_piece_is_whole_units() -> None:
+    cut = Cut((0,), (2,), (6, 2))
+    assert cut.divided(2) == Cut((0,), (2,), (3, 1)) and cut.divided(4) is None
+
+
 def test_a_given_order_comes_before_the_strided_spelling() -> None:
     placements = [StridedShard(0, split_factor=2), Shard(0)]
     assert normalize_placements(placements, (2, 2), 1)[1] == ((0, (1, 0)),)
