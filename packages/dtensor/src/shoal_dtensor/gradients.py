@@ -64,8 +64,8 @@ class LikeLeaf:
 
 @lru_cache(maxsize=4096)
 def _target(leaf: Spec, grad: Spec) -> Spec | None:
-    """How a leaf's gradient has to lie; None if it lies so."""
-    if grad.mesh is leaf.mesh and grad.same_layout(leaf):
+    """How a leaf's gradient has to lie; None if it lies so, and says so: `multiple_of` may cut as a plain `Shard`."""
+    if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
     return gradient_spec(_lying_as(leaf, grad))
 
