@@ -225,7 +225,7 @@ def placed(
         both = cut
         if known and cut is not None:
             joined = _shared if getattr(entry.cut, "meets", False) else _joined
-            both = joined(by_dim[entry.dim], cut, shape[entry.dim])
+            both = None if getattr(entry.cut, "alone", False) else joined(by_dim[entry.dim], cut, shape[entry.dim])
         if both is None:
             return None
         known.append(row)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import ClassVar
 
 from ..chunks import Cut, chunk_sizes
 from .rule import OpCall
@@ -101,6 +102,7 @@ class Extend:
 
     before: int
     after: int
+    alone: ClassVar[bool] = True  # no second operand may be cut along the dim: its pieces would lie beside these
 
     def __call__(self, cut: Cut) -> Cut:
         kept = Window(max(0, -self.before), cut.length - max(0, -self.after))
