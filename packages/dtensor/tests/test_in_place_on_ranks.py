@@ -1,4 +1,4 @@
-"""Covers: propagate.py, dispatch.py, redistribute/once.py: writes in place that no row has."""
+"""Covers: propagate.py, dispatch.py, writes.py, copies.py, redistribute/once.py: writes in place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, communication, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    TensorMeta,
+    communication,
+    distribute_tensor,
+)
 from shoal_dtensor.autograd import redistributed
-from shoal_dtensor.errors import CommunicationForbiddenError
-from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError
+from shoal_dtensor.writes import check_outs
+from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
-R, S0 = Replicate(), Shard(0)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 OPS = ("sum", "avg", "max", "min", "product", "norm2")
 
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
@@ -92,3 +103,190 @@ def test_gradients_pass_such_a_write() -> None:
         (y * y).sum().backward()
     grad: Any = many.grad
     torch.testing.assert_close(grad.full_tensor(), one.grad)
+
+
+# --- views that had to be copied follow their base --------------------------------------------------------------------
+
+FOLLOWING: dict[str, Callable[[Any], Any]] = {
+    "flat": lambda x: x.view(-1),
+    "part of the flat": lambda x: x.view(-1)[5:20],
+    "regrouped": lambda x: x.view(4, 9)[1],
+    "split of the flat": lambda x: x.view(-1).split([10, 26])[1],
+    "windows": lambda x: x.unfold(0, 3, 1),
+    "detached": lambda x: x.view(-1).detach(),
+    "strided": lambda x: x.as_strided((4,), (7,)),
+    "diagonal": lambda x: x.diagonal(1),
+    "row": lambda x: x[4],
+}
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x.add_(1),
+    "a part": lambda x: x[1:3].mul_(2),
+    "listed": lambda x: torch._foreach_mul_([x], 3.0),
+    "detached": lambda x: x.detach().zero_(),
+    "twice": lambda x: (x.mul_(2), x.view(-1).sum(), x.sub_(1)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+@on_ranks(4)
+def test_views_follow_writes_to_their_base(name: str) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [
+        (line, [S0]),
+        (line, [S1]),
+        (line, [Shard(0, sizes=(1, 5, 0, 0))]),
+        (square, [S0, S1]),
+        (square, [S1, R]),
+    ]
+    for mesh, placements in layouts:
+        for write in WRITES.values():
+            one = torch.arange(36.0, dtype=torch.float64).sin().reshape(6, 6)
+            many = distribute_tensor(one.clone(), mesh, placements, src_data_rank=None)
+            seen: list[Any] = []
+            for x in (one, many):
+                view = FOLLOWING[name](x)
+                write(x)
+                seen += [view, view + 0, view.sum()]
+            for expected, got in zip(seen[:3], seen[3:], strict=True):
+                torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(4)
+def test_a_copied_view_of_a_tensor_that_has_changed_shape_is_refused() -> None:
+    x = distribute_tensor(torch.ones(6, 6), init_device_mesh("cpu", (4,)), [S1])
+    view = x.view(4, 9)
+    x.unsqueeze_(0)
+    x.add_(1)
+    with pytest.raises(InPlaceError, match="take the view again"):
+        view.sum()
+
+
+# --- the same memory in several places of one call --------------------------------------------------------------------
+
+LISTS: dict[str, Callable[[Any], Any]] = {
+    "twice": lambda x: torch._foreach_add_([x, x], 1.0),
+    "twice, scalars": lambda x: torch._foreach_mul_([x, x], [2.0, 3.0]),
+    "both lists": lambda x: torch._foreach_mul_([x, x.clone()], [x.clone(), x]),
+    "itself": lambda x: torch._foreach_add_([x, x], [x, x]),
+    "overlapping views": lambda x: torch._foreach_mul_([x[:4], x[2:]], 2.0),
+    "view and base": lambda x: torch._foreach_mul_([x[1], x], 2.0),
+    "reads what was written": lambda x: torch._foreach_add_([x, x[0]], [x.clone(), x[1]]),
+    "parts": lambda x: torch._foreach_copy_([x[:2], x[2:4]], [x[3:5], x[4:6]]),
+    "lerp": lambda x: torch._foreach_lerp_([x, x], [x * 2, x * 3], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@on_ranks(4)
+def test_lists_that_hold_one_tensor_twice(name: str) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts: list[tuple[DeviceMesh, list[Placement]]] = [(line, [p]) for p in (S0, S1, Partial(), Partial("max"), R)]
+    layouts += [(line, [Shard(0, sizes=(1, 4, 0, 1))]), (square, [Partial(), S0]), (square, [S0, S1])]
+    for mesh, placements in layouts:
+        one = torch.arange(36.0, dtype=torch.float64).sin().reshape(6, 6)
+        many = laid(one.clone(), mesh, placements)
+        for x in (one, many):
+            LISTS[name](x)
+        torch.testing.assert_close(many.full_tensor(), one, msg=f"{placements}")
+
+
+@on_ranks(4)
+def test_assignments_of_elements_to_themselves() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for placements in ([R], [S0], [S1]):
+        one = torch.arange(36.0).reshape(6, 6)
+        many = distribute_tensor(one.clone(), mesh, placements, src_data_rank=None)
+        x: Any
+        for x in (one, many):
+            x[0, 2:5] += 1
+            x[None, -2, 3:] *= 2
+            x[1:4, 3] -= 5
+        assert torch.equal(many.full_tensor(), one)
+
+
+# --- what torch refuses is refused, on every rank ---------------------------------------------------------------------
+
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "expanded": lambda x: x[0].expand(3, 6).add_(1),
+    "expanded from 1": lambda x: x[:1].expand(4, 6).mul_(2),
+    "expanded, copied to": lambda x: x.unsqueeze(0).expand(2, 6, 6).copy_(x),
+    "expanded in a list": lambda x: torch._foreach_add_([x[0].expand(3, 6)], 1.0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(4)
+def test_writes_to_expanded_tensors_are_refused(name: str) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    ragged: list[Placement] = [Shard(0, sizes=(3, 3)), Shard(1, sizes=(0, 6))]
+    for mesh, placements in ((line, [S0]), (line, [S1]), (line, [R]), (square, ragged)):
+        one = torch.ones(6, 6)
+        many = distribute_tensor(one, mesh, placements, src_data_rank=None)
+        for x in (one, many):
+            with pytest.raises(RuntimeError):
+                REFUSED[name](x)
+        assert torch.equal(many.full_tensor(), torch.ones(6, 6))
+
+
+@on_ranks(4)
+def test_overlaps_do_not_stop_some_ranks_only() -> None:
+    """Torch refuses these; here the arguments are read first, whether they have to move or not."""
+    mesh = init_device_mesh("cpu", (4,))
+    for placements in ([Shard(1, sizes=(0, 0, 6, 0))], [S0]):
+        one = torch.arange(36.0).reshape(6, 6)
+        many = distribute_tensor(one.clone(), mesh, placements, src_data_rank=None)
+        many[1:].add_(many[:-1])
+        one[1:] += one[:-1].clone()
+        assert torch.equal(many.full_tensor(), one)
+
+
+def test_out_of_another_shape_is_refused() -> None:
+    mesh = abstract_mesh((4,), rank=0)
+    with pytest.raises(InPlaceError, match="is not resized"):
+        check_outs(torch.ops.aten.add.out, [Spec(mesh, (S0,), (0,))], [TensorMeta((6, 6), (6, 1), torch.float32)])
+
+
+# --- what autograd has saved ------------------------------------------------------------------------------------------
+
+
+def listed_views(y: Any) -> None:
+    torch._foreach_mul_([y[0], y[1]], 2.0)
+
+
+def descended(y: Any) -> None:
+    options: Any = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+    torch._fused_sgd_([y], [y.clone()], [], **options, nesterov=False, maximize=False, is_first_step=False)
+
+
+SPOILING: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda y: y.add_(1),
+    "a view": lambda y: y[1:].add_(1),
+    "detached": lambda y: y.detach().add_(1),
+    "assigned": lambda y: y.__setitem__(0, 1.0),
+    "out": lambda y: torch.add(y, 1, out=y),
+    "listed": lambda y: torch._foreach_add_([y], 1.0),
+    "listed views": listed_views,
+    "an optimizer's": descended,
+}
+
+
+@pytest.mark.parametrize("name", SPOILING)
+@on_ranks(4)
+def test_a_write_to_what_was_saved_for_backward_is_found(name: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for placement in (R, S0, S1):
+        x: Any = distribute_tensor(torch.ones(6, 6), mesh, [placement]).requires_grad_()
+        y = x * 1
+        z = y * y
+        with torch.no_grad():
+            SPOILING[name](y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+@on_ranks(4)
+def test_writes_to_leaves_are_refused() -> None:
+    x = distribute_tensor(torch.ones(6, 6), init_device_mesh("cpu", (4,)), [S0]).requires_grad_()
+    for write in (lambda: x.add_(1), lambda: x[0].add_(1), lambda: x.__setitem__(0, 1.0)):
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            write()

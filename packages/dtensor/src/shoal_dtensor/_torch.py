@@ -33,6 +33,7 @@ __all__ = [
     "backward_number",
     "bare_step",
     "change_shape",
+    "count_write",
     "decomposition_of",
     "direct",
     "disabled_torch_function",
@@ -46,6 +47,7 @@ __all__ = [
     "recording",
     "set_thread_object",
     "shapes_of",
+    "shares_memory",
     "split",
     "thread_object",
     "view_of",
@@ -304,6 +306,23 @@ def _are_like(result: Any, expected: Sequence[Any]) -> bool:
 def is_view(op: OpOverload) -> bool:
     """Whether the operator's output aliases an input without writing to it."""
     return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of one; also when they are empty, so that all ranks say the same."""
+    if is_tracing():
+        return False
+    storages = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in (one, other)]
+    return bool(storages[0]._cdata == storages[1]._cdata)
+
+
+def count_write(tensors: Any) -> None:
+    """Tell autograd that a tensor, or several, were written to; those of inference mode have no count."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    try:
+        torch._C._increment_version(tensors)
+    except RuntimeError:
+        torch._C._increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:

@@ -16,11 +16,13 @@ from warnings import warn
 from shoal_mesh import purpose
 
 from ._torch import OpOverload, around
+from .copies import follow
 from .policy import current, entered
 from .propagate import Decision, Form, decide, rule_of
 from .redistribute import run_once, write_back
 from .unwrapping import Readers, readers_of, specs_of
 from .wrapping import settled, tensors_in, wrap_all, wrap_dynamic
+from .writes import count_writes, in_turn, one_by_one
 
 __all__ = ["cache_info", "clear_cache", "dispatch"]
 
@@ -118,6 +120,8 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
         for part in result:
             made.append(around(cls, part, decision.outputs[len(made)], False))
         return made
+    if decision.silent:
+        count_writes(decision.silent, args, kwargs)
     return result
 
 
@@ -130,11 +134,7 @@ def _first_seen(cls: Any, op: OpOverload) -> _Known:
 
 
 def _decided(call: _Call, known: _Known, key: tuple[Any, ...]) -> Any:
-    """Decide a call that was not seen before, remember how, and run it.
-
-    The decision is kept before it runs, so that a failing local call is not decided anew; what the first result shows
-    is kept after.
-    """
+    """Decide a call that was not seen before, remember how, lest a failing local call is decided anew, and run it."""
     scope = current()
     tensors = enumerate(tensors_in([*call.args, *call.kwargs.values()]))
     copies = frozenset(i for i, item in tensors if isinstance(item, call.cls.copied_view))
@@ -145,33 +145,33 @@ def _decided(call: _Call, known: _Known, key: tuple[Any, ...]) -> Any:
 
 
 def _general(call: _Call, decision: Decision, first: tuple[_Known, tuple[Any, ...]] | None = None) -> Any:
-    """Run a decision with redistributed inputs, several kinds of outputs, a decomposition, or for the first time.
-
-    `first` is where the decision is kept, so that what its first result shows can be remembered.
-    """
+    """Run any decision; `first` is where it is kept, so that what its first result shows can be remembered."""
     cls, op, args, kwargs, local, named = call
     if decision.composite:
         with entered(current().changed(plain_is_replicated=True)):
             return decision.call(*args, **kwargs)
     if decision.plans:
+        if decision.each and in_turn([move.within(args, kwargs) for move in decision.plans], decision.silent, args):
+            return one_by_one(op, args, kwargs)
         local, named = _moved(call, decision)
     result = decision.call(*local, **named)
     for move in decision.back:
         (results, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
         write_back(move.plan, results[at], owners[at])
+    count_writes(decision.silent, args, kwargs)
     made = cls.copied_view if decision.copied else cls
-    if decision.form is _ONE and first is None and not decision.dynamic:
+    if decision.form is _ONE and first is None and not decision.dynamic and not decision.copied:
         return around(made, result, decision.outputs[0], False)
     originals = [*tensors_in([*args, *kwargs.values()])]
     if decision.dynamic:
         return wrap_dynamic(cls, result, originals)
     specs = decision.outputs
     if first:
-        known, key = first
         specs = settled(op, specs, decision.aliased, [*tensors_in([result])])
         if specs != decision.outputs:
-            known.decisions[key] = replace(decision, outputs=specs)
-    return wrap_all(made, result, iter(zip(specs, decision.aliased, strict=True)), originals)
+            first[0].decisions[first[1]] = replace(decision, outputs=specs)
+    made = wrap_all(made, result, iter(zip(specs, decision.aliased, strict=True)), originals)
+    return follow(op, args, kwargs, made) if decision.copied else made
 
 
 def _moved(call: _Call, decision: Decision) -> tuple[list[Any], dict[str, Any]]:

@@ -6,7 +6,7 @@ Nothing here touches values, and nothing here knows an operator by name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from .policy import Scope
 from .redistribute import Plan, plan
 from .rules import LocalCall, OpCall, Rule, flatten
 from .spec import Spec, TensorMeta
+from .structure import indices_at, is_list, metas_of, numbered, places_of, specs_in
+from .writes import check_outs, check_writes, despite_overlap
 
 __all__ = ["Decision", "Form", "decide", "rule_of"]
 
@@ -74,6 +76,8 @@ class Decision:
         reason: what collectives of the redistributions are for, as debug modes and errors of the mesh layer repeat it.
         special: whether the call is not just the function on local tensors and wrappers around what it returns.
         notice: what to warn of when it runs.
+        silent: the arguments that an operator writes to which returns nothing: torch does not count these writes.
+        each: whether such an operator does the same to every element of its lists, one after the other.
     """
 
     form: Form
@@ -88,6 +92,8 @@ class Decision:
     reason: str = ""
     special: bool = True
     notice: str = ""
+    silent: tuple[int | str, ...] = ()
+    each: bool = False
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -129,8 +135,8 @@ def decide(
         if composite is not None:
             return Decision(Form.OTHER, composite, composite=True)
         rule = _without_rule(op, scope)
-    specs = (*_specs(args), *_specs(tuple(kwargs.values())))
-    outs = tuple(_specs(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
+    specs = (*specs_in(args), *specs_in(tuple(kwargs.values())))
+    outs = tuple(specs_in(tuple(kwargs[a.name] for a in op._schema.arguments if a.is_out and a.name in kwargs)))
     inputs = specs[: len(specs) - len(outs)]
     build = _without_memory(args, kwargs)
     metas = _global_outputs(op, build, specs[0].mesh.device_type)
@@ -139,8 +145,9 @@ def decide(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
             f"pass replicated tensors, or use the form that returns its result"
         )
+    check_outs(op, outs, metas)
     tensors = tuple(spec.tensor_meta for spec in inputs)
-    call = OpCall(op, _metas(args), {name: _metas(value) for name, value in kwargs.items()}, tensors, metas)
+    call = OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, metas)
     if rule is _LOCAL:
         decided = _as_the_first(call, inputs)
     elif rule.each:
@@ -177,14 +184,14 @@ def _whole(spec: Spec) -> Spec:
 
 def _each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Assignment:
     """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
-    numbered, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
-    places = [_numbered(value, numbered) for value in values]
-    count = max(len(value) for value in values if _is_list(value))
+    numbers, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
+    places = [numbered(value, numbers) for value in values]
+    count = max(len(value) for value in values if is_list(value))
     decided: list[Spec | None] = [None] * len(inputs)
     outputs: list[Spec | None] = [None] * len(call.outputs)
     for i in range(count):
-        element = [value[i] if _is_list(value) and value else value for value in values]
-        indices = [j for place in places for j in _indices(place, i)]
+        element = [value[i] if is_list(value) and value else value for value in values]
+        indices = [j for place in places for j in indices_at(place, i)]
         results = range(i, len(call.outputs), count)
         sub = OpCall(
             call.op,
@@ -220,14 +227,10 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     pairs = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in pairs)
     notice = _obey(call.op, specs, plans, request.scope)
-    places = [*_places(enumerate(call.args)), *_places(call.kwargs.items())]
+    places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())]
     moves = tuple(Move(*places[i], way) for i, way in plans)
     writes = (*call.written, *range(len(decided.inputs), len(specs)))
-    if request.copies.intersection(writes):
-        raise InPlaceError(
-            f"{call.op} writes to a view whose base had to be redistributed to take it, so the write would not "
-            f"reach the base; write to the base itself, or redistribute the base before taking the view"
-        )
+    check_writes(call.op, specs, writes, request.copies)
     local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
     aliased = _aliased(call, writes, len(decided.outputs))
     copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies) or rule.copies)
@@ -236,9 +239,13 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     form = _form(call, aliased)
     special = bool(moves) or dynamic or copied or form is Form.OTHER
     run = direct(call.op, request.build, call.outputs) if local is None else local
+    if form is Form.SAME and len(specs) > 1 and not decided.inputs[0].even:
+        run = despite_overlap(run)
     reason = f"{call.op}({', '.join(map(repr, specs))})" if any(way.collectives for _, way in plans) else ""
     back = tuple(Move(*places[i], plan(b, a)) for i, a, b in pairs if i in writes)
-    return Decision(form, run, decided.outputs, moves, aliased, copied, dynamic, False, back, reason, special, notice)
+    silent = tuple(dict.fromkeys(places[i][0] for i in writes)) if form is Form.PLAIN else ()
+    made = Decision(form, run, decided.outputs, moves, aliased, copied, dynamic, False, back, reason, special, notice)
+    return replace(made, silent=silent, each=rule.each) if silent else made
 
 
 def _outs_as(made: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
@@ -332,48 +339,7 @@ def _empty(value: Any, device: torch.device) -> Any:
         return device
     if isinstance(value, torch.Generator):
         return None  # shapes do not depend on it, and kernels without memory refuse one
-    return [_empty(item, device) for item in value] if _is_list(value) else value
-
-
-def _metas(value: Any) -> Any:
-    if isinstance(value, Spec):
-        return value.tensor_meta
-    return tuple(_metas(item) for item in value) if _is_list(value) else value
-
-
-def _specs(value: Any) -> Iterator[Spec]:
-    if isinstance(value, Spec):
-        yield value
-    elif _is_list(value):
-        for item in value:
-            yield from _specs(item)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
-
-
-def _places(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:
-    """Where each tensor is: the position or name of its argument, its index there if that is a list."""
-    for place, value in arguments:
-        if isinstance(value, TensorMeta):
-            yield place, None
-        elif _is_list(value):
-            yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
-
-
-def _numbered(value: Any, numbers: Iterator[int]) -> Any:
-    """The structure of an argument with each tensor replaced by its flat index."""
-    if isinstance(value, TensorMeta):
-        return next(numbers)
-    return [_numbered(item, numbers) for item in value] if _is_list(value) else None
-
-
-def _indices(place: Any, element: int) -> Iterator[int]:
-    """The flat indices that element `element` of a `foreach` call reads from an argument."""
-    found = place[element] if isinstance(place, list) and place else place
-    if isinstance(found, int):
-        yield found
+    return [_empty(item, device) for item in value] if is_list(value) else value
 
 
 def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:

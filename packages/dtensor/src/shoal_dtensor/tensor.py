@@ -14,9 +14,10 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh import safe_globals as mesh_globals
 
 from . import checkpoint
-from ._torch import apply, around, disabled_torch_function, is_tracing, split, whole_when_compiled
+from ._torch import apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
+from .copies import followed
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch
 from .errors import PlacementError
@@ -229,7 +230,10 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         if has_lists(index):
             index = with_lists(index, self._replicated)
-        super().__setitem__(*without_numbers(index, value, self.shape))
+        made, value = without_numbers(index, value, self.shape)
+        if made is not index and isinstance(value, DTensor) and shares_memory(value, self):
+            value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
+        super().__setitem__(made, value)
 
     def _replicated(self, whole: torch.Tensor) -> Any:
         mesh = self._spec.mesh
@@ -324,6 +328,7 @@ DTensor.__torch_dispatch__ = MethodType(dispatch, DTensor)
 DTensor.copied_view = _CopiedView
 DTensor.pending = _Pending
 DTensor.local_slot = DTensor.__dict__["_local_tensor"]
+_CopiedView._local_tensor = followed(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
 
 
 @whole_when_compiled
