@@ -1,4 +1,4 @@
-"""Covers: the layer as a whole: random chains of operators on random shardings equal one device.
+"""Covers: the layer as a whole, and testing/programs: random programs on random shardings equal one device.
 
 Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it): integers that the
 interpreter reduces modulo whatever is legal.
@@ -19,6 +19,8 @@ from torch import Tensor
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor.testing.programs import Program as Lines
+from shoal_dtensor.testing.programs import compose, hunt, on_one, on_ranks, shrink
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
 
@@ -216,3 +218,76 @@ def test_random_programs_equal_one_device(program: Program) -> None:
 @given(PROGRAM)
 def test_many_random_programs_equal_one_device(program: Program) -> None:
     rank_pool(4).run(compare, program)
+
+
+# --- programs of lines: a larger vocabulary, writes among it ----------------------------------------------------------
+
+# Found by hunting, each once wrong.
+HUNTED: dict[str, Lines] = {
+    "a placement that cuts as another does": Lines(
+        (4,), ("x = leaf(0, (3,), [Shard(0, multiple_of=2)])", "y = x * leaf(1, (3,), [Shard(0, sizes=(2, 1, 0, 0))])")
+    ),
+    "elements assigned to themselves": Lines(
+        (4,), ("x = real(0, (2, 6), [Replicate()])", "y = leaf(1, (1,), [Shard(0)])", "x[None, -2, 5:] += y")
+    ),
+    "two operands of cat, cut by two axes": Lines(
+        (2, 2),
+        (
+            "x = leaf(3, (4,), [Shard(0, sizes=(1, 3)), Replicate()])",
+            "y = leaf(4, (3,), [Replicate(), Shard(0, sizes=(3, 0))])",
+            "z = torch.cat([x, y], -1)",
+        ),
+    ),
+    "two operands of cat, one of them empty": Lines(
+        (2, 2),
+        (
+            "x = leaf(3, (4,), [Shard(0, sizes=(1, 3)), Replicate()])",
+            "y = leaf(4, (0,), [Shard(0), Shard(0)], order=((0, (1, 0)),))",
+            "z = torch.cat([x, y], -1)",
+        ),
+    ),
+    "a copied view of what is written later": Lines(
+        (2, 2),
+        (
+            "x = real(0, (4, 6), [Shard(0), Shard(1)])",
+            "y = x.view(24)[3:20]",
+            "x.mul_(2)",
+            "z = y * leaf(1, (17,), [Shard(0), Replicate()])",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUNTED)
+def test_hunted_programs(name: str) -> None:
+    assert on_ranks([HUNTED[name]]) == [""]
+
+
+def test_a_program_is_the_same_everywhere_and_prints_itself() -> None:
+    program = compose(3)
+    assert program == compose(3) != compose(5)
+    found: dict[str, Any] = {}
+    exec(program.script(), found)
+    assert found["PROGRAM"] == program
+
+
+def test_a_program_that_differs_is_found_and_cut_down() -> None:
+    wrong = "z = x * (1 if type(x) is torch.Tensor else 2)"
+    program = Lines((4,), ("x = leaf(0, (3,), [Shard(0)])", "y = x + 1", wrong, "y.mul_(2)"))
+    (found,) = on_one([program])
+    assert "wrong: z" in found
+    assert shrink(program, found)[0].lines == (program.lines[0], wrong)
+
+
+def test_composed_programs_equal_one_device() -> None:
+    programs = [compose(seed) for seed in range(40)]
+    for program, found in zip(programs, on_ranks(programs), strict=True):
+        assert not found or found.startswith("refused"), f"{found}\n{program.script()}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("first", range(1000, 5000, 500))
+def test_many_composed_programs_equal_one_device(first: int) -> None:
+    found = [*map(str, hunt(range(first, first + 500)))]
+    assert not found, "\n".join(found)
