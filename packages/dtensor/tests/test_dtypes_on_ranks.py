@@ -95,3 +95,26 @@ def test_random_numbers_in_a_partial_tensor() -> None:
             x.uniform_(1, 2)
             torch.manual_seed(1)
             assert torch.equal(x.full_tensor(), torch.empty(x.shape).uniform_(1, 2))
+
+
+@on_ranks(4)
+def test_products_of_complex_numbers() -> None:
+    whole = torch.randn(8, 6, dtype=torch.complex128)
+    for placements in LAYOUTS:
+        results = []
+        for x in (put(whole, placements).requires_grad_(), whole.clone().requires_grad_()):
+            made: Any = [x.prod(0), x.prod(1), x.prod()]
+            sum(one.abs().sum() for one in made).backward()
+            results.append([*made, x.grad])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got.full_tensor(), expected)
+
+
+@on_ranks(4)
+def test_nothing_has_no_extremum() -> None:
+    for placements in ([Replicate()], [Shard(0)], [Shard(1)]):
+        x = put(torch.zeros(0, 6), placements)
+        for function in (torch.max, torch.min, torch.amax, torch.argmin):
+            with pytest.raises((RuntimeError, IndexError), match=r"numel|non-zero size"):
+                function(x)
+        assert x.amax(1).shape == (0,)

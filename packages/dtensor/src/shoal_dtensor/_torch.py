@@ -22,6 +22,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
+    "DATA",
+    "REQUIRES_GRAD",
     "Build",
     "DataDependentError",
     "FakeTensor",
@@ -40,6 +42,7 @@ __all__ = [
     "in_backward",
     "is_all_zero",
     "is_tracing",
+    "is_transformed",
     "is_view",
     "make_wrapper",
     "operator_database",
@@ -78,6 +81,9 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # The binding below the method of the same name, which is in Python and takes 2 us to come to it.
 split: Callable[..., Any] = torch._C.TensorBase.split
+# Of every tensor, below what a subclass makes of them; assigning DATA takes over shape and dtype of the other tensor.
+DATA: Any = torch._C.TensorBase.data
+REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 def in_backward() -> bool:
@@ -132,7 +138,13 @@ def _stash_takes_over() -> bool:
 
 def is_all_zero(tensor: torch.Tensor) -> bool:
     """Whether a plain tensor has only zeros; while tracing, where values are not known, it is taken to have."""
-    return isinstance(tensor, FakeTensor) or not tensor.any()
+    return isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.any()
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is how `vmap` or `grad` sees another one, possibly a DTensor."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)

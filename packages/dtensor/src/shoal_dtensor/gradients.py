@@ -17,14 +17,22 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from ._torch import accumulating_leaf, apply, at_end_of_backward, backward_number, set_thread_object, thread_object
+from ._torch import (
+    accumulating_leaf,
+    apply,
+    at_end_of_backward,
+    backward_number,
+    is_transformed,
+    set_thread_object,
+    thread_object,
+)
 from .autograd import Redistribute, gradient_spec, pending, redistributed
 from .placements import Replicate
 from .redistribute import Batch, Plan, Queued, plan, run, run_all
 from .spec import Spec
 from .wrapping import wrap
 
-__all__ = ["LikeLeaf", "gradients_deferred", "later"]
+__all__ = ["gradients_deferred", "later", "lay_gradient"]
 
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
@@ -44,6 +52,8 @@ class LikeLeaf:
         if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
             return None
         made = grad
+        if is_transformed(grad):  # several gradients at once: nothing is accumulated
+            return None
         if not isinstance(grad, self.cls):  # zeros that a formula made: the same on every rank
             mesh = self.spec.mesh
             made = wrap(self.cls, grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype))
@@ -68,6 +78,16 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
     return gradient_spec(_lying_as(leaf, grad))
+
+
+def lay_gradient(cls: Any, leaf: Any) -> None:
+    """Have the gradient of a leaf lie as the leaf does now: one hook, however often this is called."""
+    hooks = leaf._backward_hooks or {}
+    for name, hook in hooks.items():
+        if type(hook) is LikeLeaf:
+            hooks[name] = LikeLeaf(cls, leaf._spec)
+            return
+    leaf.register_hook(LikeLeaf(cls, leaf._spec))
 
 
 def _lying_as(leaf: Spec, grad: Spec) -> Spec:

@@ -19,7 +19,7 @@ def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         made = view(tensor, *args, **kwargs)
         change_shape(op, tensor, *args, **kwargs)
-        tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+        tensor._become(made._local_tensor, made._spec)
         return tensor
 
     return run

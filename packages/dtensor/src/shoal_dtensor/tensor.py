@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -14,14 +13,25 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh import safe_globals as mesh_globals
 
 from . import checkpoint
-from ._torch import apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
+from ._torch import (
+    DATA,
+    REQUIRES_GRAD,
+    apply,
+    around,
+    disabled_torch_function,
+    is_tracing,
+    shares_memory,
+    split,
+    whole_when_compiled,
+)
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .copies import followed
+from .copying import deep_copy, rebuild, reduce
 from .crossing import global_spec, mesh_or_current, target_spec
 from .dispatch import dispatch
 from .errors import PlacementError
-from .gradients import LikeLeaf, gradients_deferred, later
+from .gradients import gradients_deferred, later, lay_gradient
 from .indexing import has_lists, with_lists, without_numbers
 from .per_dim import Placements
 from .placements import PICKLED, Placement, Replicate, norm_order
@@ -182,23 +192,34 @@ class DTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """Record operations on this tensor; a leaf's gradient will lie as the leaf does before any hook sees it."""
-        was = self.requires_grad
         super().requires_grad_(requires_grad)
-        if requires_grad and not was and self.is_leaf:
-            self.register_hook(LikeLeaf(DTensor, self._spec))  # type: ignore[no-untyped-call]  # torch gives it no types
+        if requires_grad and self.is_leaf:
+            lay_gradient(DTensor, self)
         return self
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    requires_grad = property(REQUIRES_GRAD.__get__, _set_requires_grad)
 
     @property
     def data(self) -> Any:
-        """The tensor without its autograd history; assigning replaces the local part and the layout."""
+        """The tensor without its autograd history; assigning replaces the local part, the layout, shape and dtype."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, DTensor) or value.shape != self.shape:
-            got = f"{type(value).__name__} of shape {tuple(value.shape)}"
-            raise PlacementError(f"data: expected a DTensor of shape {tuple(self.shape)}, got {got}")
-        self._local_tensor, self._spec = value._local_tensor, value._spec
+        if not isinstance(value, DTensor):
+            raise PlacementError(f"data: expected a DTensor, got {type(value).__name__} of shape {tuple(value.shape)}")
+        local, spec = value._local_tensor, value._spec
+        DATA.__set__(self, value)
+        self._become(local, spec)
+
+    def _become(self, local: torch.Tensor, spec: Spec) -> None:
+        """Take another local part and layout; torch knows shape and dtype already."""
+        self._local_tensor, self._spec = local, spec
+        if self.requires_grad and self.is_leaf:
+            lay_gradient(DTensor, self)
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists of numbers, the same on every rank."""
@@ -241,29 +262,22 @@ class DTensor(torch.Tensor):
         return wrap(DTensor, whole.to(self._local_tensor.device), spec)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d tensor")
         return iter(self.unbind(0))
 
+    def __format__(self, wanted: str) -> str:
+        return format(self.item(), wanted) if wanted and not self.ndim else object.__format__(self, wanted)
+
     def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
-        return (
-            f"DTensor(local_tensor={self._local_tensor}, device_mesh={self._spec.mesh}, placements={self.placements})"
-        )
+        local = self._local_tensor
+        return f"DTensor(local_tensor={local!r}, device_mesh={self._spec.mesh}, placements={self.placements})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        if not self.is_leaf:
-            raise RuntimeError("only leaf tensors can be deep-copied; detach first")
-        found = memo.get(id(self))
-        if found is not None:
-            return found  # type: ignore[no-any-return]  # memo holds what this method put there
-        result = DTensor(copy.deepcopy(self._local_tensor, memo), self._spec, requires_grad=self.requires_grad)
-        memo[id(self)] = result
-        result.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if self.grad is not None:
-            result.grad = copy.deepcopy(self.grad, memo)
-        return result
+        return deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        is_parameter = bool(getattr(self, "_is_param", False))
-        return _rebuild, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
+        return reduce(DTensor, self)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self._spec, self.requires_grad)
@@ -362,14 +376,7 @@ def safe_globals() -> list[Any]:
         >>> with torch.serialization.safe_globals(safe_globals()):
         ...     pass  # torch.load("model.pt"); add_safe_globals(safe_globals()) is for good
     """
-    return [_rebuild, Spec, *PICKLED, *mesh_globals()]
-
-
-def _rebuild(local: torch.Tensor, spec: Spec, requires_grad: bool, is_parameter: bool) -> DTensor:
-    result = DTensor(local, spec, requires_grad=requires_grad)
-    if is_parameter:
-        result._is_param = True  # the mark that makes isinstance(x, nn.Parameter) true
-    return result
+    return [rebuild, DTensor, Spec, *PICKLED, *mesh_globals()]
 
 
 @contextmanager

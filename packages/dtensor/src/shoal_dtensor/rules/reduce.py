@@ -141,9 +141,15 @@ def _deviation(decided: LocalCall) -> LocalFunction | None:
     return filling_out(decided.call, run)
 
 
+def _multiplied(call: OpCall) -> list[Row]:
+    """No collective multiplies complex numbers: they are whole along what is reduced."""
+    is_complex = call.outputs[0].dtype.is_complex
+    return [*_rows(call, None if is_complex else (P("product"),)), *_partials("product")]
+
+
 def _extremum(decided: LocalCall) -> LocalFunction | None:
-    """The operator itself, except on an empty shard: there the value that never wins."""
-    if 0 not in decided.inputs[0].local_shape:
+    """The operator itself, except on an empty shard of what is not empty: there the value that never wins."""
+    if 0 not in decided.inputs[0].local_shape or not _count(decided):
         return None
     spec = decided.outputs[0]
     largest = "amax" in decided.call.op.__name__ or "max" in decided.call.op.__name__
@@ -244,7 +250,7 @@ REDUCE: Table = family(
         "sum": _reduction("sum", "sum", "avg"),
         "nansum": _reduction("sum"),
         "mean": Rule(lambda call: [*_rows(call, (P("sum"),)), *unrounded(_partials("sum", "avg"), call)], _mean),
-        "prod": _reduction("product", "product"),
+        "prod": Rule(_multiplied),
         "amax": _reduction("max", "max", local=_extremum),
         "amin": _reduction("min", "min", local=_extremum),
         "max.default max.unary_out": _reduction("max", "max", local=_extremum),
