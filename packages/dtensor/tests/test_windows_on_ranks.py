@@ -246,3 +246,21 @@ def test_a_convolutional_network_exchanges_borders_only(shape: tuple[int, ...], 
     for one, other in zip((x, *spread), plain, strict=True):
         assert isinstance(one.grad, DTensor)
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+@on_ranks(4)
+def test_channels_last_stays_channels_last() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+
+    def features(x: Any, weight: Any) -> list[Any]:
+        made = F.conv2d(x.contiguous(memory_format=torch.channels_last), weight, padding=1)
+        return [made, made.permute(0, 2, 3, 1).view(2, -1), made.flatten(1)]
+
+    images, kernels = real(2, 4, 6, 5), real(8, 4, 3, 3)
+    expected = features(images, kernels)
+    for cut in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        for spread in (Replicate(), Shard(0), Shard(1)):
+            x, weight = (distribute_tensor(t, mesh, [p]) for t, p in ((images, cut), (kernels, spread)))
+            for got, want in zip(features(x, weight), expected, strict=True):
+                assert got.stride() == want.stride()
+                torch.testing.assert_close(got.full_tensor(), want)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -78,12 +79,11 @@ def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> An
 # torch has the same in C++, made for its own DTensor: 0.7 us where the above takes 1.1.
 around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
 disabled_torch_function = torch._C._disabled_torch_function_impl
+DATA: Any = torch._C.TensorBase.data  # these two: below what a subclass makes of them
+REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 # The binding below the method of the same name, which is in Python and takes 2 us to come to it.
 split: Callable[..., Any] = torch._C.TensorBase.split
-# Of every tensor, below what a subclass makes of them; assigning DATA takes over shape and dtype of the other tensor.
-DATA: Any = torch._C.TensorBase.data
-REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
 
 def in_backward() -> bool:
@@ -236,6 +236,14 @@ def _as_on_cpu(op: OpOverload, args: Sequence[Any], result: Any) -> Any:
     return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
 
 
+def _as_convolved(op: OpOverload, args: Sequence[Any], result: Any) -> Any:
+    """A meta kernel's result with the strides of kernels, which the meta kernel of convolutions does not know."""
+    if op._schema.name != "aten::convolution" or result.ndim != 4:  # in three dims the CPU's are contiguous
+        return result
+    found = torch.channels_last in [suggest_memory_format(tensor) for tensor in args[:2]]
+    return result.contiguous(memory_format=torch.channels_last) if found else result
+
+
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """What an operator returns for global tensors, without memory or values, and out of sight of the user's modes.
 
@@ -251,7 +259,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
-            result = op(*args, **kwargs)
+            result = _as_convolved(op, args, op(*args, **kwargs))
             return _as_on_cpu(op, args, result) if device_type == "cpu" else result
         except (NotImplementedError, RuntimeError):
             pass

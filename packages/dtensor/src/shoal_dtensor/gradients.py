@@ -52,9 +52,9 @@ class LikeLeaf:
         if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
             return None
         made = grad
-        if is_transformed(grad):  # several gradients at once: nothing is accumulated
-            return None
         if not isinstance(grad, self.cls):  # zeros that a formula made: the same on every rank
+            if is_transformed(grad):  # several gradients at once: nothing is accumulated
+                return None
             mesh = self.spec.mesh
             made = wrap(self.cls, grad, Spec(mesh, (Replicate(),) * mesh.ndim, grad.shape, grad.stride(), grad.dtype))
         found = made._spec

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import Spec, TensorMeta
+from ..spec import Spec, TensorMeta, contiguous_stride
 from .halo import Halo, Sliding, narrowed, widened
 from .local import cutting, filling_out, replacing
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
@@ -125,6 +125,17 @@ def _local_groups(call: OpCall, weight: Spec) -> int:
     return int(call["groups"]) if call["groups"] == 1 else weight.local_shape[0] // max(per_group, 1)
 
 
+def _laid(decided: LocalCall) -> LocalFunction | None:
+    """A result in the memory format that the whole has, whatever pieces of the operands suggest to the kernel."""
+    convolve, made = _convolve(decided), decided.outputs[0]
+    is_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in (made, *decided.inputs[:2])]
+    if all(is_contiguous) or "out" in decided.call.bound:
+        return convolve
+    wanted = torch.contiguous_format if is_contiguous[0] else torch.channels_last
+    function = convolve or decided.call.op
+    return lambda *args, **kwargs: function(*args, **kwargs).contiguous(memory_format=wanted)
+
+
 def _convolve(decided: LocalCall) -> LocalFunction | None:
     call, (source, weight), made = decided.call, decided.inputs[:2], decided.outputs[0]
     halos, nothing = _halos(call, source), _zeros(decided, [True])
@@ -198,7 +209,7 @@ def _of_bias(gradient: Tensor, channel: int) -> Tensor:
 
 CONV: Table = family(
     {
-        "convolution": Rule(_forward, _convolve),
+        "convolution": Rule(_forward, _laid),
         "convolution_backward": Rule(_backward, _convolve_backward),
     }
 )

@@ -18,7 +18,7 @@ __all__ = ["SOFTMAX"]
 
 def _rows(call: OpCall, reductions: int) -> list[Row]:
     made = call.outputs[0]
-    if not made.ndim:
+    if not made.ndim or not made.dtype.is_floating_point:  # no kernel: all ranks learn it from the whole tensor
         return []
     dim = call.dim()
     traffic = reductions * made.dtype.itemsize * prod(made.shape) // max(made.shape[dim], 1)
