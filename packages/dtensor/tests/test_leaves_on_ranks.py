@@ -119,6 +119,10 @@ def test_attributes_survive_copies_and_pickles() -> None:
     norm = torch.linalg.vector_norm(x.detach())
     assert norm.item() > 0  # is remembered until it is written to, which is nobody else's business
     assert "_reduced" not in pickle.loads(pickle.dumps(norm)).__dict__
+    view = x.detach().view(2, 10)  # could not stay a view of five rows on four ranks: it follows its base
+    for made in (copy.deepcopy(view), pickle.loads(pickle.dumps(view))):
+        assert not made.__dict__
+        assert torch.equal(made.full_tensor(), sample(5, 4).view(2, 10))
 
 
 @on_ranks(4)

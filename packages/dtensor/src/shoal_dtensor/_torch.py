@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils._pytree as pytree
 from torch._ops import OpOverload
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -22,9 +21,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._meta import as_kernels_make_it
+
 __all__ = [
-    "DATA",
-    "REQUIRES_GRAD",
+    "BASE",
     "Build",
     "DataDependentError",
     "FakeTensor",
@@ -79,8 +79,7 @@ def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> An
 # torch has the same in C++, made for its own DTensor: 0.7 us where the above takes 1.1.
 around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
 disabled_torch_function = torch._C._disabled_torch_function_impl
-DATA: Any = torch._C.TensorBase.data  # these two: below what a subclass makes of them
-REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
+BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them
 
 # The binding below the method of the same name, which is in Python and takes 2 us to come to it.
 split: Callable[..., Any] = torch._C.TensorBase.split
@@ -211,39 +210,6 @@ def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-# Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small dtypes have float32 ones.
-_WITH_STATISTICS = frozenset(
-    {
-        "aten::_batch_norm_no_update",
-        "aten::_batch_norm_with_update",
-        "aten::_native_batch_norm_legit",
-        "aten::_native_batch_norm_legit_no_training",
-        "aten::native_batch_norm",
-        "aten::native_group_norm",
-        "aten::native_layer_norm",
-    }
-)
-
-
-def _as_on_cpu(op: OpOverload, args: Sequence[Any], result: Any) -> Any:
-    """A meta kernel's result with the dtypes of the CPU's kernel: float32 statistics if a parameter is float32."""
-    if op._schema.name == "aten::native_group_norm_backward" and result[0] is not None:
-        return (result[0].to(args[1].dtype), *result[1:])
-    if op._schema.name not in _WITH_STATISTICS or args[0].dtype not in (torch.bfloat16, torch.float16):
-        return result
-    mixed = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 for arg in args)
-    dtype = torch.float32 if mixed else args[0].dtype
-    return (result[0], *(t.to(dtype) if t.is_floating_point() else t for t in result[1:]))
-
-
-def _as_convolved(op: OpOverload, args: Sequence[Any], result: Any) -> Any:
-    """A meta kernel's result with the strides of kernels, which the meta kernel of convolutions does not know."""
-    if op._schema.name != "aten::convolution" or result.ndim != 4:  # in three dims the CPU's are contiguous
-        return result
-    found = torch.channels_last in [suggest_memory_format(tensor) for tensor in args[:2]]
-    return result.contiguous(memory_format=torch.channels_last) if found else result
-
-
 def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     """What an operator returns for global tensors, without memory or values, and out of sight of the user's modes.
 
@@ -259,8 +225,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
-            result = _as_convolved(op, args, op(*args, **kwargs))
-            return _as_on_cpu(op, args, result) if device_type == "cpu" else result
+            return as_kernels_make_it(op._schema.name, args, op(*args, **kwargs), device_type)
         except (NotImplementedError, RuntimeError):
             pass
         with _fake_mode():

@@ -15,7 +15,8 @@ from .spec import Spec
 
 __all__ = ["deep_copy", "rebuild", "reduce"]
 
-_REMEMBERED = "_reduced"  # what a partial norm was when it was last asked for: found anew
+# What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
+_OWN = frozenset({"_reduced", "_source"})
 
 
 def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
@@ -50,4 +51,4 @@ def rebuild(cls: Any, local: torch.Tensor, spec: Spec, requires_grad: bool, attr
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
-    return {name: value for name, value in tensor.__dict__.items() if name != _REMEMBERED}
+    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}

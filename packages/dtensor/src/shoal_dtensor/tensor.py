@@ -13,17 +13,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh import safe_globals as mesh_globals
 
 from . import checkpoint
-from ._torch import (
-    DATA,
-    REQUIRES_GRAD,
-    apply,
-    around,
-    disabled_torch_function,
-    is_tracing,
-    shares_memory,
-    split,
-    whole_when_compiled,
-)
+from ._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .chunks import ShardOrder
 from .copies import followed
@@ -197,10 +187,7 @@ class DTensor(torch.Tensor):
             lay_gradient(DTensor, self)
         return self
 
-    def _set_requires_grad(self, requires_grad: bool) -> None:
-        self.requires_grad_(requires_grad)
-
-    requires_grad = property(REQUIRES_GRAD.__get__, _set_requires_grad)
+    requires_grad = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
 
     @property
     def data(self) -> Any:
@@ -212,7 +199,7 @@ class DTensor(torch.Tensor):
         if not isinstance(value, DTensor):
             raise PlacementError(f"data: expected a DTensor, got {type(value).__name__} of shape {tuple(value.shape)}")
         local, spec = value._local_tensor, value._spec
-        DATA.__set__(self, value)
+        BASE.data.__set__(self, value)
         self._become(local, spec)
 
     def _become(self, local: torch.Tensor, spec: Spec) -> None:
