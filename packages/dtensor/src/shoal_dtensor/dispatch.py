@@ -69,9 +69,8 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
 
     Args:
         cls: the DTensor class; its attribute `copied_view` is the subclass of views that do not alias their base.
-        op: the overload.
         types: the types of the tensors among the arguments that have a `__torch_dispatch__`, each once.
-        args, kwargs: the arguments, DTensors among them.
+        op, args, kwargs: the overload and its arguments, DTensors among them.
     """
     try:
         known = current().decisions[id(op)]  # an overload's own hash is a Python function

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal_mesh.errors import RankError
+from shoal_mesh import RankError
 from shoal_mesh.testing import rank_pool
 
 from ..ranks import on_threads, thread_meshes
