@@ -10,8 +10,8 @@ import torch
 
 HOW = (
     "The entries are those of torch's own operator database (`op_db`). For each: all samples in the widest dtype, with "
-    "at least 48 cases together; one sample with every combination of its tensors' placements on one axis, up to 512; "
-    "at most four samples with sizes that divide evenly, four of the in-place form, one in each other dtype; on four "
+    "at least 24 cases together; one sample with every combination of its tensors' placements on one axis, up to 128; "
+    "at most two samples with sizes that divide evenly, two of the in-place form, one in each other dtype; on four "
     "gloo ranks as a mesh of 4 and of 2 x 2. A case lays out each tensor as one of: replicated, cut along any dim "
     "(evenly or not, with empty shards), cut raggedly, partial. It is right if outputs and gradients of all inputs "
     "are, on every rank, those of a single device. Lists of positions that torch reads on the host before any dispatch "
