@@ -18,9 +18,10 @@ from torch import Tensor
 RANKS = 4
 MESHES = ((4,), (2, 2))
 # A partial tensor is 2x on the first coordinate of an axis, -x on the second, zero elsewhere: an exact sum, and an
-# operator that is not linear cannot get away with working on the parts.
+# operator that is not linear cannot get away with working on the parts.  Over a second axis it is all on the first
+# coordinate: 4x - 2x - 2x + x is not exact in every order, and a minimum that is compared with itself shows it.
 WEIGHTS = (2, -1, 0, 0)
-FIRST_ALONE = (1, 0, 0, 0)  # for values that are not finite
+FIRST_ALONE = (1, 0, 0, 0)  # over a second axis, and for values that are not finite
 MOVING = ("all_gather", "all_to_all", "broadcast", "scatter", "send", "recv")
 
 # Tensors after so many are lists of positions that torch reads on the host, before any dispatch: they stay plain.
@@ -79,8 +80,9 @@ class System:
         value = tensor.detach()
         for axis in partial:
             at = self.mesh(mesh).get_local_rank(axis)
-            rest = value if FIRST_ALONE[at] else torch.zeros_like(value)
-            value = torch.where(value.isfinite(), value * WEIGHTS[at], rest)
+            alone = value if FIRST_ALONE[at] else torch.zeros_like(value)
+            first = axis == partial[0]
+            value = torch.where(value.isfinite(), value * WEIGHTS[at], alone) if first else alone
         kept = [self.whole if axis in partial else placement for axis, placement in enumerate(placements)]
         made = self.make(value.clone(), self.mesh(mesh), kept, src_data_rank=None)
         if partial:

@@ -394,3 +394,19 @@ def test_a_local_tensor_that_requires_grad_can_be_gathered_inside_an_op_when_une
     sharded = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(8, 6), stride=(6, 1))
     product: Any = sharded.t() @ sharded
     assert torch.equal(product.full_tensor(), full.t() @ full)
+
+
+@on_ranks(4)
+def test_an_operator_whose_shapes_the_data_say_sees_whole_batches() -> None:
+    """`lstsq` has residuals or none, by the rank of the matrices: its batches are not computed in parts."""
+    mesh = init_device_mesh("cpu", (4,))
+    generator = torch.Generator().manual_seed(1)
+    wholes = [torch.randn(3, 4, 3, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2)]
+    parts: list[Any] = [distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_() for w in wholes]
+    expected, found = torch.linalg.lstsq(*wholes), torch.linalg.lstsq(*parts)
+    expected.solution.square().sum().backward()
+    found.solution.square().sum().backward()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other.full_tensor(), one)
+    for whole, part in zip(wholes, parts, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), whole.grad)

@@ -159,6 +159,8 @@ def decide(
 
 def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
     mesh, rows = _common_mesh(call.op, operands.specs + operands.outs), rule.rows(call)
+    if _data_say(call) and not rule.dynamic:  # what ranks make of their parts would not fit together
+        rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
     found = assign(rows, operands, mesh)
     for lay in (_reduced, _whole):  # what is written to, anew: the result goes back to where the tensor lies
         if found is None:
@@ -172,6 +174,12 @@ def _assigned(rule: Rule, call: OpCall, operands: Operands) -> Assignment:
             f"{', '.join(map(repr, operands.specs))} no result can be written there; use the out-of-place form"
         )
     return found
+
+
+def _data_say(call: OpCall) -> bool:
+    """Whether the operator returns tensors whose shapes only the data say."""
+    returned = [r.type.kind() for r in call.op._schema.returns]
+    return not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned)
 
 
 def _reduced(spec: Spec) -> Spec:
@@ -234,8 +242,7 @@ def _decision(rule: Rule, call: OpCall, specs: tuple[Spec, ...], decided: Assign
     local = rule.local(LocalCall(call, decided.inputs, decided.outputs)) if rule.local is not None else None
     aliased = _aliased(call, writes, len(decided.outputs))
     copied = is_view(call.op) and (bool(plans) or decided.traffic or bool(request.copies) or rule.copies)
-    returned = [r.type.kind() for r in call.op._schema.returns]
-    dynamic = rule.dynamic or (not call.outputs and any(kind in ("TensorType", "ListType") for kind in returned))
+    dynamic = rule.dynamic or _data_say(call)
     form = _form(call, aliased)
     special = bool(moves) or dynamic or copied or form is Form.OTHER
     run = direct(call.op, request.build, call.outputs) if local is None else local
