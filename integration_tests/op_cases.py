@@ -10,6 +10,7 @@ them, while the others wait in a collective, costs this case and no other.
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 import sys
 import warnings
@@ -19,8 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import count, islice
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from integration_tests.op_systems import Shoal, System, Torch, spread
@@ -140,13 +140,18 @@ def sweep_part(
         part: which cases.
         peer: test torch's own DTensor.
         patience: seconds for a case, after which the rank ends itself.
-        progress: a folder in which rank 0 writes its letters and the case that it is at, so that they survive its end.
+        progress: a file in which rank 0 writes each case before it runs and its letter after it, a line a case, so that
+            they survive its end.
 
     Raises:
         OutOfStep: this rank has finished a case and the others have not for long.
     """
     warnings.simplefilter("ignore")
-    info, system = entry(name, variant), _system(peer)
+    with open(progress if progress and torch.distributed.get_rank() == 0 else os.devnull, "w") as done:
+        return _walk(entry(name, variant), _system(peer), part, patience, done)
+
+
+def _walk(info: Any, system: System, part: Part, patience: float, done: TextIO) -> Answer:
     answer = Answer(0, "", [])
     chosen = _chosen(info, system, part)
     answer.samples = len(chosen)
@@ -154,18 +159,16 @@ def sweep_part(
     walked = 0
     for number, sample in list(enumerate(chosen))[part.start : part.stop]:
         tried = Sample(system, info, sample, inplace=part.name == "inplace")
-        seed = f"{name}.{variant}/{part.name}/{number}"
+        seed = f"{info.name}.{info.variant_test_name}/{part.name}/{number}"
         for mesh, placements in tried.every(part.every, seed) if part.every else tried.some(each, seed, number):
             walked += 1
             if walked <= part.skip:
                 continue
-            told = progress if torch.distributed.get_rank() == 0 else ""
-            if told:
-                (Path(told) / "case").write_text(tried.told(mesh, placements))
+            done.write(tried.told(mesh, placements))
+            done.flush()
             with _in_step(patience):
                 answer.letters += tried.verdict(mesh, placements, answer.notes)
-            if told:
-                (Path(told) / "letters").write_text(answer.letters)
+            done.write(f"\t{answer.letters[-1]}\n")
     return answer
 
 

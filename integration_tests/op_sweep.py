@@ -27,14 +27,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from integration_tests.op_cases import Answer, Part, sweep_part
+from integration_tests.op_cases import Answer, Part, dtype_of, sweep_part
 from integration_tests.op_page import Result, moved, page, told
 from integration_tests.op_systems import RANKS
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out"
 FURTHER = ("float32", "bfloat16", "float16", "complex128", "complex64", "int64", "int32", "uint8", "bool")
-WIDEST = ("float64", "float32", "complex128", "int64", "bool")
 CHUNK = 24  # samples per job
 GIVEN_UP = 4  # hangs or crashes, after which the rest of a part is left out
 ORDER = "lrgiwf"  # verdicts from good to bad: a case is as bad as on its worst rank
@@ -62,10 +61,9 @@ def sweep_entry(info: Any, parts: Sequence[Part], *, peer: bool, patience: float
     variant = info.variant_test_name
     result = Result(f"{info.name}{'.' + variant if variant else ''}")
     start = time.perf_counter()
-    taken = {str(d).removeprefix("torch.") for d in info.supported_dtypes("cpu")}
-    widest = next((d for d in WIDEST if d in taken), "")
+    widest = dtype_of(info, Part("main"))
     for part in parts:
-        if not part.dtype or (part.dtype in taken and part.dtype != widest):
+        if not part.dtype or dtype_of(info, part) not in (None, widest):
             _sweep_part(info, part, peer, patience, result)
     result.seconds = round(time.perf_counter() - start, 1)
     return result
@@ -95,21 +93,22 @@ def _run(info: Any, part: Part, peer: bool, patience: float) -> Answer:
     """One job on all ranks; if it ends a rank, what rank 0 had written down and one failed case."""
     from shoal_mesh.testing import rank_pool
 
-    with tempfile.TemporaryDirectory() as progress:
+    with tempfile.NamedTemporaryFile("r") as progress:
         try:
             found = rank_pool(RANKS).run(
                 sweep_part,
                 *(info.name, info.variant_test_name, part),
                 peer=peer,
                 patience=patience,
-                progress=progress,
+                progress=progress.name,
                 timeout=None,  # each case has its own
             )
         except Exception as error:  # whatever ends a rank is the finding
-            case, letters = ((Path(progress) / name) for name in ("case", "letters"))
+            *lines, case = progress.read().split("\n")
+            letters = "".join(line[-1] for line in lines)
             text = re.sub(r"\n--- rank [1-9].*", "", str(error), flags=re.DOTALL)
-            note = f"{case.read_text() if case.exists() else 'no case'} {type(error).__name__}: {text[:3000]}"
-            return Answer(-1, (letters.read_text() if letters.exists() else "") + "f", [note])
+            note = f"{case or 'no case'} {type(error).__name__}: {text[:3000]}"
+            return Answer(-1, f"{letters}f", [note])
     return together(found)
 
 
