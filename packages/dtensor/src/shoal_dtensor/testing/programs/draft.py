@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from .program import Machine, Program
 
 __all__ = ["Draft", "Skip"]
+
+T = TypeVar("T")
 
 LARGEST = 1500  # elements
 BOUND = 1e4  # of values: beyond, rounding errors would count
@@ -91,7 +93,7 @@ class Draft:
         """True in this share of cases."""
         return self.random.random() < share
 
-    def pick(self, items: Sequence[Any]) -> Any:
+    def pick(self, items: Sequence[T]) -> T:
         """One of several.
 
         Raises:

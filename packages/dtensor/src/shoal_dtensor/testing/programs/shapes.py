@@ -46,16 +46,14 @@ def turned(d: Draft, x: str) -> str:
     order = list(range(ndim))
     d.random.shuffle(order)
     a, b = d.dim(x), d.dim(x)
-    return str(
-        d.pick(
-            [
-                f"{x}.permute({tuple(order)})",
-                f"{x}.transpose({a}, {b})",
-                f"{x}.movedim({a}, {b})",
-                f"{x}.swapaxes({a}, {b})",
-                f"{x}.mT",
-            ]
-        )
+    return d.pick(
+        [
+            f"{x}.permute({tuple(order)})",
+            f"{x}.transpose({a}, {b})",
+            f"{x}.movedim({a}, {b})",
+            f"{x}.swapaxes({a}, {b})",
+            f"{x}.mT",
+        ]
     )
 
 
@@ -168,7 +166,7 @@ def joined(d: Draft) -> str:
 
 def moved(d: Draft) -> str:
     x = d.any()
-    form = d.pick(
+    return d.pick(
         [
             f"{x}.flip({d.dim(x)})",
             f"{x}.roll({d.integer(-5, 5)}, {d.dim(x)})",
@@ -181,13 +179,10 @@ def moved(d: Draft) -> str:
             f"{x}.roll(2)",
         ]
     )
-    return str(form)
 
 
 def copied(d: Draft) -> str:
-    return str(d.pick(["{}.detach()", "{}.clone()", "{}.contiguous()", "{} * 1.0", "torch.zeros_like({})"])).format(
-        d.any()
-    )
+    return d.pick(["{}.detach()", "{}.clone()", "{}.contiguous()", "{} * 1.0", "torch.zeros_like({})"]).format(d.any())
 
 
 def laid(d: Draft) -> str:
@@ -212,15 +207,13 @@ def picked(d: Draft) -> str:
         return f"{x}.index_select({dim}, {index})"
     if d.chance(0.3):
         return f"{x}[{before}{numbers}]" if numbers else f"{x}[{before}{other}]"
-    return str(
-        d.pick(
-            [
-                f"{x}[{before}{index}]",
-                f"{x}[{before}{other}]",
-                f"{x}[..., None][{before}{index}]",
-                f"{x}.take({index} % 2)",
-            ]
-        )
+    return d.pick(
+        [
+            f"{x}[{before}{index}]",
+            f"{x}[{before}{other}]",
+            f"{x}[..., None][{before}{index}]",
+            f"{x}.take({index} % 2)",
+        ]
     )
 
 

@@ -31,14 +31,14 @@ def unary(d: Draft) -> str:
         "{}.sign()",
     ]
     if d.chance(0.6):
-        return str(d.pick(smooth)).format(x)
-    return str(d.pick(kinked)).format(d.away(x, 0, -0.5, 0.5, 0.25, 1, -1))
+        return d.pick(smooth).format(x)
+    return d.pick(kinked).format(d.away(x, 0, -0.5, 0.5, 0.25, 1, -1))
 
 
 def scalar(d: Draft) -> str:
     x, n = d.any(), d.number()
     form = d.pick(["{} + {}", "{} * {}", "{1} - {0}", "{} / {}", "torch.add({}, {}, alpha=2)", "{} - {}"])
-    return str(form).format(x, n)
+    return form.format(x, n)
 
 
 def binary(d: Draft) -> str:
@@ -56,7 +56,7 @@ def binary(d: Draft) -> str:
             "torch.hypot({}, {} + 3)",
         ]
     )
-    return str(form).format(*((x, y) if d.chance(0.7) else (y, x)))
+    return form.format(*((x, y) if d.chance(0.7) else (y, x)))
 
 
 def promoted(d: Draft) -> str:
@@ -131,7 +131,7 @@ def extreme(d: Draft) -> str:
             "{}.kthvalue(1, {}).values",
         ]
     )
-    return str(form).format(x, d.dim(x)) if d.chance(0.85) else f"{x}.max()"
+    return form.format(x, d.dim(x)) if d.chance(0.85) else f"{x}.max()"
 
 
 def product(d: Draft) -> str:
@@ -202,7 +202,7 @@ def ordered(d: Draft) -> str:
     x = d.distinct(d.filled(d.real(1)))
     dim = d.dim(x)
     k = d.integer(1, d[x].shape[dim])
-    form = d.pick(
+    return d.pick(
         [
             f"{x}.sort({dim}).values",
             f"{x}.sort({dim}, descending=True).values",
@@ -212,7 +212,6 @@ def ordered(d: Draft) -> str:
             f"{x}.cummax({dim}).values",
         ]
     )
-    return str(form)
 
 
 def normed(d: Draft) -> str:
@@ -263,8 +262,8 @@ def norm_of_list(d: Draft) -> str:
 
 def complexes(d: Draft) -> str:
     x = d.any(lambda t: t.is_complex())
-    return str(
-        d.pick(["{}.real", "{}.imag", "{}.conj() * (1 + 2j)", "{}.mul(2 - 1j)", "torch.view_as_real({}).sum(-1)"])
+    return d.pick(
+        ["{}.real", "{}.imag", "{}.conj() * (1 + 2j)", "{}.mul(2 - 1j)", "torch.view_as_real({}).sum(-1)"]
     ).format(x)
 
 

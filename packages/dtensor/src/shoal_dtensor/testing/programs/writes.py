@@ -40,16 +40,16 @@ def place(d: Draft, ndim: int = 0) -> str:
 
 def number(d: Draft) -> str:
     form = d.pick(["{}.add_({})", "{}.mul_({})", "{} -= {}", "{}.div_({})", "{}.fill_({})", "{}.sub_({}, alpha=2)"])
-    return str(form).format(place(d), d.number())
+    return form.format(place(d), d.number())
 
 
 def smooth(d: Draft) -> str:
     x = place(d)
     if d.chance(0.3):
         d.away(x, 0, 0.5, -0.5)
-        return str(d.pick(["{}.relu_()", "{}.abs_()", "{}.clamp_(-0.5, 0.5)"])).format(x)
-    return str(
-        d.pick(["{}.tanh_()", "{}.sigmoid_()", "{}.neg_()", "{}.zero_()", "{}.square_()", "F.silu({}, inplace=True)"])
+        return d.pick(["{}.relu_()", "{}.abs_()", "{}.clamp_(-0.5, 0.5)"]).format(x)
+    return d.pick(
+        ["{}.tanh_()", "{}.sigmoid_()", "{}.neg_()", "{}.zero_()", "{}.square_()", "F.silu({}, inplace=True)"]
     ).format(x)
 
 
@@ -70,23 +70,21 @@ def other(d: Draft) -> str:
             "{}.lerp_({} * 1.0, 0.25)",
         ]
     )
-    return str(form).format(x, y)
+    return form.format(x, y)
 
 
 def itself(d: Draft) -> str:
     """What is read and what is written share memory where torch defines the result."""
     x = place(d)
-    return str(
-        d.pick(
-            [
-                "{0}.add_({0})",
-                "{0}.mul_({0}.flip(0))",
-                "{0}.copy_({0} * 2)",
-                "{0}.add_({0}.sum())",
-                "{0}.mul_({0}.detach().clone())",
-                "{0}.sub_({0}.clone())",
-            ]
-        )
+    return d.pick(
+        [
+            "{0}.add_({0})",
+            "{0}.mul_({0}.flip(0))",
+            "{0}.copy_({0} * 2)",
+            "{0}.add_({0}.sum())",
+            "{0}.mul_({0}.detach().clone())",
+            "{0}.sub_({0}.clone())",
+        ]
     ).format(x)
 
 
@@ -193,15 +191,13 @@ def out(d: Draft) -> str:
     if d[x].requires_grad:
         raise Skip("out= with a gradient")
     y = d.any(lambda t: t.shape == d[x].shape and t.dtype == d[x].dtype and not t.requires_grad)
-    return str(
-        d.pick(
-            [
-                "torch.add({0}, {0}, out={1})",
-                "torch.mul({0}, 2, out={1})",
-                "torch.sin({0}, out={1})",
-                "torch.add({1}, {0}, out={1})",
-            ]
-        )
+    return d.pick(
+        [
+            "torch.add({0}, {0}, out={1})",
+            "torch.mul({0}, 2, out={1})",
+            "torch.sin({0}, out={1})",
+            "torch.add({1}, {0}, out={1})",
+        ]
     ).format(y, x)
 
 
@@ -218,29 +214,25 @@ def listed(d: Draft) -> str:
             "torch._foreach_zero_({})",
         ]
     )
-    return str(form).format(pair, f"{x}.detach().clone()", f"{y}.detach().clone()")
+    return form.format(pair, f"{x}.detach().clone()", f"{y}.detach().clone()")
 
 
 def reshaped(d: Draft) -> str:
     x = target(d)
-    return str(
-        d.pick([f"{x}.unsqueeze_(0)", f"{x}.squeeze_()", f"{x}.t_()", f"{x}.transpose_({d.dim(x)}, {d.dim(x)})"])
-    )
+    return d.pick([f"{x}.unsqueeze_(0)", f"{x}.squeeze_()", f"{x}.t_()", f"{x}.transpose_({d.dim(x)}, {d.dim(x)})"])
 
 
 def scanned(d: Draft) -> str:
     x = place(d, 1)
-    return str(
-        d.pick(
-            [
-                f"{x}.cumsum_({d.dim(x)})",
-                f"{x}.tril_()",
-                f"{x}.fill_diagonal_(2)",
-                f"{x}.uniform_()",
-                f"{x}.normal_()",
-                f"{x}.bernoulli_(0.5)",
-            ]
-        )
+    return d.pick(
+        [
+            f"{x}.cumsum_({d.dim(x)})",
+            f"{x}.tril_()",
+            f"{x}.fill_diagonal_(2)",
+            f"{x}.uniform_()",
+            f"{x}.normal_()",
+            f"{x}.bernoulli_(0.5)",
+        ]
     )
 
 
