@@ -29,14 +29,14 @@ RANKS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def third_party(session: nox.Session) -> Path:
-    """The site-packages folder shared by all sessions; made anew when what it should hold changes."""
+    """The site-packages folder shared by all sessions; installed again when what it should hold changes."""
     project = nox.project.load_toml(ROOT / "pyproject.toml")
     groups = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build")
     wanted = sorted({name for group in groups for name in nox.project.dependency_groups(project, group)})
-    told = "\n".join([sys.version, *wanted, (ROOT / "constraints.txt").read_text()])
+    stamp_text = "\n".join([sys.version, *wanted, (ROOT / "constraints.txt").read_text()])
     home = ROOT / ".nox" / "third-party"
     stamp = home / "installed.sha256"
-    digest = hashlib.sha256(told.encode()).hexdigest()
+    digest = hashlib.sha256(stamp_text.encode()).hexdigest()
     home.parent.mkdir(exist_ok=True)
     with FileLock(home.with_suffix(".lock")):  # sessions may run side by side
         if not stamp.exists() or stamp.read_text() != digest:
@@ -75,10 +75,12 @@ def pytest(session: nox.Session, *args: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Format, style, banned names."""
+    """Format, style, banned names and words, the map of folders."""
     install(session)
     session.run("python", "-m", "ruff", "format", "--check", ".")
     session.run("python", "-m", "ruff", "check", ".")
+    session.run("python", "docs/words.py")
+    session.run("python", "docs/where.py", "--check")
 
 
 @nox.session
@@ -191,7 +193,7 @@ def bench(session: nox.Session) -> None:
 def coverage(session: nox.Session, package: str) -> None:
     """Line coverage of one package by its own tests, on the ranks of the pool too."""
     install(session, package)
-    # Ranks are measured by a hook at interpreter start; coverage's own lies in the shared folder, where none is run.
+    # Ranks are measured by a hook at interpreter start; coverage's own is in the shared folder, where none is run.
     hook = site_packages(Path(session.virtualenv.location)) / "zz_coverage.pth"
     hook.write_text("import coverage; coverage.process_startup()\n")
     rc = ("--rcfile=coverage.rc", f"--data-file={Path(session.create_tmp()).resolve() / 'coverage'}")
@@ -207,6 +209,36 @@ def op_sweep(session: nox.Session) -> None:
     """Every operator of torch's database on 4 ranks against one device; writes docs/op_coverage.md."""
     install(session, *STACK)
     session.run("python", "-m", "integration_tests.op_sweep", *session.posargs, env=RANKS_ENV)
+
+
+@nox.session(default=False)
+def module_sweep(session: nox.Session) -> None:
+    """Every module and optimizer of torch's databases on 4 ranks; writes docs/module_coverage.md."""
+    install(session, *STACK)
+    support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
+    session.run(
+        "python", "-m", "integration_tests.module_sweep", *session.posargs, env={**RANKS_ENV, "PYTHONPATH": support}
+    )
+
+
+@nox.session(default=False)
+def verify_sweep(session: nox.Session) -> None:
+    """What `verify` says of plans of transformers against what happens on ranks; writes docs/verify_coverage.md."""
+    install(session, *STACK)
+    support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
+    args = ("-m", "integration_tests.verify_sweep", *session.posargs)
+    session.run("python", *args, env={**RANKS_ENV, "PYTHONPATH": support})
+
+
+@nox.session(default=False)
+def hunt(session: nox.Session) -> None:
+    """Random programs against one device: `nox -s hunt -- random_programs FIRST COUNT`.
+
+    Of operators (`random_programs`), or of modules, plans and optimizers (`integration_tests.random_modules`).
+    """
+    install(session, *STACK)
+    support = os.pathsep.join(str(path) for path in ROOT.glob("packages/*/tests/support"))
+    session.run("python", "-m", *session.posargs, env={**RANKS_ENV, "PYTHONPATH": support})
 
 
 @nox.session(default=False, reuse_venv=False, python="3.11")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import Partial, Placement, Shard
-from shoal_dtensor.redistribute.pricing import Links
-from shoal_dtensor.spec import Spec
+from shoal_dtensor.layout.spec import Spec
+from shoal_dtensor.redistribute.step_cost import Links
 
 __all__ = ["price", "to_torch", "torch_meshes", "torch_steps"]
 
@@ -58,7 +58,7 @@ def torch_steps(mesh: Any, src: Spec, dst: Spec, *, min_cost: bool) -> list[Any]
 def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, int]:
     """Seconds, bytes received by a rank and collectives of torch's steps, under shoal's model (even shapes)."""
     whole = prod(src.shape) * src.dtype.itemsize
-    cuts = {axis for cut in src.cuts for axis in cut.axes}
+    cuts = {axis for cut in src.dim_shardings for axis in cut.axes}
     seconds, received, collectives = 0.0, 0.0, 0
     for info in steps:
         axes = tuple(getattr(info, "original_mesh_dims", (info.mesh_dim,)))

@@ -1,4 +1,4 @@
-"""Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [create|groups|overhead|import]`.
+"""Meshes and collectives beside torch, in one run: `python benchmarks/mesh.py [shared|create|groups|overhead|import]`.
 
 Tables of torch, shoal and their ratio; times are the best of several, because this is about software overhead.
 """
@@ -13,6 +13,7 @@ import timeit
 import tracemalloc
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,7 +187,51 @@ def _fastest(code: str) -> float:
     return min(float(run.stdout) for run in runs)
 
 
-TABLES = {"create": creation, "groups": groups, "overhead": overhead, "import": import_time}
+def _both_ways() -> list[tuple[str, int, float, float]]:
+    """On a rank: name, bytes, and microseconds through gloo and as shoal does it."""
+    torch.set_num_threads(1)
+    size = dist.get_world_size()
+    comm, rows = shoal_mesh.comm_over(tuple(range(size))), []
+    for nbytes in (1 << 10, 1 << 20, 16 << 20):
+        x, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4 * size)
+        small, parts = torch.empty(nbytes // 4 // size), list(torch.ones(nbytes // 4).chunk(size))
+        into = list(torch.empty(nbytes // 4).chunk(size))
+        for name, gloo, ours in (
+            ("all_reduce", partial(dist.all_reduce, x), partial(shoal_mesh.all_reduce_, x, comm)),
+            ("all_gather", partial(dist.all_gather_into_tensor, out, x), partial(shoal_mesh.all_gather, x, comm)),
+            (
+                "reduce_scatter",
+                partial(dist.reduce_scatter_tensor, small, x),
+                partial(shoal_mesh.reduce_scatter, x, comm),
+            ),
+            ("all_to_all", partial(dist.all_to_all, into, parts), partial(shoal_mesh.all_to_all, x, comm, 0, 0)),
+        ):
+            best = [float("inf")] * 2
+            for _ in range(7):
+                for i, run in enumerate((gloo, ours)):
+                    x.fill_(1.0)
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    for _ in range(5):
+                        run()
+                    best[i] = min(best[i], (time.perf_counter() - begin) / 5 * 1e6)
+            rows.append((name, nbytes, *best))
+    return rows
+
+
+def shared() -> None:
+    """Ranks of one host: at least 10x gloo at 1 KiB, 5x at 1 MiB, 2x at 16 MiB."""
+    rows: list[tuple[int, str, str, float, float, float]] = []
+    for size in (2, 4):
+        with RankPool(size) as pool:
+            for name, nbytes, gloo, ours in pool.run(_both_ways)[0]:
+                rows.append((size, name, f"{nbytes >> 10} KiB", gloo, ours, gloo / ours))
+    report("mesh_shared", ["ranks", "collective", "bytes", "gloo (us)", "shoal (us)", "gloo/shoal"], rows)
+    for kib, least in (("1 KiB", 10), ("1024 KiB", 5), ("16384 KiB", 2)):
+        bar(f"at least {least}x gloo at {kib}", all(row[-1] >= least for row in rows if row[2] == kib))
+
+
+TABLES = {"shared": shared, "create": creation, "groups": groups, "overhead": overhead, "import": import_time}
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

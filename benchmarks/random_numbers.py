@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from _timing import race, report
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
-from shoal_dtensor.rng import Fill, draw, random_mode
+from shoal_dtensor.rng.draw import draw
+from shoal_dtensor.rng.fill import Fill
+from shoal_dtensor.rng.modes import random_mode
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import rank_pool
 
@@ -87,7 +89,7 @@ def cost() -> None:
 
 
 def placements() -> None:
-    """How the default's cost depends on where the part lies: what comes before it is skipped, not drawn."""
+    """How the default's cost depends on where the shard begins: what comes before it is skipped, not drawn."""
     rivals: dict[str, Callable[[], object]] = {"torch, the part alone": lambda: torch.randn(1024, 4096)}
     for rank in range(WAYS):
         rivals[f"rows, rank {rank}"] = drawing(Shard(0), "single_device", (), rank)

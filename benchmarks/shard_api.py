@@ -24,8 +24,18 @@ import torch.distributed as dist
 from _timing import report
 
 from shoal_mesh import launch
-from shoal_shard_api import EnumerableShardingSpec, ShardedTensor
-from shoal_shard_api.testing import chunk, enumerable
+from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardMetadata
+
+
+def chunk(dim: int, ranks: Sequence[int] = range(4)) -> ChunkShardingSpec:
+    """One dim sharded into one chunk per rank."""
+    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+
+
+def enumerable(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
+    """Shards as (offsets, sizes, rank)."""
+    return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{rank}/cpu") for o, s, rank in shards])
+
 
 SHAPE = (4096, 4096)  # 64 MiB of float32
 ROUNDS = 21

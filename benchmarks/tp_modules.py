@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,9 @@ from shoal_dtensor import DTensor, clip_grad_norm_, local_step
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from shoal_tp_styles.testing import HandCopy, HandReduce
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packages" / "tp-styles" / "tests" / "support"))
+from by_hand import HandCopy, HandReduce  # the same by hand as in the tests of memory
 
 WORLD = 4
 DIM, HIDDEN, HEADS = 16, 32, 4

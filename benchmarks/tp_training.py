@@ -164,6 +164,21 @@ def by_phase(works: dict[str, Phases], rounds: int) -> dict[str, dict[str, float
     }
 
 
+def in_turns(works: dict[str, Phases], steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of each candidate in all rounds; within a round they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                for each in work.values():
+                    each()
+            dist.barrier()
+            seconds[name].append((time.perf_counter() - start) / steps)
+    return seconds
+
+
 def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
     """On every rank: rates of all rounds, bytes and phases of each candidate."""
     dim, hidden, heads, layers, batch, length, steps = SIZES[size]
@@ -173,22 +188,15 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
     works = {}
     for name, model in models(dim, hidden, heads, layers).items():
         work = works[name] = phases(name, model, x)
-        found[name] = {"saved": saved_bytes(model, x), "rates": []}
+        found[name] = {"saved": saved_bytes(model, x)}
         found[name]["parameters"] = sum(p.numel() * p.element_size() for p in local_parameters(model))
         for _ in range(3):
             for each in work.values():
                 each()
         # What the threads of gloo still hold differs from run to run: the least of some.
         found[name]["peak"] = min(peak_bytes(work) for _ in range(4))
-    for _ in range(rounds):
-        for name, work in works.items():
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(steps):
-                for each in work.values():
-                    each()
-            dist.barrier()
-            found[name]["rates"].append(steps * batch * length / (time.perf_counter() - start))
+    for name, seconds in in_turns(works, steps, rounds).items():
+        found[name]["rates"] = [batch * length / each for each in seconds]
     for name, times in by_phase(works, rounds).items():
         found[name]["phases"] = times
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "packages" / "dtensor" / "tests" / "support"))  # random specs, for hunts and sweeps
 
 
 @dataclass(frozen=True, slots=True)

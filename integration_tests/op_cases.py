@@ -3,7 +3,7 @@
 A case is one sample of an operator with placements for each of its tensors, on a mesh of 4 or of 2 x 2 ranks.  Its
 verdict is one letter: `l`, `r`, `g` right (without collectives, with reductions only, with values gathered or
 exchanged), `w` wrong, `f` an error, `i` a write that was refused, because it would have had to change how the
-written tensor lies.  All ranks walk the same cases in step: after each case they meet, so that an error on some of
+written tensor is placed.  All ranks walk the same cases in step: after each case they meet, so that an error on some of
 them, while the others wait in a collective, costs this case and no other.
 """
 
@@ -164,9 +164,9 @@ def _walk(info: Any, system: System, part: Part, patience: float, done: TextIO) 
             walked += 1
             if walked <= part.skip:
                 continue
-            done.write(tried.told(mesh, placements))
+            done.write(tried.described(mesh, placements))
             done.flush()
-            with _in_step(patience):
+            with in_step(patience):
                 answer.letters += tried.verdict(mesh, placements, answer.notes)
             done.write(f"\t{answer.letters[-1]}\n")
     return answer
@@ -196,7 +196,7 @@ class OutOfStep(Exception):
 
 
 @contextmanager
-def _in_step(patience: float) -> Iterator[None]:
+def in_step(patience: float) -> Iterator[None]:
     """A case that all ranks finish before the next begins; this process ends if it takes longer than `patience`."""
     faulthandler.dump_traceback_later(patience, exit=True)
     yield

@@ -12,8 +12,8 @@ HOW = (
     "The entries are those of torch's own operator database (`op_db`). For each: all samples in the widest dtype, with "
     "at least 24 cases together; one sample with every combination of its tensors' placements on one axis, up to 128; "
     "at most two samples with sizes that divide evenly, two of the in-place form, one in each other dtype; on four "
-    "gloo ranks as a mesh of 4 and of 2 x 2. A case lays out each tensor as one of: replicated, cut along any dim "
-    "(evenly or not, with empty shards), cut raggedly, partial. It is right if outputs and gradients of all inputs "
+    "gloo ranks as a mesh of 4 and of 2 x 2. A case places each tensor as one of: replicated, sharded along any dim "
+    "(evenly or not, with empty shards), sharded raggedly, partial. It is right if outputs and gradients of all inputs "
     "are, on every rank, those of a single device. Lists of positions that torch reads on the host before any dispatch "
     "(the second argument of `tensor_split`) stay plain tensors."
 )
@@ -67,7 +67,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f} %" if whole else "-"
 
 
-def told(results: Sequence[Result]) -> str:
+def described(results: Sequence[Result]) -> str:
     """The figures in one paragraph."""
     tried = [r for r in results if r.tried]
     good, counts = sum(r.good for r in tried), total(tried)
@@ -108,8 +108,9 @@ def page(results: Sequence[Result], sample: Sequence[Result], peer: Sequence[Res
         f"The sweep takes {minutes:.0f} minutes of four ranks on two cores; `-- --share 1/2` and `-- --share 2/2` side "
         f"by side take less, and `nox -s op_sweep` then writes the page from both. Of {len(results)} entries, {state}.",
         "",
-        f"**shoal:** {told(results)}. {total(results)['i']} more in-place writes were refused with an `InPlaceError`, "
-        "because they would have had to change how the written tensor lies.",
+        f"**shoal:** {described(results)}. {total(results)['i']} more in-place writes were refused with an "
+        "`InPlaceError`, "
+        "because they would have had to change the layout of the written tensor.",
         "",
         f"{moved(results)}.",
         "",
@@ -138,9 +139,9 @@ def _beside(sample: Sequence[Result], peer: Sequence[Result]) -> list[str]:
         "refusals to write in place count as shoal's do; an error on some ranks while the others wait counts as one "
         "failed case, and after four of these the rest of a part is left out.",
         "",
-        f"**shoal:** {told(sample)}. {moved(sample)}.",
+        f"**shoal:** {described(sample)}. {moved(sample)}.",
         "",
-        f"**torch:** {told(peer)}. {moved(peer)}.",
+        f"**torch:** {described(peer)}. {moved(peer)}.",
         "",
         *_by_part(sample, peer),
     ]

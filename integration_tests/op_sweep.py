@@ -7,9 +7,10 @@
     python -m integration_tests.op_sweep --sample --peer      # the same on torch's own DTensor, for the page
 
 For every entry: all samples, in the widest dtype; one of them with every combination of placements; samples of even
-sizes; the in-place form; every other dtype that it takes.  Tensors are replicated, cut along any dim (the samples'
-sizes make most cuts uneven, many with empty shards), cut raggedly, or partial, on a mesh of 4 and of 2 x 2 ranks.  A
-case is right if the outputs and the gradients of all inputs are, on every rank, those of the single device.  What is
+sizes; the in-place form; every other dtype that it takes.  Tensors are replicated, sharded along any dim (the samples'
+sizes make most shardings uneven, many with empty shards), sharded raggedly, or partial, on a mesh of 4 and of 2 x 2
+ranks.  A case is right if the outputs and the gradients of all inputs are, on every rank, those of the single device.
+What is
 done is kept in `out/`: a sweep that was stopped goes on where it was, and shares that ran side by side make one sweep.
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from integration_tests.op_cases import Answer, Part, dtype_of, sweep_part
-from integration_tests.op_page import Result, moved, page, told
+from integration_tests.op_page import Result, described, moved, page
 from integration_tests.op_systems import RANKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -200,7 +201,7 @@ def main() -> None:
     share = f".share{options.share.replace('/', '-')}" if options.share else ""
     start = time.perf_counter()
     results = list(sweep(options, OUT / f"{_stem(options.peer, options.sample)}{share}.jsonl"))
-    print(f"{told(results)}. {moved(results)}; {time.perf_counter() - start:.0f} s")
+    print(f"{described(results)}. {moved(results)}; {time.perf_counter() - start:.0f} s")
     if not (options.only or options.sample or options.peer or share):
         ours, theirs = ([*stored(peer, True).values()] for peer in (False, True))
         (ROOT / "docs" / "op_coverage.md").write_text(page(results, ours, theirs, code_of(False)))

@@ -1,6 +1,6 @@
 """The systems that the operator sweep can test: shoal, and torch's own DTensor as the peer.
 
-A system knows its meshes of 4 ranks, the placements to try for a tensor, how to lay a tensor out, and which collectives
+A system knows its meshes of 4 ranks, the placements to try for a tensor, how to place a tensor, and which collectives
 ran.  Both are asked the same questions; what only shoal has (ragged shards) is left out for the peer.
 """
 
@@ -75,7 +75,7 @@ class System:
         return self.options_of[key]
 
     def place(self, tensor: Tensor, placements: Placements, mesh: tuple[int, ...]) -> Any:
-        """A global tensor laid out, as a leaf."""
+        """A global tensor placed, as a leaf."""
         partial = [axis for axis, placement in enumerate(placements) if placement.is_partial()]
         value = tensor.detach()
         for axis in partial:
@@ -97,18 +97,18 @@ class System:
         )
 
     def place_like(self, tensor: Tensor, model: Any) -> Any:
-        """A global tensor laid out as `model` lies, where that is not partial."""
+        """A global tensor in the layout of `model`, where that is not partial."""
         if not isinstance(model, self.kind):
             return tensor
         placements = [self.whole if p.is_partial() else p for p in model.placements]
         return self.make(tensor, model.device_mesh, placements, src_data_rank=None, **self.order_of(model))
 
     def order_of(self, model: Any) -> dict[str, Any]:
-        """What `make` must be told besides the placements to lay out a tensor as `model` lies."""
+        """What `make` must be described besides the placements to place a tensor as `model` is."""
         return {}
 
     def refuses(self, error: Exception) -> bool:
-        """Whether an error says that a write would have to change how the written tensor lies."""
+        """Whether an error says that a write would have to change the layout of the written tensor."""
         raise NotImplementedError
 
     def counted(self) -> Any:
@@ -155,12 +155,12 @@ class Shoal(System):
     def counted(self) -> Iterator[Counter[str]]:
         from shoal_mesh import observe, unobserve
 
-        told = _Told()
-        observe(told)
+        described = _Told()
+        observe(described)
         try:
-            yield told.ops
+            yield described.ops
         finally:
-            unobserve(told)
+            unobserve(described)
 
     def settled(self, got: Any) -> Any:
         if isinstance(got, self.kind) and got._spec.partials:
@@ -210,12 +210,12 @@ class Torch(System):
     def counted(self) -> Iterator[Counter[str]]:
         from torch.distributed.tensor.debug import CommDebugMode
 
-        told: Counter[str] = Counter()
+        described: Counter[str] = Counter()
         with CommDebugMode() as mode:  # type: ignore[no-untyped-call]  # torch gives it no types
             try:
-                yield told
+                yield described
             finally:
-                told.update({str(op): count for op, count in mode.get_comm_counts().items()})
+                described.update({str(op): count for op, count in mode.get_comm_counts().items()})
 
     def settled(self, got: Any) -> Any:
         return self.whole_of(got)
@@ -224,11 +224,11 @@ class Torch(System):
         return expected, got
 
 
-def letter(told: Counter[str]) -> str:
+def letter(described: Counter[str]) -> str:
     """`l`: no collective ran; `r`: only reductions; `g`: values were gathered or exchanged."""
-    if not told.total():
+    if not described.total():
         return "l"
-    moving = any(word in op for op in told if "reduce_scatter" not in op for word in MOVING)
+    moving = any(word in op for op in described if "reduce_scatter" not in op for word in MOVING)
     return "g" if moving else "r"
 
 

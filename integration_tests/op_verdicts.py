@@ -32,13 +32,13 @@ def tensors_of(arguments: Any) -> list[Tensor]:
 
 
 def placed_of(info: Any, sample: Any) -> list[Tensor]:
-    """The tensors of a sample that are laid out."""
+    """The tensors of a sample that are placed."""
     tensors = tensors_of(arguments_of(sample))
     return tensors[: ON_HOST.get(info.name, len(tensors))]
 
 
 def combinations_of(system: System, info: Any, sample: Any) -> int:
-    """How many ways there are to lay out the tensors of a sample on the mesh of one axis."""
+    """How many ways there are to place the tensors of a sample on the mesh of one axis."""
     return prod(len(system.options(t, MESHES[0])) for t in placed_of(info, sample))
 
 
@@ -69,7 +69,7 @@ class Sample:
         self.writes = self.inplace or writes(info.name)  # whether the call may be refused
         self.arguments = arguments_of(sample)
         self.tensors = tensors_of(self.arguments)
-        self.placed = len(placed_of(info, sample))  # how many of them are laid out
+        self.placed = len(placed_of(info, sample))  # how many of them are placed
         self.defined = sample.output_process_fn_grad
         self.written: list[int] = []  # which tensors the call writes to: their values afterwards count as outputs
         fresh = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), self.arguments)
@@ -118,14 +118,14 @@ class Sample:
             seen.setdefault(tuple(drawn))
         return list(seen)[:share]
 
-    def told(self, mesh: tuple[int, ...], placements: Sequence[Placements]) -> str:
+    def described(self, mesh: tuple[int, ...], placements: Sequence[Placements]) -> str:
         """A case in words."""
         shapes = [tuple(t.shape) for t in self.tensors]
         return f"{shapes} {['/'.join(map(str, p)) for p in placements]} on {'x'.join(map(str, mesh))}"
 
     def verdict(self, mesh: tuple[int, ...], placements: Sequence[Placements], notes: list[str]) -> str:
         numbered = iter(placements)
-        told = self.told(mesh, placements)
+        described = self.described(mesh, placements)
 
         def place(tensor: Tensor) -> Any:
             layout = next(numbered, None)
@@ -143,8 +143,8 @@ class Sample:
         except Exception as error:  # whatever it raises is the finding
             if self.writes and self.system.refuses(error):
                 return "i"
-            return _noted(notes, "f", f"{told} {type(error).__name__}: {str(error)[:300]}")
-        return _noted(notes, "w", f"{told} {problem}") if problem else letter(counter)
+            return _noted(notes, "f", f"{described} {type(error).__name__}: {str(error)[:300]}")
+        return _noted(notes, "w", f"{described} {problem}") if problem else letter(counter)
 
     @cached_property
     def _wide(self) -> _Run | None:
@@ -163,7 +163,7 @@ class Sample:
         mesh: tuple[int, ...] | None,
         drawn: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
     ) -> _Run:
-        """Outputs and gradients of the inputs; on the mesh, the outputs' gradients are laid out.
+        """Outputs and gradients of the inputs; on the mesh, the outputs' gradients are placed.
 
         Those of an output whose dtype is in `drawn` are drawn in the dtype that it says.
         """
@@ -213,8 +213,10 @@ class Sample:
         ones, others = getattr(self.expected, kind), getattr(got, kind)
         if len(ones) != len(others):
             return f"{len(others)} {kind}, should be {len(ones)}"
-        told = ((i, self._unlike(one, other)) for i, (one, other) in enumerate(zip(ones, others, strict=True)))
-        return next((f"{kind} {i}: {text}" for i, text in told if text and not self._rounds_alike(kind, i, got)), "")
+        described = ((i, self._unlike(one, other)) for i, (one, other) in enumerate(zip(ones, others, strict=True)))
+        return next(
+            (f"{kind} {i}: {text}" for i, text in described if text and not self._rounds_alike(kind, i, got)), ""
+        )
 
     def _rounds_alike(self, kind: str, index: int, got: _Run) -> bool:
         """Whether a float32 or complex64 value is about as near to the widest dtype's as the single device's is.

@@ -41,6 +41,7 @@ class Job:
     out: Path
     resume: Path | None
     dtype: torch.dtype
+    fsdp: bool
 
     @property
     def ranks(self) -> int:
@@ -87,7 +88,7 @@ def read_job(argv: list[str] | None = None) -> Job:
     device = "cuda" if torch.cuda.device_count() >= data * tensor else "cpu"
     return Job(
         config, corpus, asked.mesh, device, asked.steps, asked.batch, asked.seq, asked.lr, asked.seed, asked.out,
-        asked.resume, getattr(torch, asked.dtype),
+        asked.resume, getattr(torch, asked.dtype), asked.fsdp,
     )  # fmt: skip
 
 
@@ -155,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     add = options.add_argument
     add("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text: a file or a folder")
     add("--mesh", type=mesh_shape, default=(2, 2), help="data-parallel x tensor-parallel ranks")
+    add("--fsdp", action="store_true", help="shard the weights along the data-parallel axis too")
     add("--steps", type=int, default=60)
     add("--batch", type=int, default=8, help="sequences in the global batch")
     add("--seq", type=int, default=128, help="bytes in a sequence")

@@ -1,4 +1,4 @@
-"""The two pictures of the example: the loss curves, and how each parameter lies on the mesh."""
+"""The two pictures of the example: the loss curves, and how each parameter is placed on the mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw_losses(path: Path, curves: Mapping[str, Sequence[float]], start: int) -
 
 
 def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]) -> None:
-    """Each parameter as a rectangle, cut as its axis "tensor" cuts it, with the ranks that hold each part."""
+    """Each parameter as a rectangle, divided as its axis "tensor" shards it, with the ranks that hold each part."""
     parameters = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
     blocks = [name for name in parameters if re.match(r"blocks\.[1-9]", name)]
     for name in blocks:  # the first block shows how all of them lie
@@ -52,7 +52,8 @@ def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]
 def _draw_parameter(axis: Axes, name: str, weight: DTensor, mesh: tuple[int, int]) -> None:
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in range(mesh[0] * mesh[1]):
-        holders.setdefault(weight._spec.box((rank % mesh[1],)), []).append(rank)
+        coordinate = divmod(rank, mesh[1])[-weight.spec.mesh.ndim :]  # on both axes, or on "tensor" alone
+        holders.setdefault(weight.spec.box(coordinate), []).append(rank)
     height, width = (weight.shape[0], weight.shape[1] if weight.ndim > 1 else max(1, weight.shape[0] // 8))
     for number, (box, ranks) in enumerate(sorted(holders.items())):
         (top, bottom), (left, right) = box[0], box[1] if len(box) > 1 else (0, width)

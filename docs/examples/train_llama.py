@@ -2,9 +2,10 @@
 
     python docs/examples/train_llama.py                                   # 4 local ranks, a 2x2 mesh
     python docs/examples/train_llama.py --mesh 1x4 --data corpus.txt --steps 300
+    python docs/examples/train_llama.py --fsdp                            # weights sharded over both axes
     torchrun --nproc-per-node 4 docs/examples/train_llama.py              # on the ranks that torchrun started
 
-The text is the source of Python's standard library, byte by byte. `parallelize` and `Trainer` are all there is to
+The text is the source of Python's standard library, byte by byte. `parallelize`, `over_data` and `Trainer` are all of
 parallel training; the model (llama.py) does not know of it, and the reference is the same class with `mesh=None`.
 """
 
@@ -27,16 +28,18 @@ from pictures import draw_layout, draw_losses
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, all_reduce_coalesced, init_device_mesh, launch
+from shoal_dtensor import DTensor, Replicate, Shard, get_state_dict, set_state_dict
+from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh, launch
 from shoal_tp_styles import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     loss_parallel,
     parallelize_module,
+    replicate,
 )
 
 # Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared gradient, so where a
@@ -47,7 +50,7 @@ WEIGHT_TOLERANCE = {torch.float32: 1e-2, torch.float64: 1e-8}  # norm of the dif
 
 
 def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
-    """Cut the weights along the axis "tensor"; between attention and feed-forward, cut the sequence along it."""
+    """Shard the weights along the axis "tensor"; between attention and feed-forward, shard the sequence along it."""
     split, whole = Shard(1), Replicate()
     plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),  # rows of the vocabulary
@@ -64,17 +67,16 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
         "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh["tensor"], plan)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            drop_as_one_process(module, mesh)
-    return model
+    batch = Shard(0)  # ranks along "data" have other samples: so dropout is that of the global batch
+    style = PrepareModuleInput(input_layouts=batch, desired_input_layouts=batch, use_local_output=True)
+    return parallelize_module(model, mesh["data"], style)
 
 
-def drop_as_one_process(dropout: nn.Dropout, mesh: DeviceMesh) -> None:
-    """Show dropout its input as a part of the global activation: random ops on DTensors draw global values."""
-    cut = (Shard(0), Shard(1))  # the batch along "data", the sequence along "tensor"
-    dropout.register_forward_pre_hook(lambda _, inputs: DTensor.from_local(inputs[0], mesh, cut, run_check=False))
-    dropout.register_forward_hook(lambda _, inputs, output: output.to_local())
+def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:
+    """Average gradients over the axis "data"; with `fsdp`, shard the weights along it too, block by block."""
+    for module in (*model.blocks, model) if fsdp else ():
+        fully_shard(module, mesh["data"])
+    return model if fsdp else replicate(model, mesh["data"])
 
 
 class Trainer:
@@ -83,12 +85,9 @@ class Trainer:
     def __init__(self, job: Job, mesh: DeviceMesh | None) -> None:
         torch.manual_seed(job.seed)  # on every rank: from here on, the program draws what one process would draw
         model = Llama(job.config).to(job.device, job.dtype)
-        self.model = parallelize(model, mesh) if mesh else model
+        self.model = over_data(parallelize(model, mesh), mesh, job.fsdp) if mesh else model
         self.weights = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1)
-        for weight in self.weights.values():  # made now, not by the first step: a checkpoint needs a place to load to
-            moments = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
-            self.optimizer.state[weight] = {"step": torch.zeros(()), **moments}
         self.job, self.mesh, self.start = job, mesh, 0
         self.losses: list[float] = []
 
@@ -97,15 +96,11 @@ class Trainer:
         tokens = self.job.tokens(index)
         if self.mesh:
             tokens = tokens.chunk(self.job.mesh[0])[self.mesh.get_local_rank("data")]
-        with loss_parallel():  # the logits are cut along the vocabulary, and stay so
+        with loss_parallel():  # the logits are sharded along the vocabulary, and stay so
             loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
         loss = whole(loss.detach())
-        if self.mesh:  # one collective averages all gradients over the data-parallel copies
-            gradients = [local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
-            means = all_reduce_coalesced(gradients, (self.mesh, "data"), op="avg")
-            for gradient, mean in zip(gradients, means, strict=True):
-                gradient.copy_(mean)
+        if self.mesh:
             loss = all_reduce(loss, (self.mesh, "data"), op="avg")
         nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.param_groups[0]["lr"] = self.job.lr * min(1, (index + 1) / 10)
@@ -127,12 +122,10 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that a run consists of. DTensors are saved by their parts, and load onto any other mesh."""
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": {name: self.optimizer.state[weight] for name, weight in self.weights.items()},
-            "step": torch.tensor(self.start + len(self.losses)),
-            "random": torch.cuda.get_rng_state() if self.job.device == "cuda" else torch.get_rng_state(),
-        }
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        random = (torch.cuda if self.job.device == "cuda" else torch).get_rng_state()
+        step = torch.tensor(self.start + len(self.losses))
+        return {"model": model, "optimizer": optimizer, "step": step, "random": random}
 
     def save(self, path: Path) -> None:
         """Write beside the old checkpoint, then swap: a crash leaves one of them whole."""
@@ -147,6 +140,7 @@ class Trainer:
         """Go on where the checkpoint was written."""
         state = self.state()
         dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.start = int(state["step"])
         (torch.cuda if self.job.device == "cuda" else torch).set_rng_state(state["random"])
 
@@ -199,11 +193,6 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
     return loss_gap <= LOSS_TOLERANCE[job.dtype] and weight_gap <= WEIGHT_TOLERANCE[job.dtype]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The global value, on every rank."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -216,7 +205,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that this rank holds of some tensors."""
-    return sum(local(tensor).nbytes for tensor in tensors)
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 
 def is_first_rank() -> bool:

@@ -1,4 +1,4 @@
-"""Covers: whole_when_compiled of _torch.py, and what torch.compile asks of tensor.py.
+"""Covers: _torch/compiling.py (whole_when_compiled), and what torch.compile asks of tensor/dtensor.py.
 
 Every function compiles into one graph, gives what it gives eagerly, and so do its gradients.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Partial, PerDim, Replicate, Shard, local_map
+from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, local_map
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -41,7 +41,7 @@ ON_DTENSORS: dict[str, Function] = {
     "redistribute": lambda x, mesh: x.redistribute(placements=[Replicate()]) * 2,
     "redistribute on a mesh": lambda x, mesh: (x + 1).redistribute(mesh, [Shard(1)]),
     "redistribute of a mesh asked for": lambda x, mesh: (x + 1).redistribute((x * 2).device_mesh, [Shard(1)]),
-    "redistribute by dims": lambda x, mesh: x.redistribute(placements=PerDim(None, "tp")),
+    "redistribute by dims": lambda x, mesh: x.redistribute(placements=PartitionSpec(None, "tp")),
     "redistribute in other dtypes": lambda x, mesh: x.redistribute(
         placements=[Replicate()], forward_dtype=torch.float64, backward_dtype=torch.float32
     ),
@@ -59,7 +59,7 @@ ON_DTENSORS: dict[str, Function] = {
 ON_TENSORS: dict[str, Function] = {
     "crossing": crossing,
     "from_local": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)]) * 2,
-    "from_local by dims": lambda x, mesh: DTensor.from_local(x, mesh, PerDim(None, "tp")),
+    "from_local by dims": lambda x, mesh: DTensor.from_local(x, mesh, PartitionSpec(None, "tp")),
     "from_local of a shape": lambda x, mesh: DTensor.from_local(x, mesh, [Shard(0)], shape=(8, 4), stride=(4, 1)),
     "distribute_tensor": lambda x, mesh: sd.distribute_tensor(x.detach(), mesh, [Shard(0)]),
 }

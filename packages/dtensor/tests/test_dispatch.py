@@ -1,8 +1,8 @@
-"""Covers: dispatch.py, unwrapping.py and the constructor and bindings of _torch.py: keys, caches and what runs."""
+"""Covers: dispatch/{dispatch,arguments,results}.py, _torch/{operators,tensors}.py: keys, caches and what runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sharded_tensors import sharded
 from shoal_dtensor import (
     DTensor,
     InPlaceError,
@@ -19,27 +20,17 @@ from shoal_dtensor import (
     Replicate,
     Shard,
     cache_info,
-    clear_cache,
     distribute_tensor,
     implicit_replication,
 )
-from shoal_dtensor._torch import _around, around, direct
+from shoal_dtensor._torch import around, direct
+from shoal_dtensor._torch.tensors import _around
+from shoal_dtensor.layout.dim_sharding import DimSharding
+from shoal_dtensor.redistribute.plan import plan
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 aten = torch.ops.aten
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    clear_cache()
-    with fake_world(2):
-        yield init_device_mesh("cpu", (2,))
-    clear_cache()
-
-
-def sharded(mesh: DeviceMesh, value: Tensor, dim: int = 0) -> Any:
-    return distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -122,7 +113,7 @@ def test_a_list_of_dims_is_a_key(mesh: DeviceMesh) -> None:
 
 
 def test_decisions_are_bounded(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("shoal_dtensor.dispatch"), "MAX_DECISIONS", 3)
+    monkeypatch.setattr(import_module("shoal_dtensor.dispatch.dispatch"), "MAX_DECISIONS", 3)
     for size in range(1, 9):
         sharded(mesh, torch.ones(size)).neg()
     assert cache_info()["aten.neg.default"] == 3
@@ -284,3 +275,32 @@ def test_only_the_arguments_that_lie_wrong_are_moved() -> None:
             assert made.full_tensor().tolist() == (2 * values).tolist()
         assert stacked.full_tensor().tolist() == torch.stack([values] * 3).tolist()
         assert columns.placements == (Shard(1),)
+
+
+@pytest.mark.parametrize("rows", [2 * 16384, 2 * 16384 - 1])
+def test_first_uses_list_no_shards_of_16384_ranks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(sharding: DimSharding) -> tuple[int, ...]:
+        assert sharding.shards <= 1, "an entry for each rank"
+        return (sharding.length,)
+
+    with fake_world(16384):
+        mesh = init_device_mesh("cpu", (16384,))
+        monkeypatch.setattr(DimSharding, "sizes", property(listed))
+        monkeypatch.setattr(DimSharding, "offsets", property(listed))
+        x: Any = DTensor.from_local(torch.ones(2, 8), mesh, [Shard(0)], shape=(rows, 8), stride=(8, 1))
+        w: Any = DTensor.from_local(torch.ones(8, 8), mesh, [Replicate()])
+        assert (x + x).placements == (x @ w).placements == x.view(-1, 2, 4).placements == (Shard(0),)
+        assert x.sum(0).placements == (Partial(),) and x[:, ::2].placements == x[::2].placements == (Shard(0),)
+        assert x.sum(0).redistribute(placements=[Replicate()]).to_local().shape == (8,)
+        assert plan(x.spec, w.spec.with_(shape=(rows, 8))).steps[0].name == "AllGather"
+
+
+def test_a_moved_operand_that_was_expanded_does_not_set_the_memory_order() -> None:
+    """Its stride 0 leaves the order to the other one; as a summand of 5 x 5 x 3 it has strides 15, 3, 1."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(torch.randn(5, 3, 5), mesh, [Partial()]).transpose(1, 2)
+        expanded = distribute_tensor(torch.ones(()), mesh, [Replicate()], src_data_rank=None).expand(5, 5, 3)
+        total: Any = expanded + partial
+        assert total.stride() == total.to_local().stride() == (15, 1, 5)
+        assert total.transpose(1, 2).view(15, 5).shape == (15, 5)

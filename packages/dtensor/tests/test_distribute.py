@@ -1,4 +1,4 @@
-"""Covers: distribute.py: what each rank reads and how much memory it takes."""
+"""Covers: api/distribute.py, redistribute/scatter.py: what each rank reads and how much memory it takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.placements import Placement
+from shoal_dtensor.layout.placements import Placement
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -140,3 +140,13 @@ def peak(*, reset: bool = False) -> int:
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(0, sizes=(3, 0))], ids=str)
+def test_the_local_part_of_a_transposed_tensor_is_contiguous(placement: Placement) -> None:
+    """As the spec says: a rank that holds all of it kept the strides 4, 12, 1, which cannot be viewed as (6, 4)."""
+    with fake_world(2):
+        tensor = torch.randn(2, 3, 4).transpose(0, 1)
+        spread = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
+        assert spread.is_contiguous() and spread.to_local().is_contiguous()
+        assert spread.view(6, 4).shape == (6, 4)

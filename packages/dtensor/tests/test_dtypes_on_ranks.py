@@ -1,4 +1,4 @@
-"""Covers: rules/ (norm, batchnorm, reduce, random) for small and complex dtypes, given statistics, partial targets."""
+"""Covers: rules/nn/layer_norm.py, rules/math/{reduction,linalg,matmul}.py, others: small and complex dtypes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def like(whole: Tensor, x: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 
 def channels(placements: Sequence[Placement]) -> list[Placement]:
-    """For a vector of channels, the cut that dim 1 has."""
+    """For a vector of channels, the sharding of dim 1."""
     return [p.on_dim(0) if isinstance(p, Shard) and p.dim == 1 else Replicate() for p in placements]
 
 

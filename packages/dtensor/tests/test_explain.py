@@ -1,20 +1,23 @@
-"""Covers: explain.py, redistribute/traffic.py."""
+"""Covers: api/explain.py, redistribute/traffic.py."""
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 from itertools import product
 
 import pytest
+import torch
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.errors import MissingExtraError
-from shoal_dtensor.explain import explain
-from shoal_dtensor.placements import Placement
-from shoal_dtensor.redistribute import plan
+from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, Spec
+from shoal_dtensor.api.explain import explain
+from shoal_dtensor.errors import MissingExtraError, PlacementError
+from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic, step_traffic
-from shoal_mesh import Link, Topology, abstract_mesh
+from shoal_mesh import Link, Topology, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
@@ -96,3 +99,16 @@ def test_picture() -> None:
     assert ax.get_xlabel() == "to rank"
     assert "Exchange" in ax.get_title()
     pyplot.close("all")
+
+
+def test_a_tensor_and_placements_say_what_two_specs_say() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tensor = DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(0), Shard(1)])
+        dst = tensor.spec.with_(placements=(Shard(1), Shard(1)), shard_order=((1, (1, 0)),))
+        expected = repr(explain(tensor.spec, dst))
+        assert repr(explain(tensor, [Shard(1), Shard(1)], shard_order=((1, (1, 0)),))) == expected
+        assert repr(explain(tensor, PartitionSpec(None, ("tp", "dp")))) == expected
+        assert explain(tensor, dst)._repr_html_() == f"<pre>{html.escape(expected)}</pre>"
+        with pytest.raises(PlacementError, match="the tensor has 2 dims"):
+            explain(tensor, [Shard(2), Replicate()])

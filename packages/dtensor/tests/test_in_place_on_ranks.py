@@ -1,4 +1,4 @@
-"""Covers: propagate.py, dispatch.py, writes.py, copies.py, redistribute/once.py: writes in place."""
+"""Covers: dispatch/in_place.py, redistribute/execution/run_once.py: writes in place, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from shoal_dtensor import (
     communication,
     distribute_tensor,
 )
-from shoal_dtensor.autograd import redistributed
+from shoal_dtensor.dispatch.in_place import check_outs
 from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError
-from shoal_dtensor.writes import check_outs
+from shoal_dtensor.tensor.autograd import redistributed
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

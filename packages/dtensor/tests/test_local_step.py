@@ -1,6 +1,6 @@
 """Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
 
-Covers: local_step.py.
+Covers: optim/{local_step,muon}.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal_dtensor import (
     distribute_tensor,
     local_step,
 )
-from shoal_dtensor.local_step import ELEMENTWISE
+from shoal_dtensor.optim.local_step import ELEMENTWISE
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -40,7 +40,7 @@ def mesh() -> Any:
 
 
 def parameters() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The same parameters plain, and as DTensors with the last one plain: uneven, cut by columns, replicated."""
+    """The same parameters plain, and as DTensors with the last one plain: uneven, sharded by columns, replicated."""
     torch.manual_seed(3)
     plain = [nn.Parameter(torch.randn(7, 3, dtype=torch.float64)) for _ in range(4)]
     spread = [nn.Parameter(distribute_tensor(p.detach(), mesh(), [at])) for p, at in zip(plain, PLACEMENTS)]  # noqa: B905  # the last stays plain
@@ -220,3 +220,79 @@ def test_a_copy_steps_through_dispatch() -> None:
     _, spread = parameters()
     copy = pickle.loads(pickle.dumps(local_step(torch.optim.SGD(spread[2:3], lr=0.1))))
     assert "step" not in vars(copy)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "foreach"])
+@on_ranks(2)
+def test_a_step_counts_as_a_write(kernels: str) -> None:
+    weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
+    optimizer = local_step(torch.optim.AdamW([weight], **{kernels: True}))  # type: ignore[arg-type]  # one of two
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones_like(weight)
+    before = weight.to_local()._version
+    optimizer.step()
+    assert weight.to_local()._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def matrices(shape: tuple[int, ...], placements: Any) -> tuple[list[Any], list[Any]]:
+    """The same matrices plain, and as DTensors with the last one plain."""
+    torch.manual_seed(3)
+    plain = [nn.Parameter(torch.randn(size)) for size in ((7, 10), (9, 4), (8, 8), (2, 5), (6, 6))]
+    grid = init_device_mesh("cpu", shape)
+    spread = [nn.Parameter(distribute_tensor(p.detach(), grid, at)) for p, at in zip(plain, placements)]  # noqa: B905  # the last stays plain
+    return plain, [*spread, nn.Parameter(plain[-1].detach().clone())]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@on_ranks(4)
+def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool) -> None:
+    rows: list[Any] = [Shard(0), Shard(1), Replicate(), Shard(0)]
+    placements = [[at] * len(shape) for at in rows]
+    plain, spread = matrices(shape, placements)
+    optimizers: list[Any] = [
+        torch.optim.Muon(params, lr=0.1, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
+        for params in (plain, spread)
+    ]
+    local_step(optimizers[1])
+    for _ in range(3):
+        for one, other in zip(plain, spread, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+            if isinstance(other, DTensor):
+                other.grad = distribute_tensor(one.grad, other.device_mesh, other.placements)
+        optimizers[0].step()
+        with CommDebugMode() as counted:
+            optimizers[1].step()
+        assert counted.get_total_counts() == 1  # for three sharded weights together
+        for one, other in zip(plain, spread, strict=True):
+            assert torch.equal(whole(other.detach()), one.detach())  # bit for bit
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for index, state in states[0].items():
+        torch.testing.assert_close(whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"])
+
+
+@pytest.mark.parametrize("first", ["scheduler", "local_step"])
+@on_ranks(2)
+def test_schedulers_before_and_after(first: str) -> None:
+    plain, spread = parameters()
+    optimizers = [torch.optim.AdamW(params, lr=0.1) for params in (plain, spread)]
+    if first == "local_step":
+        local_step(optimizers[1])
+    schedulers: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    if first == "scheduler":
+        local_step(optimizers[1])
+    schedulers += [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    with pytest.raises(OptimizerError, match="step of its own"):
+        local_step(optimizers[1])
+    for _ in range(3):
+        give_gradients(plain, spread)
+        with CommDebugMode() as counted, warnings.catch_warnings(action="error"):
+            optimizers[1].step()
+            optimizers[0].step()
+            for scheduler in schedulers:
+                scheduler.step()
+        assert counted.get_total_counts() == 0
+    assert_same(*optimizers)

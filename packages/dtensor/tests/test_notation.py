@@ -1,11 +1,11 @@
-"""Covers: rules/notation.py and rules/table.py."""
+"""Covers: rules/language/notation.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from shoal_dtensor.policy import current
+from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
 from shoal_dtensor.rules import (
     OpCall,
     P,
@@ -14,15 +14,11 @@ from shoal_dtensor.rules import (
     S,
     factor_rows,
     linear_rows,
-    merge,
-    overlay,
     parse,
     pointwise,
     product,
 )
-from shoal_dtensor.rules.notation import NotationError
-from shoal_dtensor.rules.table import DuplicateRuleError
-from shoal_dtensor.spec import TensorMeta, contiguous_stride
+from shoal_dtensor.rules.language.notation import NotationError
 
 aten = torch.ops.aten
 
@@ -64,10 +60,10 @@ def test_no_row_rounds_the_parts_of_a_sum(source: torch.dtype, target: torch.dty
     assert Row((P("max"),), (P("max"),)) in found
 
 
-def test_whole_factors_have_no_row() -> None:
-    rows = product("... m n -> ... m n", whole="m n").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
+def test_unsharded_factors_have_no_row() -> None:
+    rows = product("... m n -> ... m n", replicated="m n").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
     assert list(rows) == [Row((S(0),), (S(0),))]
-    rows = product("... m -> ... m", whole="...").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
+    rows = product("... m -> ... m", replicated="...").rows(call([meta(3, 4, 5)], [meta(3, 4, 5)]))
     assert list(rows) == [Row((S(2),), (S(2),))]
 
 
@@ -85,7 +81,7 @@ def test_broadcast_operands_stay_replicated() -> None:
     assert rows == [Row((S(0), R), (S(0),)), Row((R, S(0)), (S(1),))]
 
 
-def test_grouped_dims_cut_at_the_inner_size() -> None:
+def test_grouped_dims_divide_at_the_inner_size() -> None:
     rows = factor_rows(parse("b (h d), d -> b h d"), [meta(2, 12), meta(3)], [meta(2, 4, 3)])
     assert rows == [Row((S(0), R), (S(0),)), Row((S(1, 3), R), (S(1),))]
 
@@ -135,27 +131,3 @@ def test_misfits_are_named(text: str, shapes: list[tuple[int, ...]], message: st
         return
     with pytest.raises(NotationError, match=message):
         factor_rows(parse(text), inputs, outputs)
-
-
-def test_two_rules_for_one_operator_are_an_error() -> None:
-    rule = pointwise()
-    assert merge(a={aten.neg.default: rule}, b={aten.abs.default: rule}).keys() == {aten.neg.default, aten.abs.default}
-    with pytest.raises(DuplicateRuleError, match="'a' and 'b'"):
-        merge(a={aten.neg.default: rule}, b={aten.neg.default: rule})
-
-
-def test_overlays_nest_and_end() -> None:
-    outer, inner = {aten.neg.default: pointwise()}, {aten.abs.default: pointwise()}
-    with overlay(outer):
-        with overlay(inner):
-            assert current().overlays == (inner, outer)
-        assert current().overlays == (outer,)
-    assert current().overlays == ()
-
-
-def test_arguments_are_found_by_name_with_their_defaults() -> None:
-    x = meta(2, 3, 4)
-    found = OpCall(aten.sum.dim_IntList, (x, [-1, 0]), {}, (x,), (meta(3),))
-    assert found.dims() == (0, 2) and found["keepdim"] is False and found.get("missing", 7) == 7
-    assert OpCall(aten.add_.Tensor, (x, x), {}, (x, x), (x,)).written == (0,)
-    assert OpCall(aten.add.out, (x, x), {"out": x}, (x, x), (x,)).written == ()

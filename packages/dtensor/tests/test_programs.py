@@ -1,4 +1,4 @@
-"""Covers: the layer as a whole, and testing/programs: random programs on random shardings equal one device.
+"""Covers: the layer as a whole, and support/random_programs: random programs on random shardings equal one device.
 
 Values, gradients and the generator are compared. A program is plain data (hypothesis shrinks it): integers that the
 interpreter reduces modulo whatever is legal.
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shoal_dtensor as sd
+from random_programs import Program as Lines
+from random_programs import compose, hunt, on_one, on_ranks, shrink
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.testing.programs import Program as Lines
-from shoal_dtensor.testing.programs import compose, hunt, on_one, on_ranks, shrink
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
 
@@ -46,7 +46,7 @@ class Machine:
         return made
 
     def placements(self, shape: tuple[int, ...], cut: int) -> list[Any]:
-        """Replicate or a plain or ragged cut for every mesh axis, as the digits of `cut` say."""
+        """Replicate or a plain or ragged sharding for every mesh axis, as the digits of `cut` say."""
         found: list[Any] = []
         taken: set[int] = set()
         for axis in range(self.mesh.ndim):
@@ -113,7 +113,7 @@ def reshaped(m: Machine, x: Any, a: int, b: int, c: int) -> Any:
 def written(m: Machine, x: Tensor, a: int, b: int, c: int) -> Tensor:
     """A copy, part of it written through a view; of a folded dim there is none, and a write to it would raise."""
     made: Any = x * 1.0
-    if isinstance(made, DTensor) and made._spec.folded:
+    if isinstance(made, DTensor) and made._spec.is_strided:
         made = made.redistribute(placements=[Replicate()] * made.device_mesh.ndim)
     dim = dim_of(x, a)
     made.narrow(dim, b % x.shape[dim], 1).mul_(2.0).add_(0.5)
@@ -187,7 +187,7 @@ def compare(program: Program) -> None:
         assert (one.grad is None) == (other.grad is None)
         if one.grad is not None and other.grad is not None:
             assert isinstance(other.grad, DTensor)
-            assert other.grad.placements == other.placements, "a leaf's gradient lies as the leaf does"  # type: ignore[attr-defined]  # a DTensor
+            assert other.grad.placements == other.placements, "a leaf's gradient has the leaf's layout"  # type: ignore[attr-defined]  # a DTensor
             torch.testing.assert_close(other.grad.full_tensor(), one.grad, rtol=1e-7, atol=1e-8)
 
 
@@ -224,13 +224,13 @@ def test_many_random_programs_equal_one_device(program: Program) -> None:
 
 # Found by hunting, each once wrong.
 HUNTED: dict[str, Lines] = {
-    "a placement that cuts as another does": Lines(
+    "a placement that shards as another does": Lines(
         (4,), ("x = leaf(0, (3,), [Shard(0, multiple_of=2)])", "y = x * leaf(1, (3,), [Shard(0, sizes=(2, 1, 0, 0))])")
     ),
     "elements assigned to themselves": Lines(
         (4,), ("x = real(0, (2, 6), [Replicate()])", "y = leaf(1, (1,), [Shard(0)])", "x[None, -2, 5:] += y")
     ),
-    "two operands of cat, cut by two axes": Lines(
+    "two operands of cat, sharded by two axes": Lines(
         (2, 2),
         (
             "x = leaf(3, (4,), [Shard(0, sizes=(1, 3)), Replicate()])",
@@ -271,7 +271,7 @@ def test_a_program_is_the_same_everywhere_and_prints_itself() -> None:
     assert found["PROGRAM"] == program
 
 
-def test_a_program_that_differs_is_found_and_cut_down() -> None:
+def test_a_program_that_differs_is_noticed_and_shrunk() -> None:
     wrong = "z = x * (1 if type(x) is torch.Tensor else 2)"
     program = Lines((4,), ("x = leaf(0, (3,), [Shard(0)])", "y = x + 1", wrong, "y.mul_(2)"))
     (found,) = on_one([program])

@@ -1,4 +1,4 @@
-"""Covers: random.py, rng/state.py and the random factories of factory.py, on four gloo ranks."""
+"""Covers: api/random.py, rng/state.py and the random factories of api/factory.py, on four gloo ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.errors import RandomStateError
-from shoal_dtensor.random import OffsetBasedRNGTracker, check_random_state
-from shoal_mesh import DeviceMesh, init_device_mesh, lockstep
+from shoal_dtensor.api.random import OffsetBasedRNGTracker, check_random_state
+from shoal_dtensor.errors import CommunicationForbiddenError, RandomStateError
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 
 
@@ -76,6 +76,22 @@ def test_generators_out_of_step_are_found() -> None:
         sd.rand(8, device_mesh=mesh, placements=[Shard(0), Replicate()])
     with pytest.raises(RandomStateError, match="out of step"):
         check_random_state(mesh)
+
+
+@on_ranks(4)
+def test_the_check_of_the_first_draw_obeys_the_policy() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = sd.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()])
+    sd.manual_seed(5, mesh)
+    with (
+        sd.communication("forbid"),
+        pytest.raises(CommunicationForbiddenError, match=r"check_random_state\(mesh\) makes it beforehand"),
+    ):
+        F.dropout(x)
+    check_random_state(mesh)
+    with sd.communication("forbid"), CommDebugMode() as sent:
+        F.dropout(x)
+    assert not sent.get_total_counts()
 
 
 @on_ranks(4)

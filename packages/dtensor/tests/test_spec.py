@@ -1,4 +1,4 @@
-"""Covers: spec.py and visualize.py, on abstract meshes."""
+"""Covers: layout/{spec,tensor_meta}.py, api/visualize.py, on abstract meshes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal_dtensor import (
     draw_sharding,
 )
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.spec import contiguous_stride
+from shoal_dtensor.layout.tensor_meta import contiguous_stride
 from shoal_mesh import abstract_mesh
 
 MESH = abstract_mesh((2, 2), ("dp", "tp"), rank=3)

@@ -1,26 +1,26 @@
-"""Covers: device_mesh.py, grid.py, arguments.py, create.py (without real ranks)."""
+"""Covers: device_mesh.py, without real ranks; against torch's own under `parity`."""
 
 from __future__ import annotations
 
-import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+import shoal_mesh
 from shoal_mesh import (
     AxisError,
-    BackendChoice,
-    BackendError,
     DeviceMesh,
     MeshError,
-    NoGroupError,
     abstract_mesh,
     current_mesh,
     init_device_mesh,
 )
-from shoal_mesh.testing import fake_world
+from shoal_mesh.testing import fake_world, on_ranks
 
 NAMES = ("pp", "dp", "tp")
 
@@ -28,38 +28,6 @@ NAMES = ("pp", "dp", "tp")
 @pytest.fixture
 def cube() -> DeviceMesh:
     return abstract_mesh((2, 3, 4), NAMES, rank=17)
-
-
-def test_where_a_rank_is(cube: DeviceMesh) -> None:
-    assert (cube.ndim, cube.shape, cube.size()) == (3, (2, 3, 4), 24)
-    assert cube.size("dp") == cube.size(1) == 3
-    assert cube.get_rank() == 17
-    assert cube.get_coordinate() == (1, 1, 1)
-    assert [cube.get_local_rank(name) for name in NAMES] == [1, 1, 1]
-    assert cube._sym_get_coordinate(2) == 1
-    assert cube.rank_at((1, 1, 1)) == 17
-    assert cube.coordinate_of(99) is None
-    assert cube.ranks_along("pp") == (5, 17)
-    assert cube.ranks_along(("tp", "pp"), (0, 0, 0)) == (0, 12, 1, 13, 2, 14, 3, 15)
-    assert torch.equal(cube.mesh, torch.arange(24, dtype=torch.int32).view(2, 3, 4))
-    assert cube.mesh is cube.mesh
-    assert cube.is_abstract
-
-
-def test_axes_by_name_and_index(cube: DeviceMesh) -> None:
-    assert [cube.axis_index(a) for a in ("pp", "tp", 0, -1)] == [0, 2, 0, 2]
-    assert cube._get_mesh_dim_by_name("dp") == 1
-    for wrong in ("zz", 3, -4):
-        with pytest.raises(AxisError, match="no mesh axis") as caught:
-            cube.axis_index(wrong)
-        assert isinstance(caught.value, KeyError | IndexError)
-        assert "pp, dp, tp" in str(caught.value)
-    with pytest.raises(AxisError, match="say which"):
-        cube.get_local_rank()
-    with pytest.raises(AxisError, match="once"):
-        cube["pp", "pp"]
-    with pytest.raises(AxisError, match="no coordinate"):
-        cube.rank_at((2, 0, 0))
 
 
 def test_slices_in_any_order_and_by_index(cube: DeviceMesh) -> None:
@@ -142,62 +110,6 @@ def test_all_submeshes(cube: DeviceMesh) -> None:
     assert cube[["tp", "pp"]] is cube["tp", "pp"]
 
 
-def test_several_factorisations_of_the_same_ranks() -> None:
-    flat = abstract_mesh((8,), ("world",), rank=5)
-    dense, expert = flat.unflatten(0, (4, 2), ("dp", "tp")), flat.unflatten(0, (2, 4), ("edp", "ep"))
-    assert dense.get_coordinate() == (2, 1)
-    assert expert.get_coordinate() == (1, 1)
-    assert dense["tp"].ranks == (4, 5)
-    assert expert["ep"].ranks == (4, 5, 6, 7)
-    assert dense.flatten("all") == expert.flatten("all")
-
-
-def test_a_rank_outside() -> None:
-    mesh = abstract_mesh((2, 2), ("a", "b"), rank=9)
-    assert mesh.get_coordinate() is None
-    assert not mesh._is_current_rank_part_of_mesh()
-    assert mesh["b"].get_coordinate() is None
-    assert DeviceMesh.concatenate([mesh["b"], mesh["a"]]).ranks == (0, 2, 1, 3)
-    with pytest.raises(NoGroupError, match="not in"):
-        mesh.get_local_rank("a")
-    with pytest.raises(NoGroupError, match="not in"):
-        mesh.ranks_along("a")
-
-
-def test_as_a_value(cube: DeviceMesh) -> None:
-    same = abstract_mesh((2, 3, 4), NAMES, rank=17)
-    assert same == cube
-    assert hash(same) == hash(cube)
-    assert same._stable_hash() == cube._stable_hash()
-    for other in (
-        abstract_mesh((2, 3, 4), NAMES, rank=16),
-        abstract_mesh((2, 3, 4), rank=17),
-        abstract_mesh((2, 12), ("pp", "dp"), rank=17),
-        abstract_mesh((2, 3, 4), NAMES, rank=17, device_type="cuda"),
-        "mesh",
-    ):
-        assert cube != other
-    assert copy.deepcopy(cube) is cube
-    assert copy.copy(cube) is cube
-    for mesh in (cube, cube["tp"], cube["tp", "pp"].flatten("f"), cube.get_all_submeshes("tp")[0]):
-        assert pickle.loads(pickle.dumps(mesh)) == mesh
-
-
-@pytest.mark.parametrize(
-    ("mesh", "text"),
-    [
-        (abstract_mesh((2, 4), ("dp", "tp")), "DeviceMesh((dp=2, tp=4), 'cpu', ranks 0-7, abstract)"),
-        (abstract_mesh((2, 4), ("dp", "tp"), rank=5)["dp"], "DeviceMesh((dp=2), 'cpu', ranks 1, 5, abstract)"),
-        (abstract_mesh((1,)), "DeviceMesh((1,), 'cpu', rank 0, abstract)"),
-        (abstract_mesh((10, 10))[1, 0][0], "DeviceMesh((10,), 'cpu', ranks 0-9, abstract)"),
-        (abstract_mesh((40, 10)), "DeviceMesh((40, 10), 'cpu', Layout(40:10 x 10:1 @ 0), abstract)"),
-        (abstract_mesh((3, 4))[1, 0], "DeviceMesh((4, 3), 'cpu', ranks 0, 4, 8, 1, 5, 9, 2, 6, ..., abstract)"),
-    ],
-)
-def test_repr(mesh: DeviceMesh, text: str) -> None:
-    assert repr(mesh) == text
-
-
 def test_with_mesh(cube: DeviceMesh) -> None:
     assert current_mesh() is None
     with cube as entered:
@@ -208,103 +120,69 @@ def test_with_mesh(cube: DeviceMesh) -> None:
     assert current_mesh() is None
 
 
-def test_an_abstract_mesh_sends_nothing(cube: DeviceMesh) -> None:
-    with pytest.raises(NoGroupError, match="abstract"):
-        cube.comm("tp")
-    with pytest.raises(NoGroupError, match="abstract"):
-        cube.get_group("tp")
+@on_ranks(4)
+def test_pickles_find_the_groups_and_slices_follow_the_rank() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    back = pickle.loads(pickle.dumps(mesh))
+    assert back == mesh
+    assert back.get_group("tp") is mesh.get_group("tp")
+    box = [pickle.dumps(mesh["tp"])] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(box, 0)
+    assert box[0] is not None
+    assert pickle.loads(box[0]) == mesh["tp"]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: init_device_mesh("cuda:0", (2,)), MeshError, "has an index"),
-        (lambda: init_device_mesh("horse", (2,)), MeshError, "no device type"),
-        (lambda: init_device_mesh("cpu", (2, 0)), MeshError, "one positive size"),
-        (lambda: init_device_mesh("cpu", (8,)), MeshError, "needs 8 ranks; the world has 4"),
-        (lambda: init_device_mesh("cpu", (4,), mesh_dim_names=("a", "b")), AxisError, "needs 1 names"),
-        (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "a")), AxisError, "distinct"),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={"x": "gloo"}), AxisError, "names axis 'x'"),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={2: "gloo"}), AxisError, "names axis 2"),
-        (
-            lambda: init_device_mesh(
-                "cpu", (4,), mesh_dim_names=("a",), backend_override=dict[Any, str]([("a", "fake"), (0, "fake")])
-            ),
-            AxisError,
-            "twice",
-        ),
-        (lambda: init_device_mesh("cpu", (4,), backend_override={0: ()}), BackendError, "give a backend"),
-        (lambda: init_device_mesh("cpu", (2, 2), backend_override={0: "pigeon"}), BackendError, "pigeon"),
-        (lambda: DeviceMesh("cpu", [0, 0]), MeshError, r"\[0\] are there more often"),
-        (lambda: DeviceMesh("cpu", [0, 7]), MeshError, r"ranks \[7\] are not in the world of 4"),
-        (lambda: DeviceMesh("cpu", [-1, 0]), MeshError, r"ranks \[-1\]"),
-        (lambda: DeviceMesh("cpu", [0.5]), MeshError, "integers"),
-        (lambda: DeviceMesh("cpu", []), MeshError, "at least one|integers"),
-        (lambda: DeviceMesh("cpu", torch.empty(0, dtype=torch.int)), MeshError, "at least one rank"),
-        (lambda: abstract_mesh((2,), rank=-1), MeshError, "rank -1"),
-    ],
-)
-def test_bad_arguments_are_typed_errors(call: Any, error: type[Exception], text: str) -> None:
-    with fake_world(4), pytest.raises(error, match=text):
-        call()
+@pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
+def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataObject) -> None:
+    from torch.distributed.device_mesh import DeviceMesh as Theirs
+    from torch.distributed.device_mesh import init_device_mesh as their_init
+
+    names = tuple("abcd"[: len(sizes)])
+    total = int(torch.tensor(sizes).prod())
+    rank = data.draw(st.integers(0, total - 1))
+    kept = tuple(sorted(data.draw(st.sets(st.sampled_from(names), min_size=1))))
+    with fake_world(total, rank):
+        ours = shoal_mesh.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        theirs = their_init("cpu", tuple(sizes), mesh_dim_names=names)
+        _agree(ours, theirs)
+        try:
+            sliced = theirs[kept]
+        except NotImplementedError:  # torch 2.11 refuses some slices of axes of size 1: nothing to compare with
+            assume(False)
+        _agree(ours[kept], sliced)
+        if len(kept) > 1:
+            _agree(ours[kept]._flatten("flat"), theirs[kept]._flatten("flat"))
+            _agree(ours["flat"], theirs["flat"])
+        axis = data.draw(st.sampled_from(names))
+        split = (1, ours.size(axis))
+        _agree(ours._unflatten(axis, split, ("x", "y")), theirs._unflatten(names.index(axis), split, ("x", "y")))
+        for a, b in zip(ours._get_all_submeshes(axis), theirs._get_all_submeshes(axis), strict=True):
+            assert torch.equal(a.mesh, b.mesh)
+        joined = [ours[name] for name in names], [theirs[name] for name in names]
+        _agree(shoal_mesh.DeviceMesh._concatenate(joined[0]), Theirs._concatenate(joined[1]))
 
 
-def test_meshes_of_given_ranks() -> None:
-    with fake_world(8, rank=6):
-        regular = DeviceMesh("cpu", [[0, 4], [2, 6]], mesh_dim_names=("a", "b"))
-        assert regular._rank_map is None  # strides say it
-        assert regular.get_coordinate() == (1, 1)
-        odd = DeviceMesh("cpu", [[0, 5], [6, 1], [7, 2]], mesh_dim_names=("a", "b"))
-        assert odd.get_coordinate() == (1, 0)
-        assert odd["b"].ranks == (6, 1)
-        assert odd["a"].ranks == (0, 6, 7)
-        assert odd.flatten("f").ranks == (0, 5, 6, 1, 7, 2)
-        assert odd["b"] == DeviceMesh("cpu", [6, 1], mesh_dim_names=("b",))
-        assert odd.coordinate_of(3) is None
-        assert pickle.loads(pickle.dumps(odd)) == odd
-        assert DeviceMesh("cpu").shape == (8,)
-        assert DeviceMesh("cpu", torch.tensor(3)).shape == (1,)
-        assert init_device_mesh("cpu", (2,)).get_coordinate() is None
-        abstract = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=3)
-        assert abstract.is_abstract
-        assert abstract.get_coordinate() == (1, 1)
+def _agree(ours: Any, theirs: Any) -> None:
+    assert torch.equal(ours.mesh, theirs.mesh)
+    assert ours.mesh.dtype == theirs.mesh.dtype
+    assert (ours.ndim, ours.shape, ours.size()) == (theirs.ndim, theirs.shape, theirs.size())
+    assert ours.mesh_dim_names == theirs.mesh_dim_names
+    assert ours.get_rank() == theirs.get_rank()
+    assert ours.get_coordinate() == tuple(theirs.get_coordinate())
+    for axis in range(ours.ndim):
+        assert ours.get_local_rank(axis) == theirs.get_local_rank(axis)
+        mine, other = (torch.distributed.get_process_group_ranks(m.get_group(axis)) for m in (ours, theirs))
+        assert mine == other
 
 
-def test_no_world_is_said_clearly() -> None:
-    with pytest.raises(MeshError, match="torchrun"):
-        init_device_mesh("cpu", (2,))
-    mesh = pickle.loads(pickle.dumps(abstract_mesh((2,))))
-    assert mesh.get_rank() == 0
-    with fake_world(2):
-        real = pickle.dumps(init_device_mesh("cpu", (2,)))
-    lost = pickle.loads(real)
-    assert lost.get_coordinate() is None
-    with pytest.raises(NoGroupError, match="does not know its rank"):
-        lost.get_rank()
+@pytest.mark.parity
+def test_every_public_name_is_here() -> None:
+    import torch.distributed.device_mesh as theirs
 
-
-def test_backend_choices_are_part_of_the_value() -> None:
-    with fake_world(4):
-        plain = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        chosen = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={"b": "fake"})
-        assert plain != chosen
-        assert chosen["b"]._choices == (BackendChoice("fake"),)
-        assert plain["a"] == chosen["a"]
-        assert chosen.flatten("f")._choices == (BackendChoice(),)
-        assert chosen.unflatten("b", (2, 1), ("c", "d"))._choices[1:] == (BackendChoice("fake"),) * 2
-        assert chosen["b"].flatten("g", backend_override="fake")._choices == (BackendChoice("fake"),)
-
-
-def test_mesh_resources(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal_mesh import _mesh_resources
-
-    mesh = abstract_mesh((2, 2), ("a", "b"))
-    with pytest.raises(NoGroupError, match="no device mesh is current"):
-        _mesh_resources.get_current_mesh()
-    with mesh:
-        assert _mesh_resources.get_current_mesh() is mesh
-    assert _mesh_resources.get_root_mesh(mesh["a"]) is mesh
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with fake_world(8):
-        assert _mesh_resources.num_hosts("cpu") == 4
-    assert _mesh_resources.num_devices_per_host("cuda") == torch.cuda.device_count()
+    for name in theirs.__all__:
+        assert hasattr(shoal_mesh, name)
+    public = {name for name in dir(theirs.DeviceMesh) if not name.startswith("_")}
+    assert public <= set(dir(shoal_mesh.DeviceMesh))

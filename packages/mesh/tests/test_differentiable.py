@@ -1,4 +1,4 @@
-"""Covers: differentiable.py: <A g, x> == <g, A' x> over the sum of all ranks, in float64."""
+"""Covers: differentiable.py: <A g, x> == <g, A' x> over the sum of all ranks, in float64; traced by torch.compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_mesh import CollectiveError, Comm, DeviceMesh, all_reduce, init_device_mesh
+from shoal_mesh import (
+    CollectiveError,
+    Comm,
+    DeviceMesh,
+    all_reduce,
+    differentiable,
+    init_device_mesh,
+)
 from shoal_mesh import differentiable as d
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -78,3 +85,17 @@ def test_what_has_no_adjoint_is_refused() -> None:
                 call(torch.ones(2), comm, op="max")
         with pytest.raises(CollectiveError, match="one block for each"):
             d.scatter(torch.ones(3), comm)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_gradients_trace() -> None:
+    comm = init_device_mesh("cpu", (2,)).comm(0)
+
+    def program(x: Tensor) -> Tensor:
+        return (differentiable.all_gather(x * x, comm) * (comm.rank + 1)).sum()
+
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    assert x.grad is not None
+    assert x.grad.tolist() == [6.0] * 4

@@ -1,4 +1,4 @@
-"""Covers: launch.py, portable.py: from scripts, notebooks, under torchrun."""
+"""Covers: launch.py: from programs, scripts, under torchrun."""
 
 from __future__ import annotations
 
@@ -88,10 +88,6 @@ def test_from_a_script(tmp_path: Path) -> None:
     assert "[20, 20]" in out
     assert "printed on 0" in out
     assert "printed on 1" in out
-
-
-def test_from_a_notebook_the_function_travels_as_code(tmp_path: Path) -> None:
-    assert "[20, 20]" in _run(tmp_path, SCRIPT, "-", stdin=True)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

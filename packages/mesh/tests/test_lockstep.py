@@ -1,25 +1,37 @@
-"""Covers: lockstep.py, profiling.py, observe.py."""
+"""Covers: lockstep.py, on real gloo ranks."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shoal_mesh import (
+    Comm,
+    Event,
     LockstepError,
     all_gather,
     all_gather_v,
     all_reduce,
-    annotate_collectives,
-    check_replicas,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_blocks,
+    all_to_all_v,
+    broadcast,
+    gather,
     init_device_mesh,
     lockstep,
+    permute,
     purpose,
+    reduce_scatter,
+    reduce_scatter_v,
     scatter,
 )
+from shoal_mesh.observers.lockstep import describe, difference
 from shoal_mesh.testing import fake_world, on_ranks
 
 
@@ -46,16 +58,113 @@ def test_different_collectives_are_named_on_every_rank() -> None:
         with purpose("layer 3"), purpose("mm of weight"), pytest.raises(LockstepError, match="step 1 along") as caught:
             collective(torch.ones(2), (mesh, "tp"))
     text = str(caught.value)
-    assert "rank 2: {" in text
-    assert "ranks 0, 1, 3: {" in text
-    assert "mm of weight; layer 3" in text
+    assert "  rank 2: all_gather_into_tensor float32 shape (2,), dim 0, for mm of weight; layer 3 (test_lockst" in text
+    assert "  ranks 0, 1, 3: all_reduce sum float32 shape (2,), for mm of weight; layer 3 (test_lockstep.py:" in text
+
+
+def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
+    """Calls that differ on rank 1 in one thing, and what the error says of rank 1."""
+    one, size = comm.rank == 1, comm.size
+    x = torch.ones(4, 4)
+    sizes = [1, 2, 3, 4]
+    own = torch.ones(sizes[comm.rank])
+    return {
+        "shape of all_reduce": (lambda: all_reduce(torch.ones(2 + one), comm), "shape (3,)"),
+        "all_gather of 6 against 4": (lambda: all_gather(torch.ones(6 if one else 4), comm), "shape (6,), dim 0"),
+        "dim of all_gather": (lambda: all_gather(x, comm, int(one)), "shape (4, 4), dim 1"),
+        "dim of reduce_scatter": (lambda: reduce_scatter(x, comm, int(one)), "dim 1"),
+        "op of reduce_scatter": (lambda: reduce_scatter(x, comm, 0, "max" if one else "sum"), "scatter_tensor max"),
+        "dtype": (lambda: all_reduce(x.double() if one else x, comm), "all_reduce sum float64"),
+        "dims of all_to_all": (lambda: all_to_all(x, comm, int(one), 0), "split_dim 1, concat_dim 0"),
+        "root of broadcast": (lambda: broadcast(x, comm, int(one)), "src 1"),
+        "root of scatter": (lambda: scatter([x] * 4 if comm.rank < 2 else None, comm, int(one), out=x), "src 1"),
+        "root of gather": (lambda: gather(x, comm, int(one)), "dst 1"),
+        "targets": (lambda: permute(x, comm, [1, 0, 3, 2] if one else [0, 1, 2, 3]), "targets (1, 0, 3, 2)"),
+        "sizes of all_gather_v": (lambda: all_gather_v(own, comm, [1, 2, 3, 3 + (not one)]), "sizes (1, 2, 3, 3)"),
+        "sizes of reduce_scatter_v": (
+            lambda: reduce_scatter_v(torch.ones(10), comm, [2, 1, 3, 4] if one else sizes),
+            "sizes (2, 1, 3, 4)",
+        ),
+        "counts of all_to_all_v": (
+            lambda: all_to_all_v(torch.ones(size + one), comm, [1] * 3 + [1 + one], [1] * size),
+            "sends [1, 1, 1, 2], receives [1, 1, 1, 1]",
+        ),
+        "counts of all_to_all_blocks": (
+            lambda: all_to_all_blocks([[x[:1]]] * 4, comm, [[x[1 : 2 + (one and i == 3)]] for i in range(size)]),
+            "receives [4, 0, 4, 8]",
+        ),
+        "lists": (lambda: all_reduce_coalesced([x, x[0]] if one else [x[0], x], comm), "shapes [(4, 4), (4,)]"),
+        "coalesced or not": (lambda: all_reduce_coalesced([x], comm) if one else [all_reduce(x, comm)], "_coalesced"),
+    }
+
+
+@pytest.mark.parametrize("name", _different(cast(Comm, SimpleNamespace(rank=0, size=4))))
+@on_ranks(4)
+def test_what_differs_on_one_rank_raises_on_all(name: str) -> None:
+    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    call, text = _different(comm)[name]
+    with pytest.raises(LockstepError, match="at step 0 along tp") as caught, lockstep(timeout=20):
+        call()
+    line = next(line for line in str(caught.value).split("\n") if line.startswith("  rank 1:"))
+    assert text in line, line
 
 
 @on_ranks(4)
-def test_other_shapes_differ_too() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    with pytest.raises(LockstepError, match="different collectives"), lockstep(timeout=20):
-        all_reduce(torch.ones(2 + (mesh.get_rank() == 1)), (mesh, "tp"))
+def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
+    """S(0) on three ranks, S(1) on one: the same (2, 2) shards, the same all-gather of dim 0, another meaning."""
+    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    layout = "S(1)" if comm.rank == 3 else "S(0)"
+    with lockstep(timeout=20):
+        with purpose(lambda: "redistribute S(0) -> R"):
+            all_gather(torch.ones(2, 2), comm)
+        with purpose(lambda: f"redistribute {layout} -> R"), pytest.raises(LockstepError) as caught:
+            all_gather(torch.ones(2, 2), comm)
+    assert "ranks 0, 1, 2: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(0) -> R" in str(
+        caught.value
+    )
+    assert "rank 3: all_gather_into_tensor float32 shape (2, 2), dim 0, for redistribute S(1) -> R" in str(caught.value)
+
+
+@on_ranks(4)
+def test_equal_collectives_that_are_swapped_differ_by_purpose() -> None:
+    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    texts = ["gradient of weight", "gradient of bias"]
+    with pytest.raises(LockstepError, match="step 0 along tp"), lockstep(timeout=20):
+        for text in texts if comm.rank else reversed(texts):
+            with purpose(text):
+                all_reduce(torch.ones(2), comm)
+
+
+@on_ranks(4)
+def test_blocks_of_one_pair_of_ranks_are_in_step() -> None:
+    """Ranks without any block do not know the dtype of the others."""
+    comm = init_device_mesh("cpu", (4,)).comm(0)
+    block, out = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    with lockstep(timeout=20):
+        all_to_all_blocks(
+            [[block] if comm.rank == 0 and i == 2 else [] for i in range(4)],
+            comm,
+            [[out] if comm.rank == 2 and i == 0 else [] for i in range(4)],
+        )
+    assert out.sum() == 3 * (comm.rank == 2)
+
+
+@pytest.mark.parametrize("change", ["op", "purpose", "same", "dtypes", "receives"])
+def test_descriptions_of_two_ranks(change: str) -> None:
+    def event(rank: int) -> Event:
+        differs = rank == 1
+        counts = (0, 3) if rank == 0 else (3, 0)
+        return Event(
+            "broadcast" if change == "op" and differs else "all_reduce",
+            None,
+            (torch.ones(2, dtype=torch.int if change == "dtypes" and differs else torch.float),),
+            same={"shape": (2 + (change == "same" and differs),)},
+            sends=counts,
+            receives=(4, 0) if change == "receives" and differs else counts,
+            purpose="b" if change == "purpose" and differs else "a",
+        )
+
+    assert difference({0: describe(event(0)), 3: describe(event(1))}).count("\n") == 1
 
 
 @on_ranks(4)
@@ -81,25 +190,3 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def test_one_process_has_nobody_to_compare_with() -> None:
     with fake_world(4), lockstep():
         all_reduce(torch.ones(1), (init_device_mesh("cpu", (4,)), 0))
-
-
-@on_ranks(4)
-def test_replicas() -> None:
-    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)).comm("dp")
-    check_replicas(torch.ones(3, 2).t(), comm)
-    check_replicas(torch.tensor(True), comm)
-    wrong = torch.ones(3) + (1e-7 if dist.get_rank() in (1, 2) else 0)
-    wrong[0] = 5.0 if dist.get_rank() == 1 else 1.0
-    with pytest.raises(LockstepError, match=r"replicas of weight \(3,\) differ along dp: ranks"):
-        check_replicas(wrong, comm, "weight")
-
-
-def test_profiles_show_axes_and_bytes() -> None:
-    with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        with (
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
-            annotate_collectives(),
-        ):
-            all_reduce(torch.ones(8), (mesh, "tp"))
-        assert "shoal::all_reduce[tp] 32 B" in {event.key for event in profile.key_averages()}

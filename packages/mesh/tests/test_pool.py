@@ -1,20 +1,16 @@
-"""Covers: pool.py, rank_main.py, portable.py, testing.py (the warm pool)."""
+"""Covers: pool.py."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
-import unittest
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shoal_mesh import RankError
 from shoal_mesh.testing import RankPool, on_ranks, rank_pool
@@ -34,31 +30,8 @@ def test_arguments_and_fixtures_are_sent_by_value(x: int, tmp_path: Path) -> Non
     assert tmp_path.exists()
 
 
-class TestInAClass:
-    scale = 3
-
-    @on_ranks(2)
-    def test_self_is_an_instance(self) -> None:
-        assert self.scale == 3
-
-
 def _rank_and_seed(add: int) -> tuple[int, float]:
     return dist.get_rank() + add, float(torch.rand(()))
-
-
-def test_results_come_by_rank_and_random_numbers_start_alike() -> None:
-    first, second = rank_pool(2).run(_rank_and_seed, 10), rank_pool(2).run(_rank_and_seed, add=10)
-    assert [rank for rank, _ in first] == [10, 11]
-    assert first == second
-
-
-def test_inner_functions_and_lambdas_travel_as_code() -> None:
-    factor = 7
-
-    def times(x: int) -> int:
-        return x * factor
-
-    assert rank_pool(2).run(lambda: times(2)) == [14, 14]
 
 
 def _one_fails_the_others_wait() -> None:
@@ -100,67 +73,11 @@ def test_a_dead_rank_is_a_failure() -> None:
         rank_pool(2).run(_one_dies)
 
 
-def _skips() -> None:
-    raise unittest.SkipTest("not here")
-
-
-def test_skips_are_skips() -> None:
-    with pytest.raises(unittest.SkipTest, match="not here"):
-        rank_pool(2).run(_skips)
-
-
-def _leaves() -> None:
-    dist.destroy_process_group()
-
-
-def test_a_destroyed_group_comes_back() -> None:
-    rank_pool(2).run(_leaves)
-    assert rank_pool(2).run(dist.get_world_size) == [2, 2]
-
-
 def test_what_cannot_be_sent_is_refused_here() -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
         rank_pool(2).run(_rank_and_seed, (i for i in range(2)))
     with pytest.raises(ValueError, match="at least one rank"):
         RankPool(0)
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.integers(0, 100))
-@on_ranks(2)
-def test_hypothesis_chooses_here_and_the_body_runs_there(x: int) -> None:
-    total = torch.tensor(x)
-    dist.all_reduce(total)
-    assert total.item() == 2 * x
-
-
-PARENT = """
-import os, sys, time
-from shoal_mesh.testing import RankPool
-pool = RankPool(2)
-print(*pool.run(os.getpid), flush=True)
-time.sleep(60)
-"""
-
-
-def test_ranks_end_with_their_parent() -> None:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=env) as parent:
-        assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        parent.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(_alive(pid) for pid in pids)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> None:

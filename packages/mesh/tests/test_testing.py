@@ -1,4 +1,4 @@
-"""Covers: testing.py: the unittest base, skip helpers, with_comms."""
+"""Covers: testing.py: the unittest base, skip decorators, with_comms, the fake world."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh import (
+    DeviceMesh,
+    MeshError,
+    all_reduce,
+)
 from shoal_mesh.testing import (
     RankTestCase,
     default_world_size,
     device_type,
+    fake_world,
     on_ranks,
     rank_pool,
     skip_unless_backend,
@@ -104,3 +109,10 @@ def test_with_comms_makes_and_destroys_a_group() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     assert rank_pool(2).run(_makes_its_own, port) == [2, 2]
+
+
+def test_the_fake_world_is_alone() -> None:
+    with fake_world(2), pytest.raises(MeshError, match="inside of"), fake_world(2):
+        pass
+    with fake_world(2):
+        dist.destroy_process_group()  # the program may have done it

@@ -17,6 +17,7 @@ from shoal_mesh import (
     measure_topology,
     set_topology,
     topology_of,
+    topology_version,
 )
 from shoal_mesh.testing import on_ranks
 
@@ -69,3 +70,10 @@ def test_measured_on_the_real_groups() -> None:
     dist.all_gather_object(every, found)
     assert set(every) == {found}
     assert torch.get_num_threads() == 1
+
+
+def test_setting_a_topology_gives_a_new_version() -> None:
+    mesh, before = abstract_mesh((2,)), topology_version()
+    set_topology(mesh, [Link(1e-6, 1e9)])
+    set_topology(mesh, None)
+    assert topology_version() == before + 2

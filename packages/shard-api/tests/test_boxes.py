@@ -1,4 +1,4 @@
-"""Overlap, coverage and grids of boxes against brute force on small index sets.  Covers: boxes.py."""
+"""Overlap, coverage and grids of boxes against brute force on small index sets.  Covers: spec/boxes.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_shard_api.boxes import Box, box, gap, grid, intersection, overlap, relative, show, volume
+from shoal_shard_api.spec.boxes import Box, box, format_box, gap, grid, intersection, overlap, relative, volume
 
 SHAPE = (5, 4)
 
@@ -44,7 +44,7 @@ def test_overlap_names_two_boxes_that_share_an_element(boxes: list[Box]) -> None
 
 
 @given(st.lists(boxes_2d, max_size=4))
-def test_gap_is_a_part_that_no_box_holds(boxes: list[Box]) -> None:
+def test_gap_is_a_box_in_no_other(boxes: list[Box]) -> None:
     if overlap(boxes) is not None:
         return
     missing = gap(boxes, SHAPE)
@@ -80,6 +80,6 @@ def test_two_boxes_without_dims_overlap() -> None:
 
 
 def test_box_and_show() -> None:
-    assert show(box([1, 0], [2, 3])) == "[1:3, 0:3]"
+    assert format_box(box([1, 0], [2, 3])) == "[1:3, 0:3]"
     with pytest.raises(ValueError):
         box([1], [2, 3])

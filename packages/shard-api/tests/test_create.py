@@ -1,4 +1,4 @@
-"""Factories: values, properties, and random numbers equal to those of one device.  Covers: create.py."""
+"""Factories: values, properties, and random numbers equal to those of one device.  Covers: tensor/create.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import NotExpressibleError, ShardedTensor, empty, full, ones, rand, randn, zeros
-from shoal_shard_api.testing import chunk, enumerable
 
 SPECS = {
     "rows": chunk(0),
@@ -23,17 +23,17 @@ SPECS = {
 @on_ranks(4)
 @pytest.mark.parametrize("spec", SPECS)
 def test_constant_tensors(spec: str) -> None:
-    for made, wanted in (
+    for result, wanted in (
         (zeros(SPECS[spec], 8, 9), torch.zeros(8, 9)),
         (ones(SPECS[spec], [8, 9], dtype=torch.int32), torch.ones(8, 9, dtype=torch.int32)),
         (full(SPECS[spec], (8, 9), 2.5, requires_grad=True), torch.full((8, 9), 2.5)),
         (full(SPECS[spec], (8, 9), 7), torch.full((8, 9), 7)),
         (full(SPECS[spec], (8, 9), True, dtype=torch.float16), torch.ones(8, 9, dtype=torch.float16)),
     ):
-        assert isinstance(made, ShardedTensor)
-        assert made.sharding_spec() == SPECS[spec]
-        assert torch.equal(made.detach(), wanted)
-        assert made.dtype == wanted.dtype
+        assert isinstance(result, ShardedTensor)
+        assert result.sharding_spec() == SPECS[spec]
+        assert torch.equal(result.detach(), wanted)
+        assert result.dtype == wanted.dtype
     assert full(SPECS[spec], (8, 9), 2.5, requires_grad=True).requires_grad
     assert empty(SPECS[spec], 8, 9).shape == (8, 9)
 
@@ -46,12 +46,12 @@ def test_random_tensors_are_those_of_one_device(spec: str) -> None:
         wanted = [plain(8, 9), plain(8, 9, dtype=torch.float64)]
         after = torch.rand(1)
         torch.manual_seed(11)
-        made = [sharded(SPECS[spec], 8, 9, requires_grad=True), sharded(SPECS[spec], 8, 9, dtype=torch.float64)]
+        result = [sharded(SPECS[spec], 8, 9, requires_grad=True), sharded(SPECS[spec], 8, 9, dtype=torch.float64)]
         assert torch.equal(torch.rand(1), after)  # the generator stands where one device's would
-        for a, b in zip(made, wanted, strict=True):
+        for a, b in zip(result, wanted, strict=True):
             assert torch.equal(a.detach(), b)
-        assert made[0].requires_grad
-        assert made[0].is_leaf
+        assert result[0].requires_grad
+        assert result[0].is_leaf
 
 
 @on_ranks(4)
@@ -61,8 +61,8 @@ def test_factories_on_a_sub_group() -> None:
     torch.manual_seed(mine)
     wanted = torch.randn(5, 2)
     torch.manual_seed(mine)
-    made = randn(chunk(0, ((3, 0), (1, 2))[mine]), 5, 2, process_group=groups[mine])
-    assert torch.equal(made, wanted)
+    result = randn(chunk(0, ((3, 0), (1, 2))[mine]), 5, 2, process_group=groups[mine])
+    assert torch.equal(result, wanted)
 
 
 @on_ranks(4)

@@ -40,12 +40,12 @@ def shards_of(metadata: Any) -> list[tuple[list[int], list[int], str]]:
 
 def cases(count: int) -> list[tuple[list[int], int, list[str]]]:
     random = Random(1)
-    found = []
+    drawn = []
     for _ in range(count):
         shape = [random.randint(4, 17) for _ in range(random.randint(1, 3))]
         order = random.sample(range(4), 4)
-        found.append((shape, random.randrange(len(shape)), [f"rank:{rank}/cpu" for rank in order]))
-    return found
+        drawn.append((shape, random.randrange(len(shape)), [f"rank:{rank}/cpu" for rank in order]))
+    return drawn
 
 
 def test_chunk_specs_describe_the_same_shards() -> None:
@@ -72,7 +72,7 @@ def test_sharding_resharding_and_gathering_give_the_same_data() -> None:
     for shape, dim, placements in cases(40):
         shape = [
             4 * n if d in (dim, (dim + 1) % len(shape)) else n for d, n in enumerate(shape)
-        ]  # torch: even cuts only
+        ]  # torch: even shards only
         full = torch.randn(shape)
         theirs = their_shard_tensor(full, Theirs(dim, list(placements)), src_rank=1)
         ours = _shard_tensor(full, ChunkShardingSpec(dim, placements), src_rank=1)

@@ -1,6 +1,6 @@
 """Whole architectures on 2 and 4 ranks, in float64: T5, BERT, GPT-2 and MLP stacks against one device.
 
-Covers: structure.py, linear.py, fused.py, blocks.py, lowering/channels.py (turned Linears).  Outputs and all gradients
+Covers: the layer as a whole, sharding/module_kinds.py (transposed Linears).  Outputs and all gradients
 are equal, with and without sequence parallelism, with even and uneven heads, and vocabularies that divide nowhere.
 """
 
@@ -62,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: 
 
 
 def assert_same(module: nn.Module, single: nn.Module, got: Any, expected: Any) -> None:
-    """Outputs, then values and gradients of every parameter once the module is whole again."""
+    """Outputs, then values and gradients of every parameter once the module is plain again."""
     torch.testing.assert_close(got, expected)
     seed = torch.randn_like(expected)
     expected.backward(seed)
@@ -143,17 +143,17 @@ class T5(nn.Module):
 
 
 def t5_plan(heads: int, sequence: bool) -> dict[str, Any]:
-    """Heads of the bias are cut as those of the projections."""
-    lies = Shard(1) if sequence else Replicate()
-    columns, rows = ColwiseParallel(input_layouts=lies), RowwiseParallel(output_layouts=lies)
+    """Heads of the bias are sharded like those of the projections."""
+    layout = Shard(1) if sequence else Replicate()
+    columns, rows = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
     plan: dict[str, Any] = {
-        "shared": RowwiseParallel(input_layouts=Replicate(), output_layouts=lies),
+        "shared": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
         "*.table": ColwiseParallel().heads(heads, 1),
         "*.[qkv]": columns.heads(heads, HEAD),
         "*.o": rows.heads(heads, HEAD),
         "*.wi_?": columns,
         "*.wo": rows,
-        "head": ColwiseParallel(input_layouts=lies, output_layouts=Replicate()),
+        "head": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
     }
     if sequence:
         plan |= dict.fromkeys(("*norm", "*.norm"), SequenceParallel(use_local_output=True))
@@ -228,9 +228,9 @@ class Bert(nn.Module):
 
 def bert_plan(heads: int, sequence: bool) -> dict[str, Any]:
     """The pooler reads one token, so under sequence parallelism its input is gathered."""
-    lies = Shard(1) if sequence else Replicate()
-    columns, rows = ColwiseParallel(input_layouts=lies), RowwiseParallel(output_layouts=lies)
-    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=lies)
+    layout = Shard(1) if sequence else Replicate()
+    columns, rows = ColwiseParallel(input_layouts=layout), RowwiseParallel(output_layouts=layout)
+    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
     plan: dict[str, Any] = {
         **dict.fromkeys(("words", "positions", "types"), table),
         **dict.fromkeys(("layers.*.query", "layers.*.key", "layers.*.value"), columns.heads(heads, HEAD)),
@@ -238,7 +238,7 @@ def bert_plan(heads: int, sequence: bool) -> dict[str, Any]:
         "layers.*.up": columns,
         "layers.*.down": rows,
         "pooler.dense": ColwiseParallel(output_layouts=Replicate()),
-        "decoder": ColwiseParallel(input_layouts=lies, output_layouts=Replicate()),
+        "decoder": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
     }
     if sequence:
         alone = SequenceParallel(use_local_output=True)
@@ -265,7 +265,7 @@ def test_bert(ways: int, sequence: bool, heads: int) -> None:
     assert_same(module, single, module(tokens, types, mask), single(tokens, types, mask))
 
 
-# --- GPT-2: fused projections whose weights lie as (in, out) ---------------------------------------------------------
+# --- GPT-2: fused projections with weights of shape (in, out) ---------------------------------------------------------
 
 
 class Conv1D(nn.Module):
@@ -301,7 +301,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt2(nn.Module):
-    """Two blocks, tied output; hidden states only, the loss reads the cut logits."""
+    """Two blocks, tied output; hidden states only, the loss reads sharded logits."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -320,18 +320,18 @@ class Gpt2(nn.Module):
 
 
 def gpt_plan(heads: int, sequence: bool) -> dict[str, Any]:
-    """The logits stay cut over the vocabulary, for a loss that never sees them whole."""
-    lies = Shard(1) if sequence else Replicate()
+    """The logits stay sharded over the vocabulary, for a loss that never gathers them."""
+    layout = Shard(1) if sequence else Replicate()
     of = Heads(heads, HEAD)
-    rows = RowwiseParallel(output_layouts=lies)
+    rows = RowwiseParallel(output_layouts=layout)
     plan: dict[str, Any] = {
-        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=lies),
-        "wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=lies),
-        "h.*.c_attn": PackedColwiseParallel(blocks={"q": of, "k": of, "v": of}, input_layouts=lies),
+        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+        "wpe": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+        "h.*.c_attn": PackedColwiseParallel(blocks={"q": of, "k": of, "v": of}, input_layouts=layout),
         "h.*.attn_proj": rows.heads(heads, HEAD),
-        "h.*.c_fc": ColwiseParallel(input_layouts=lies),
+        "h.*.c_fc": ColwiseParallel(input_layouts=layout),
         "h.*.c_proj": rows,
-        "head": ColwiseParallel(input_layouts=lies, use_local_output=False),
+        "head": ColwiseParallel(input_layouts=layout, use_local_output=False),
     }
     if sequence:
         plan |= dict.fromkeys(("h.*.ln_?", "ln_f"), SequenceParallel(use_local_output=True))
@@ -356,7 +356,7 @@ def test_gpt2(ways: int, sequence: bool, heads: int) -> None:
 
 
 @on_ranks(4)
-def test_turned_weights_are_loaded_in_every_way() -> None:
+def test_transposed_weights_are_loaded_in_every_way() -> None:
     single, other = build(lambda: Gpt2(6)), build(lambda: Gpt2(6))
     tokens = torch.randint(VOCAB, (2, 5))
     with torch.no_grad():
@@ -401,25 +401,25 @@ class Stack(nn.Module):
 
 @on_ranks(4)
 @WAYS
-@pytest.mark.parametrize("cut", [None, 0, 1])
-def test_gated_stack(ways: int, cut: int | None) -> None:
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_gated_stack(ways: int, dim: int | None) -> None:
     axis = mesh(ways)
-    lies = Replicate() if cut is None else Shard(cut)
-    columns = ColwiseParallel(input_layouts=lies)
-    plan: dict[str, Any] = {"gates.*": columns, "ups.*": columns, "downs.*": RowwiseParallel(output_layouts=lies)}
-    if cut is not None:
-        plan["norms.*"] = SequenceParallel(sequence_dim=cut, use_local_output=True)
+    layout = Replicate() if dim is None else Shard(dim)
+    columns = ColwiseParallel(input_layouts=layout)
+    plan: dict[str, Any] = {"gates.*": columns, "ups.*": columns, "downs.*": RowwiseParallel(output_layouts=layout)}
+    if dim is not None:
+        plan["norms.*"] = SequenceParallel(sequence_dim=dim, use_local_output=True)
     single = build(Stack)
     module: Any = parallelize_module(copy.deepcopy(single), axis, plan)
     full = torch.randn(4, 8, DIM, dtype=torch.double)
     rank = axis.get_local_rank()
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
-    mine = y if cut is None else y.chunk(ways, cut)[rank]
+    mine = y if dim is None else y.chunk(ways, dim)[rank]
     expected, got = single(x), module(mine)
     seed = torch.randn_like(full)
     expected.backward(seed)
-    got.backward(seed if cut is None else seed.chunk(ways, cut)[rank])
+    got.backward(seed if dim is None else seed.chunk(ways, dim)[rank])
     assert x.grad is not None and y.grad is not None
-    for whole, part in ((expected, got), (x.grad, y.grad if cut is None else y.grad.chunk(ways, cut)[rank])):
-        torch.testing.assert_close(part, whole if cut is None else whole.chunk(ways, cut)[rank])
+    for full, shard in ((expected, got), (x.grad, y.grad if dim is None else y.grad.chunk(ways, dim)[rank])):
+        torch.testing.assert_close(shard, full if dim is None else full.chunk(ways, dim)[rank])
     assert_same_parameters(module, single)

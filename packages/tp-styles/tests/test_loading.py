@@ -1,4 +1,4 @@
-"""Models on the meta device, filled from files.  Covers: loading.py, blocks.py."""
+"""Models on the meta device, filled from files.  Covers: apply/loading.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     load_sharded,
     parallelize_module,
 )
-from shoal_tp_styles.testing import ModelArgs, Transformer, all_ranks
+from shoal_tp_styles.testing import ModelArgs, Transformer, all_ranks, transformer_plan
 
 needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
 
@@ -44,13 +44,13 @@ def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
         save_file({name: state[name].contiguous() for name in names[part::2]}, path)
     with torch.device("meta"):
         module = Transformer(args)
-    Transformer.parallelize(module, all_ranks())
+    parallelize_module(module, all_ranks(), transformer_plan())
     with CommDebugMode() as mode:
         loaded = load_sharded(module, paths)
     assert mode.get_total_counts() == 0
     assert not loaded.missing and not loaded.unexpected
-    whole = sum(value.numel() * 4 for value in state.values())
-    assert loaded.bytes_read < 0.45 * whole
+    total = sum(value.numel() * 4 for value in state.values())
+    assert loaded.bytes_read < 0.45 * total
     assert (module.output.weight is module.tok_embeddings.weight) is tied
     tokens = torch.randint(10, (2, 6))
     torch.testing.assert_close(module(tokens), single(tokens))

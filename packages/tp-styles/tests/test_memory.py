@@ -1,6 +1,6 @@
 """What lowered modules keep for the backward, and the peak of a training step, beside the same computation by hand.
 
-Covers: lowering/linear.py, lowering/rows.py, lowering/share.py, lowering/gradients.py.
+Covers: modules/linear_gradients.py, and the memory of the layer as a whole.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from by_hand import HandCopy, HandReduce
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
-from shoal_tp_styles.testing import HandCopy, HandReduce, all_ranks
+from shoal_tp_styles.testing import all_ranks
 
 WIDTH, TOKENS = 256, 64
 
@@ -36,7 +37,7 @@ class Gated(nn.Module):
 
 
 def by_hand(x: Tensor, w: dict[str, nn.Parameter]) -> Tensor:
-    """`Gated` on this rank's part of the parameters, as one would write it."""
+    """`Gated` on this rank's shards of the parameters, as one would write it."""
     x = x * 1
     both: Tensor = HandCopy.apply(x)  # type: ignore[no-untyped-call]  # torch
     hidden = linear(both, w["gate.weight"], w["gate.bias"]).sigmoid() * linear(both, w["up.weight"], w["up.bias"])
@@ -51,7 +52,7 @@ def parallel(row_output: Any = None, column_input: Any = None) -> nn.Module:
 
 
 def locals_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Plain parameters that hold this rank's part."""
+    """Plain parameters of this rank's shards."""
     params: dict[str, Any] = dict(module.named_parameters())
     return {name: nn.Parameter(param.to_local().detach().clone()) for name, param in params.items()}
 
@@ -93,7 +94,7 @@ def peak(run: Callable[[], Tensor], params: list[Any]) -> int:
 
 
 @on_ranks(2)
-def test_a_step_keeps_and_holds_what_it_does_by_hand() -> None:
+def test_a_step_saves_and_allocates_no_more_than_by_hand() -> None:
     module = parallel()
     ours, theirs = list(module.parameters()), locals_of(module)
     x = torch.randn(TOKENS, WIDTH, requires_grad=True)
@@ -106,14 +107,14 @@ def test_a_step_keeps_and_holds_what_it_does_by_hand() -> None:
 def test_a_gathered_activation_is_kept_once_for_all_readers() -> None:
     module = parallel(row_output=Shard(0), column_input=Shard(0))
     x = torch.randn(TOKENS // 2, WIDTH, requires_grad=True)
-    whole, hidden = TOKENS * WIDTH * 4, TOKENS * 4 * WIDTH // 2 * 4
+    full, hidden = TOKENS * WIDTH * 4, TOKENS * 4 * WIDTH // 2 * 4
     # The gathered input; the sigmoid, the other factor and the product.
-    assert saved(lambda: module(x), list(module.parameters())) == whole + 3 * hidden
+    assert saved(lambda: module(x), list(module.parameters())) == full + 3 * hidden
 
 
 @pytest.mark.parametrize("frozen", ["weights", "input"])
 @on_ranks(2)
-def test_what_needs_no_gradient_keeps_nothing(frozen: str) -> None:
+def test_frozen_operands_are_not_saved(frozen: str) -> None:
     layer = parallelize_module(nn.Linear(WIDTH, WIDTH), all_ranks(), ColwiseParallel(input_layouts=Replicate()))
     x = torch.randn(TOKENS, WIDTH, requires_grad=frozen != "input")
     if frozen == "weights":

@@ -1,29 +1,14 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from .__about__ import __version__
-from .clip import clip_grad_norm_
-from .dispatch import cache_info, clear_cache
-from .distribute import distribute_module, distribute_tensor
-from .errors import (
-    CommunicationForbiddenError,
-    InPlaceError,
-    MixedTensorError,
-    NoRuleError,
-    OptimizerError,
-    PlacementError,
-    RandomStateError,
-    RedistributeError,
-    ShoalTensorError,
-)
-from .explain import Explanation, explain
-from .factory import empty, full, ones, rand, randint, randn, randperm, zeros
-from .local_map import local_map
-from .local_step import local_step
-from .per_dim import PerDim
-from .placements import Partial, Placement, Replicate, Shard, StridedShard
-from .policy import checked_replicas, communication, implicit_replication, unknown_ops
-from .random import (
+from .api.custom_rules import register_rule, register_sharding
+from .api.distribute import distribute_module, distribute_tensor
+from .api.explain import Explanation, explain
+from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
+from .api.local_map import local_map
+from .api.random import (
     check_random_state,
+    get_random_mode,
     get_rng_state,
     is_rng_supported_mesh,
     manual_seed,
@@ -31,30 +16,69 @@ from .random import (
     set_random_mode,
     set_rng_state,
 )
-from .redistribute import coalesce
-from .register import register_rule, register_sharding
-from .spec import Spec, TensorMeta, compute_local_shape_and_global_offset
-from .tensor import DTensor, deferred_gradients, safe_globals
-from .visualize import draw_sharding, visualize_sharding
+from .api.state_dicts import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from .api.visualize import draw_sharding, visualize_sharding
+from .dispatch.dispatch import cache_info, clear_cache
+from .errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    CommunicationForbiddenError,
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    OperatorArgumentError,
+    OperatorIndexError,
+    OptimizerError,
+    PlacementError,
+    RandomStateError,
+    RedistributeError,
+    ShoalTensorError,
+    StateDictError,
+)
+from .layout.partition_spec import PartitionSpec
+from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard
+from .layout.spec import Spec, compute_local_shape_and_global_offset
+from .layout.tensor_meta import TensorMeta
+from .optim.clip_grad import clip_grad_norm_
+from .optim.deferred_gradients import deferred_gradients
+from .optim.local_step import local_step
+from .redistribute.execution.coalesce import coalesce
+from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
+from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
+from .tensor.dtensor import DTensor
+from .tensor.shard_access import local_shard, safe_globals
 
 __all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
     "CommunicationForbiddenError",
     "DTensor",
     "Explanation",
     "InPlaceError",
     "MixedTensorError",
     "NoRuleError",
+    "OperatorArgumentError",
+    "OperatorIndexError",
     "OptimizerError",
     "Partial",
-    "PerDim",
+    "PartitionSpec",
     "Placement",
     "PlacementError",
     "RandomStateError",
     "RedistributeError",
     "Replicate",
     "Shard",
+    "ShardsInFlight",
     "ShoalTensorError",
     "Spec",
+    "StateDictError",
     "StridedShard",
     "TensorMeta",
     "__version__",
@@ -73,10 +97,15 @@ __all__ = [
     "empty",
     "explain",
     "full",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_random_mode",
     "get_rng_state",
+    "get_state_dict",
     "implicit_replication",
     "is_rng_supported_mesh",
     "local_map",
+    "local_shard",
     "local_step",
     "manual_seed",
     "ones",
@@ -85,12 +114,20 @@ __all__ = [
     "randn",
     "random_mode",
     "randperm",
+    "redistribute_shards",
     "register_rule",
     "register_sharding",
     "safe_globals",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "set_random_mode",
     "set_rng_state",
+    "set_state_dict",
     "unknown_ops",
     "visualize_sharding",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

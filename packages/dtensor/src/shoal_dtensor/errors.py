@@ -7,20 +7,41 @@ that a caller of plain PyTorch would expect, so `except ValueError` keeps workin
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentTypeError",
+    "ArgumentValueError",
     "CommunicationForbiddenError",
     "InPlaceError",
     "MixedTensorError",
     "NoRuleError",
+    "OperatorArgumentError",
+    "OperatorIndexError",
     "OptimizerError",
     "PlacementError",
     "RandomStateError",
     "RedistributeError",
     "ShoalTensorError",
+    "StateDictError",
 ]
 
 
 class ShoalTensorError(Exception):
     """Base of every error that the dtensor layer raises on purpose."""
+
+
+class ArgumentTypeError(ShoalTensorError, TypeError):
+    """A function got an argument of a wrong type."""
+
+
+class ArgumentValueError(ShoalTensorError, ValueError):
+    """A function got an argument that is not among the values allowed."""
+
+
+class OperatorArgumentError(ShoalTensorError, RuntimeError):
+    """An operator refuses its arguments: shapes or dtypes that do not fit."""
+
+
+class OperatorIndexError(ShoalTensorError, IndexError):
+    """An operator refuses a dim or an index: it is out of range."""
 
 
 class PlacementError(ShoalTensorError, ValueError):
@@ -53,6 +74,10 @@ class CommunicationForbiddenError(ShoalTensorError, RuntimeError):
 
 class RandomStateError(ShoalTensorError, RuntimeError):
     """The ranks' random generators are out of step, so replicas would draw different numbers."""
+
+
+class StateDictError(ShoalTensorError, RuntimeError):
+    """A state dict, or the options for one, that do not fit the model or optimizer; nothing has been loaded."""
 
 
 class MissingExtraError(ShoalTensorError, ImportError):

@@ -8,11 +8,12 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .chunks import chunk_sizes
+from .argument_types import check_mesh, check_type
 from .errors import PlacementError
-from .placements import Partial, Placement, Replicate, Shard, StridedShard, norm_order
-from .spec import Spec
-from .tensor import DTensor
+from .layout.dim_sharding import chunk_sizes
+from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard, norm_order
+from .layout.spec import Spec
+from .tensor.dtensor import DTensor
 
 __all__ = ["from_torch", "mesh_from_torch", "mesh_to_torch", "to_torch"]
 
@@ -21,6 +22,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
     """Torch's `DeviceMesh` over the same ranks and the same process groups."""
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+    check_mesh("mesh_to_torch", mesh)
     names = mesh.mesh_dim_names
     groups = mesh.get_all_groups()
     if mesh.ndim == 1:
@@ -30,6 +32,9 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
 def mesh_from_torch(mesh: Any) -> DeviceMesh:
     """Shoal's `DeviceMesh` over the ranks and process groups of torch's."""
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")
     groups = mesh.get_all_groups()
     if mesh.ndim == 1:
         return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
@@ -44,13 +49,14 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
         mesh: torch's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if torch has no word for how the tensor lies (ragged sizes, cuts at multiples).
+        PlacementError: if torch has no word for the tensor's layout (ragged sizes, shards at multiples).
     """
     from torch.distributed.tensor import DTensor as TorchTensor
 
+    check_type("to_torch", "tensor", tensor, DTensor, "a DTensor of shoal")
     spec = tensor._spec
     placements = [_to_torch_placement(spec, axis) for axis in range(spec.mesh.ndim)]
-    made = TorchTensor.from_local(
+    tensor_of_torch = TorchTensor.from_local(
         tensor._local_tensor.detach(),
         mesh if mesh is not None else mesh_to_torch(spec.mesh),
         placements,
@@ -58,7 +64,7 @@ def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
         shape=torch.Size(spec.shape),
         stride=spec.stride,
     )
-    return made.requires_grad_(tensor.requires_grad)
+    return tensor_of_torch.requires_grad_(tensor.requires_grad)
 
 
 def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
@@ -69,8 +75,11 @@ def from_torch(tensor: Any, mesh: DeviceMesh | None = None) -> DTensor:
         mesh: shoal's mesh over the same ranks; made from the tensor's process groups when left out.
 
     Raises:
-        PlacementError: if a strided placement is no order of mesh axes, or cuts unevenly (torch then interleaves).
+        PlacementError: if a strided placement is no order of mesh axes, or shards unevenly (torch then interleaves).
     """
+    from torch.distributed.tensor import DTensor as TorchTensor
+
+    check_type("from_torch", "tensor", tensor, TorchTensor, "torch's DTensor")
     own_mesh = mesh if mesh is not None else mesh_from_torch(tensor.device_mesh)
     placements = [_from_torch_placement(placement) for placement in tensor.placements]
     spec = Spec(own_mesh, placements, tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -90,15 +99,16 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
         order = norm_order(placement.reduce_op)
         return peer.Partial(placement.reduce_op) if order is None else _partial_norm()(order)
     assert isinstance(placement, Shard | StridedShard), "all other placements were handled"
-    cut = spec.cut(placement.dim)
-    default: tuple[int, ...] = (cut.length,)
-    for size in cut.axis_sizes:
-        default = tuple(part for whole in default for part in chunk_sizes(whole, size))
-    if cut.sizes != default:
+    sharding = spec.dim_sharding(placement.dim)
+    default: tuple[int, ...] = (sharding.length,)
+    for size in sharding.axis_sizes:
+        default = tuple(count for length in default for count in chunk_sizes(length, size))
+    if sharding.sizes != default:
         raise PlacementError(
-            f"torch's DTensor cannot cut dim {placement.dim} into {cut.sizes}; redistribute to {Shard(placement.dim)!r}"
+            f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute to "
+            f"{Shard(placement.dim)!r}"
         )
-    before = cut.axes[: cut.axes.index(axis)]
+    before = sharding.axes[: sharding.axes.index(axis)]
     factor = 1
     for other in before:
         factor *= spec.mesh.shape[other] if other > axis else 1
@@ -128,9 +138,9 @@ def _partial_norm() -> Any:
 
 
 def _refuse_uneven(spec: Spec) -> None:
-    for dim, cut in enumerate(spec.cuts):
-        if len(cut.axes) > 1 and not cut.even:
+    for dim, sharding in enumerate(spec.dim_shardings):
+        if len(sharding.axes) > 1 and not sharding.even:
             raise PlacementError(
-                f"dim {dim} of {spec!r} is cut unevenly by several axes out of order: torch interleaves such pieces, "
-                f"shoal keeps them contiguous, so they do not hold the same elements"
+                f"dim {dim} of {spec!r} is sharded unevenly by several axes out of order: torch interleaves such "
+                f"shards, shoal keeps them contiguous, so they do not hold the same elements"
             )

@@ -3,32 +3,39 @@
 from . import differentiable, errors, topology
 from .__about__ import __version__
 from ._torch import constant_when_compiled
-from .coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
-from .collectives import Along, Pending, all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
-from .comm_debug import CommDebugMode
-from .create import abstract_mesh, init_device_mesh, safe_globals
-from .device_mesh import DeviceMesh, current_mesh
+from .collectives.blocks import all_to_all_blocks, pack_blocks, unpack_blocks
+from .collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
+from .collectives.even import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
+from .collectives.operands import Along
+from .collectives.pending import Pending
+from .collectives.rooted import broadcast, gather, permute, scatter
+from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 from .errors import (
     AxisError,
     BackendError,
     CollectiveError,
+    CollectiveTypeError,
+    DimError,
     LockstepError,
     MeshError,
     MeshMismatchError,
+    MeshTypeError,
     NoGroupError,
     RankError,
 )
-from .groups import BackendChoice, Comm, comm_over
-from .launch import launch
-from .layout import Layout
-from .lockstep import check_replicas, in_lockstep, lockstep
-from .observe import Event, Observer, observe, purpose, unobserve
-from .profiling import annotate_collectives
-from .resources import _mesh_resources as _mesh_resources
-from .rooted import broadcast, gather, permute, scatter
+from .events import Event, Observer, is_observed, observe, purpose, unobserve
+from .groups.process_groups import BackendChoice, Comm, comm_over
+from .local_ranks.launch import launch
+from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
+from .mesh.device_mesh import DeviceMesh, current_mesh
+from .mesh.rank_layout import Layout
+from .mesh.resources import _mesh_resources as _mesh_resources
+from .observers.comm_debug import CommDebugMode
+from .observers.lockstep import in_lockstep, lockstep
+from .observers.profiling import annotate_collectives
+from .observers.replicas import check_replicas
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
-from .uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 
 __all__ = [
     "Along",
@@ -36,15 +43,18 @@ __all__ = [
     "BackendChoice",
     "BackendError",
     "CollectiveError",
+    "CollectiveTypeError",
     "Comm",
     "CommDebugMode",
     "DeviceMesh",
+    "DimError",
     "Event",
     "Layout",
     "Link",
     "LockstepError",
     "MeshError",
     "MeshMismatchError",
+    "MeshTypeError",
     "NoGroupError",
     "Observer",
     "Pending",
@@ -59,6 +69,7 @@ __all__ = [
     "all_reduce_",
     "all_reduce_coalesced",
     "all_to_all",
+    "all_to_all_blocks",
     "all_to_all_v",
     "annotate_collectives",
     "broadcast",
@@ -71,10 +82,12 @@ __all__ = [
     "gather",
     "in_lockstep",
     "init_device_mesh",
+    "is_observed",
     "launch",
     "lockstep",
     "measure_topology",
     "observe",
+    "pack_blocks",
     "permute",
     "purpose",
     "reduce_scatter",
@@ -87,4 +100,9 @@ __all__ = [
     "topology_of",
     "topology_version",
     "unobserve",
+    "unpack_blocks",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

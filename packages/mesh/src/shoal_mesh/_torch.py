@@ -1,13 +1,14 @@
-"""The seam: every private or unstable torch name that shoal_mesh uses, so that a torch upgrade reviews one file."""
+"""Every private or unstable name of torch that shoal_mesh uses, so that an upgrade of torch reviews one file."""
 
 from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from itertools import count
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import (
     AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
+    Backend,
     BroadcastOptions,
     PrefixStore,
     ReduceOp,
@@ -30,11 +32,14 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .errors import MeshTypeError
+
 __all__ = [
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
     "AllreduceOptions",
+    "BackendOptions",
     "BroadcastOptions",
     "PrefixStore",
     "ProcessGroup",
@@ -63,10 +68,17 @@ __all__ = [
     "is_live",
     "known_groups",
     "new_group",
+    "on_plain_kernels",
+    "plain_kernels",
+    "refuse_its_own_mesh",
+    "timeout_of",
     "tree_leaves",
     "without_importing_dynamo",
 ]
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+BackendOptions = Backend.Options
 functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
@@ -78,9 +90,10 @@ _calls = count(1 << 40)
 def distinct(tensor: torch.Tensor) -> torch.Tensor:
     """The input of a functional collective, as an expression that no other collective of the graph has.
 
-    The compiler merges calls with equal inputs, trusting that all ranks have the same graph.  They need not: two parts
-    that are empty on this rank are equal here, and are not elsewhere.  A slice up to a number of its own tells them
-    apart.  (What torch.compile traces line by line is the user's program: there, equal inputs are equal everywhere.)
+    The compiler merges calls with equal inputs, on the assumption that all ranks have the same graph. They need not:
+    two shards that are empty on this rank are equal here, and differ elsewhere. A slice up to a number that no other
+    call has keeps them apart. (What dynamo traces line by line is the user's program: there, equal inputs are equal on
+    all ranks.)
     """
     if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
         return tensor
@@ -90,13 +103,67 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
 Class = TypeVar("Class", bound=type)
 
 
+_ITS_OWN_TENSORS = (
+    "torch.distributed.tensor",
+    "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
+)
+_ITS_OWN_SHARDING = ("torch.distributed.fsdp", "shoal_tp_styles.fully_shard or shoal_tp_styles.replicate")
+_MADE_FOR_ITS_OWN_MESH = {
+    "torch.distributed.fsdp._fully_shard._fsdp_common": _ITS_OWN_SHARDING,
+    "torch.distributed.fsdp._init_utils": _ITS_OWN_SHARDING,
+    "torch.distributed.tensor._api": _ITS_OWN_TENSORS,
+    "torch.distributed.tensor._collective_utils": _ITS_OWN_TENSORS,
+    "torch.distributed.tensor._utils": _ITS_OWN_TENSORS,
+    "torch.distributed.tensor.placement_types": _ITS_OWN_TENSORS,
+}
+
+
+def refuse_its_own_mesh(mesh: object) -> None:
+    """Refuse a call, by its caller, from a part of torch that accepts any mesh and fails later, in its C++.
+
+    Raises:
+        MeshTypeError: if the function that called this one's caller is of torch's sharded tensors or `fully_shard`.
+    """
+    name = sys._getframe(2).f_globals.get("__name__")
+    if name in _MADE_FOR_ITS_OWN_MESH:
+        what, ours = _MADE_FOR_ITS_OWN_MESH[name]
+        raise MeshTypeError(
+            f"{what} takes torch's DeviceMesh, got shoal's {mesh!r}; use {ours}, or pass "
+            "shoal_dtensor.interop.mesh_to_torch(mesh)"
+        )
+
+
 def constant_when_compiled(cls: Class) -> Class:
     """Class decorator: torch.compile takes instances for constants of its graph.
 
-    They are made, asked for attributes and called while it traces, guarded by equality, and may be arguments of what
-    the graph calls.  The class needs `__eq__`, `__hash__` and `__fx_repr__`, which says how generated code spells one;
-    traced code may ask for the attributes that the class itself has: slots, properties and methods.
+    Instances are created, read and called while it traces, guarded by equality, and may be arguments of what the graph
+    calls. The class needs `__eq__`, `__hash__` and `__fx_repr__`, which returns how generated code spells an instance
+    and the names it needs. Traced code may read attributes that the class itself has: slots, properties and methods.
+
+    Raises:
+        MeshTypeError: it is no class, or lacks one of these methods.
+
+    Example:
+        >>> @constant_when_compiled
+        ... class Scale:
+        ...     __slots__ = ("by",)
+        ...
+        ...     def __init__(self, by: float) -> None:
+        ...         self.by = by
+        ...
+        ...     def __eq__(self, other: object) -> bool:
+        ...         return isinstance(other, Scale) and self.by == other.by
+        ...
+        ...     def __hash__(self) -> int:
+        ...         return hash(self.by)
+        ...
+        ...     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        ...         return f"Scale({self.by})", {"Scale": Scale}
     """
+    if not issubclass(type(cls), type) or getattr(cls, "__hash__", None) is None or not hasattr(cls, "__fx_repr__"):
+        raise MeshTypeError(
+            f"constant_when_compiled takes a class with __eq__, __hash__ and __fx_repr__, got {cls!r:.80}"
+        )
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
     try:
@@ -112,6 +179,32 @@ def constant_when_compiled(cls: Class) -> Class:
 def default_group() -> ProcessGroup | None:
     """The group of all ranks, or None before `init_process_group` and after `destroy_process_group`."""
     return dist.group.WORLD if dist.is_available() else None
+
+
+def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
+    """What a function returns, its operators straight on their kernels: unseen by modes, autograd and version counters.
+
+    So copies into and out of shared memory are to a program what a backend's are: not operators of its own.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
+        return function(*args)
+
+
+def plain_kernels(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, run by `on_plain_kernels`."""
+    return cast("Callable[Arguments, Result]", wraps(function)(partial(on_plain_kernels, function)))
+
+
+_Key = torch._C.DispatchKey
+_ABOVE_KERNELS = torch._C.DispatchKeySet(_Key.Python)
+for _key in (_Key.PythonTLSSnapshot, _Key.AutogradCPU, _Key.ADInplaceOrView):
+    _ABOVE_KERNELS = _ABOVE_KERNELS.add(_key)
+
+
+def timeout_of(group: ProcessGroup) -> float:
+    """Seconds after which a collective of the group on CPU tensors gives up."""
+    timeout: dt.timedelta = getattr(group._get_backend(torch.device("cpu")).options, "_timeout")  # noqa: B009 - as above
+    return timeout.total_seconds()
 
 
 def known_groups() -> list[ProcessGroup]:
@@ -153,20 +246,20 @@ def full_backend_config(backend: str) -> str:
 
 def backend_options(group: ProcessGroup) -> list[Any]:
     """The option object of each backend of a group, as far as the backend shows it."""
-    found = []
+    options = []
     for device in sorted(map(str, group._device_types)):
         try:
-            found.append(group._get_backend(torch.device(device)).options)
+            options.append(group._get_backend(torch.device(device)).options)
         except (AttributeError, RuntimeError):  # backends without options, devices without a backend
             continue
-    return found
+    return options
 
 
 @contextmanager
 def _unbound(world: ProcessGroup) -> Iterator[None]:
     """Hide the device that the default group is bound to, so that c10d does not split it.
 
-    A split is collective over the whole parent; groups here are made by their members alone.
+    A split is collective over all ranks of the parent; groups here are created by their members alone.
     """
     bound = world.bound_device_id
     if bound is None:

@@ -1,8 +1,9 @@
-"""Collectives with gradients: each one's backward is its adjoint, which is another collective.
+"""Collectives with gradients: the backward of each is its adjoint, which is another collective.
 
-The gradient is that of the sum of the ranks' losses: `all_reduce` of a tensor that every rank goes on with collects
-every rank's gradient. Where all ranks go on with the same replicated computation, that counts it once per rank; use the
-pair `all_reduce_replicated` and `sum_gradients` there (Megatron's g and f). Linear collectives only: "sum" and "avg".
+The gradient is that of the sum of the ranks' losses: where every rank goes on with its own computation, `all_reduce`
+sums the ranks' gradients. Where all ranks go on with one replicated computation, that counts it once per rank: use the
+pair `all_reduce_replicated` and `sum_gradients` there (g and f of Megatron). Linear collectives only, so reductions are
+"sum" and "avg". Arguments, results and errors are those of the collectives of the same names.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import collectives as plain
-from . import rooted, uneven
-from .collectives import Along, resolve
-from .errors import CollectiveError
-from .groups import Comm
+from .argument_types import require
+from .collectives import even, rooted, uneven
+from .collectives.operands import Along, check_operand, check_root, resolve
+from .collectives.rooted import check_targets
+from .errors import CollectiveError, CollectiveTypeError
+from .groups.process_groups import Comm
 
 __all__ = [
     "all_gather",
@@ -39,7 +41,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map with its adjoint; the gradient is again one, so gradients of any order work."""
+    """A linear map with its adjoint. The gradient of a linear map is linear, so gradients of any order work."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
@@ -52,41 +54,72 @@ class _Linear(torch.autograd.Function):
 
 
 def _apply(tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
+    if type(tensor) is not Tensor or tensor.is_sparse:
+        with torch.no_grad():  # gradients are what these collectives have
+            check_operand(tensor)
     return cast(Tensor, _Linear.apply(tensor, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _linear_op(op: str) -> None:
+    require(op, str, "a differentiable reduction is 'sum' or 'avg'", CollectiveTypeError)
     if op not in {"sum", "avg"}:
         raise CollectiveError(f"reduction {op!r} is not linear, so it has no adjoint: 'sum' and 'avg' do")
 
 
 def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
-    """The reduction over the ranks; its gradient is the same reduction of the gradients."""
+    """`P -> R`, backward `P -> R`: the reduction of the ranks' tensors.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     differentiable.all_reduce(x, comm_over((0, 1))).sum().backward()
+        ...     return x.grad.tolist()
+        >>> launch(example, 2)
+        [[2.0, 2.0], [2.0, 2.0]]
+    """
     _linear_op(op)
     comm = resolve(comm)
-    return _apply(tensor, lambda x: plain.all_reduce(x, comm, op), lambda g: plain.all_reduce(g, comm, op))
+    return _apply(tensor, lambda x: even.all_reduce(x, comm, op), lambda g: even.all_reduce(g, comm, op))
 
 
 def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
-    """The sum over the ranks, for ranks that go on with one replicated computation: the gradient passes as it is."""
+    """`P -> R`, backward `R -> R`: the sum of the ranks' tensors, for one replicated computation on all ranks.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     differentiable.all_reduce_replicated(x, comm_over((0, 1))).sum().backward()
+        ...     return x.grad.tolist()
+        >>> launch(example, 2)
+        [[1.0, 1.0], [1.0, 1.0]]
+    """
     comm = resolve(comm)
-    return _apply(tensor, lambda x: plain.all_reduce(x, comm), lambda g: g.clone())
+    return _apply(tensor, lambda x: even.all_reduce(x, comm), lambda g: g.clone())
 
 
 def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
-    """The tensor itself; its gradient is the sum of the ranks' gradients."""
+    """`R -> R`, backward `P -> R`: a copy of the tensor, whose gradient is the sum of the ranks' gradients.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     x = torch.ones(2, requires_grad=True)
+        ...     differentiable.sum_gradients(x, comm_over((0, 1))).sum().backward()
+        ...     return x.grad.tolist()
+        >>> launch(example, 2)
+        [[2.0, 2.0], [2.0, 2.0]]
+    """
     comm = resolve(comm)
-    return _apply(tensor, lambda x: x.clone(), lambda g: plain.all_reduce(g, comm))
+    return _apply(tensor, lambda x: x.clone(), lambda g: even.all_reduce(g, comm))
 
 
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
-    """The ranks' tensors joined along `dim`; its gradient is a reduce-scatter."""
+    """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards joined along `dim`."""
     comm = resolve(comm)
-    return _apply(tensor, lambda x: plain.all_gather(x, comm, dim), lambda g: plain.reduce_scatter(g, comm, dim))
+    return _apply(tensor, lambda x: even.all_gather(x, comm, dim), lambda g: even.reduce_scatter(g, comm, dim))
 
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """The ranks' tensors of different sizes joined along `dim`; its gradient is a reduce-scatter."""
+    """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards of different sizes, joined along `dim`."""
     comm = resolve(comm)
     return _apply(
         tensor,
@@ -96,19 +129,19 @@ def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
-    """This rank's block of the reduction; its gradient is an all-gather."""
+    """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction."""
     _linear_op(op)
     comm = resolve(comm)
     scale = comm.size if op == "avg" else 1
     return _apply(
         tensor,
-        lambda x: plain.reduce_scatter(x, comm, dim, op),
-        lambda g: plain.all_gather(g if scale == 1 else g / scale, comm, dim),
+        lambda x: even.reduce_scatter(x, comm, dim, op),
+        lambda g: even.all_gather(g if scale == 1 else g / scale, comm, dim),
     )
 
 
 def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum") -> Tensor:
-    """This rank's block, of its own size, of the reduction; its gradient is an all-gather."""
+    """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction, `sizes[comm.rank]` long."""
     _linear_op(op)
     comm = resolve(comm)
     scale = comm.size if op == "avg" else 1
@@ -120,17 +153,17 @@ def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int
 
 
 def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> Tensor:
-    """Blocks along `split_dim` to the ranks, joined along `concat_dim`; its gradient goes the other way."""
+    """`S(concat_dim) -> S(split_dim)`, backward `S(split_dim) -> S(concat_dim)`: equal blocks change ranks."""
     comm = resolve(comm)
     return _apply(
         tensor,
-        lambda x: plain.all_to_all(x, comm, split_dim, concat_dim),
-        lambda g: plain.all_to_all(g, comm, concat_dim, split_dim),
+        lambda x: even.all_to_all(x, comm, split_dim, concat_dim),
+        lambda g: even.all_to_all(g, comm, concat_dim, split_dim),
     )
 
 
 def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-    """1-D blocks of exact element counts; its gradient goes the other way."""
+    """`S -> S`, backward `S -> S`: 1-D blocks of exact sizes, sent back in backward."""
     comm = resolve(comm)
     return _apply(
         flat,
@@ -140,26 +173,36 @@ def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_size
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """The tensor of the rank with index `src`; its gradient is the sum of the gradients there, zero elsewhere."""
+    """`one rank -> R`, backward `P -> one rank`: the tensor of rank `src`; the gradient is zero on other ranks."""
     comm = resolve(comm)
+    check_root(src, comm, "src")
 
     def adjoint(grad: Tensor) -> Tensor:
-        total = plain.all_reduce(grad, comm)
+        total = even.all_reduce(grad, comm)
         return total if comm.rank == src else torch.zeros_like(total)
 
     return _apply(tensor, lambda x: rooted.broadcast(x, comm, src), adjoint)
 
 
 def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
-    """Block `tensor[i]` of the rank with index `src` on rank i; its gradient is gathered there, zero elsewhere.
+    """`one rank -> S(0)`, backward `S(0) -> one rank`: block `tensor[i]` of rank `src` on rank i.
 
     Args:
-        tensor: (size, ...), of equal shape on every rank; its values are read on `src` only.
-        comm: a communicator, or (mesh, axes).
-        src: index of the rank that holds the blocks.
+        tensor: (n, ...), of equal shape on all ranks; its values are read on `src` only.
+        comm: a communicator of n ranks, or (mesh, axes).
+        src: index along the communicator, 0 to n - 1.
+
+    Returns:
+        A tensor of shape (...). The gradient of `tensor` is zero on ranks other than `src`.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: dim 0 has another length than n, or no rank has the index.
     """
     comm = resolve(comm)
-    if tensor.shape[0] != comm.size:
+    check_root(src, comm, "src")
+    require(tensor, Tensor, "a collective takes a torch.Tensor", CollectiveTypeError)
+    if tensor.shape[:1] != (comm.size,):
         raise CollectiveError(
             f"scatter of shape {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks"
         )
@@ -167,8 +210,9 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> Tensor:
-    """(size, ...) with every rank's tensor on the rank with index `dst`, zeros elsewhere; its gradient is scattered."""
+    """`S(0) -> one rank`, backward `one rank -> S(0)`: (n, ...) with the ranks' tensors on rank `dst`, else zeros."""
     comm = resolve(comm)
+    check_root(dst, comm, "dst")
     return _apply(tensor, lambda x: _gather(x, comm, dst), lambda g: _scatter(g, comm, dst))
 
 
@@ -183,7 +227,8 @@ def _gather(tensor: Tensor, comm: Comm, dst: int) -> Tensor:
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """The tensor of the rank whose target is this one; its gradient goes back."""
+    """`S -> S`, backward `S -> S`: the tensor of the rank whose target is this one; the gradient goes back."""
     comm = resolve(comm)
+    check_targets(targets, comm)
     back = sorted(range(len(targets)), key=targets.__getitem__)
     return _apply(tensor, lambda x: rooted.permute(x, comm, targets), lambda g: rooted.permute(g, comm, back))

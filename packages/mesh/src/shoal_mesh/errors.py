@@ -10,9 +10,12 @@ __all__ = [
     "AxisError",
     "BackendError",
     "CollectiveError",
+    "CollectiveTypeError",
+    "DimError",
     "LockstepError",
     "MeshError",
     "MeshMismatchError",
+    "MeshTypeError",
     "NoGroupError",
     "RankError",
 ]
@@ -20,6 +23,10 @@ __all__ = [
 
 class MeshError(ValueError):
     """A mesh that cannot exist: shape, ranks, names or world size do not fit together."""
+
+
+class MeshTypeError(MeshError, TypeError):
+    """An argument of a type that a mesh, a topology or a launch does not take."""
 
 
 class AxisError(MeshError, KeyError, IndexError):
@@ -38,11 +45,19 @@ class NoGroupError(MeshError, RuntimeError):
 
 
 class MeshMismatchError(MeshError, RuntimeError):
-    """Ranks passed different arguments to one mesh; raised alike on every rank."""
+    """Ranks passed different arguments to one mesh; raised on all ranks."""
 
 
 class CollectiveError(ValueError, RuntimeError):
     """A collective whose arguments cannot give a right answer; raised before anything is sent."""
+
+
+class CollectiveTypeError(CollectiveError, TypeError):
+    """An argument of a type that a collective does not take; raised before anything is sent."""
+
+
+class DimError(CollectiveError, IndexError):
+    """A dim that the tensor given to a collective does not have; raised before anything is sent."""
 
 
 class LockstepError(RuntimeError):

@@ -1,11 +1,11 @@
-"""What a project needs to test its distributed code: a warm pool of ranks, a fake world, skip helpers.
+"""For tests of distributed code: ranks that stay up between tests, a fake world, skip decorators.
 
     @on_ranks(4)
     def test_sum() -> None:
         mesh = init_device_mesh("cpu", (4,))
         assert all_reduce(torch.ones(()), (mesh, 0)).item() == 4
 
-Four gloo ranks start once per session in about two seconds; then a test costs milliseconds.
+Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 import torch.distributed as dist
 
 from . import _torch
-from .create import init_device_mesh
-from .device_mesh import DeviceMesh
+from .argument_types import require, require_each
 from .errors import MeshError
-from .pool import RankPool
-from .world import ensure_world
+from .events import Event, observe, unobserve
+from .groups.world import ensure_world
+from .local_ranks.pool import RankPool
+from .mesh.create import init_device_mesh
+from .mesh.device_mesh import DeviceMesh
 
 __all__ = [
     "RankPool",
@@ -33,6 +35,7 @@ __all__ = [
     "default_world_size",
     "device_type",
     "fake_world",
+    "observed",
     "on_ranks",
     "rank_pool",
     "skip_unless_backend",
@@ -45,24 +48,48 @@ _POOLS: dict[int, RankPool] = {}  # the pools of this process by size, for the w
 
 
 def rank_pool(size: int = 4) -> RankPool:
-    """The session's pool of that many ranks; its ranks start with its first `run` and stay."""
+    """The session's pool of that many ranks; they start with its first `run` and stay up.
+
+    Raises:
+        MeshTypeError: the size is no integer.
+        MeshError: the size is not positive.
+
+    Example:
+        >>> rank_pool(2).run(dist.get_rank)
+        [0, 1]
+    """
+    require(size, int, "a pool has a number of ranks")
     pool = _POOLS.get(size)
     if pool is None:
         pool = _POOLS[size] = RankPool(size)
     return pool
 
 
-def on_ranks(size: int = 4, *, timeout: float = 60.0) -> Callable[[F], F]:
-    """Have a test run on each of `size` ranks of the pool instead of here.
+def on_ranks(size: int = 4, *, timeout: float | None = 60.0) -> Callable[[F], F]:
+    """Decorator: the test runs on each of `size` ranks of the pool instead of in this process.
 
     A failure on any rank fails the test with every rank's traceback. Arguments (of `parametrize`, of fixtures) are sent
-    by value. In a class, the body gets an instance with the attributes that this one has here. Random numbers start
+    by value. In a class, the body gets an instance with the attributes of this process's instance. Random numbers start
     from `torch.manual_seed(0)`.
 
     Args:
         size: number of ranks.
-        timeout: seconds until a rank that has not returned counts as hung.
+        timeout: seconds until a rank that has not returned counts as hung; None waits.
+
+    Raises:
+        MeshTypeError: used without a number of ranks, or with another argument of a wrong type.
+        MeshError: no positive number of ranks.
+
+    Example:
+        >>> @on_ranks(2)
+        ... def test_sum() -> None:
+        ...     assert all_reduce(torch.ones(()), comm_over((0, 1))).item() == 2
+        >>> test_sum()
     """
+    require(size, int, "on_ranks takes a number of ranks, as in @on_ranks(4)")
+    require(timeout, int | float | None, "a timeout is a number of seconds, or None")
+    if size < 1 or (timeout is not None and not timeout > 0):
+        raise MeshError(f"on_ranks takes a positive number of ranks and of seconds, got {size} and {timeout}")
 
     def mark(body: F) -> F:
         @wraps(body)
@@ -80,29 +107,42 @@ def on_ranks(size: int = 4, *, timeout: float = 60.0) -> Callable[[F], F]:
 
 def _attributes(instance: object) -> dict[str, Any]:
     """The attributes of a test instance that can be sent."""
-    found = {}
+    attributes = {}
     for name, value in vars(instance).items():
         try:
             pickle.dumps(value)
         except Exception:  # whatever cannot be pickled stays here
             continue
-        found[name] = value
-    return found
+        attributes[name] = value
+    return attributes
 
 
 @contextmanager
 def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
-    """A default process group of `size` ranks in this process alone: groups and meshes are real, data do not move.
+    """A default process group of `size` ranks in this process alone: groups and meshes are real, nothing is sent.
+
+    Args:
+        size: number of ranks.
+        rank: the one that this process is.
 
     Raises:
-        MeshError: there is a default group already.
+        MeshTypeError: not integers.
+        MeshError: there is a default group already, or no such rank.
+
+    Example:
+        >>> with fake_world(4, rank=3):
+        ...     init_device_mesh("cpu", (2, 2)).get_coordinate()
+        (1, 1)
     """
+    require_each((size, rank), int, "fake_world takes a number of ranks and a rank")
+    if not 0 <= rank < size:
+        raise MeshError(f"fake_world of {size} ranks has no rank {rank}")
     if _torch.default_group() is not None:
         raise MeshError("fake_world inside of a process that has a default process group")
     dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=size)
     try:
         world = _torch.default_group()
-        assert world is not None, "just made"
+        assert world is not None, "initialised above"
         yield world
     finally:
         if dist.is_initialized():
@@ -122,20 +162,57 @@ def default_world_size() -> int:
 
 def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
     """Skip a test or a class, saying why, where there are fewer GPUs."""
+    require(count, int, "skip_unless_gpus takes a number of GPUs")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return unittest.skipUnless(there >= count, f"needs {count} GPU(s), there are {there}")
 
 
+class _Events:
+    """An observer that keeps what it hears of."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def before(self, event: Event) -> None:
+        """Nothing: a collective that another observer refuses does not run."""
+
+    def after(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@contextmanager
+def observed() -> Iterator[list[Event]]:
+    """The collectives that have run in the block so far, in order.
+
+    Example:
+        >>> from shoal_mesh import all_reduce
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     with observed() as events:
+        ...         _ = all_reduce(torch.ones(2), (mesh, 0), "max")
+        >>> [(event.op, event.reduce_op) for event in events]
+        [('all_reduce', 'max')]
+    """
+    observer = _Events()
+    observe(observer)
+    try:
+        yield observer.events
+    finally:
+        unobserve(observer)
+
+
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:
     """Skip a test or a class, saying why, where torch was built without a backend (`nccl`, `gloo`, ...)."""
+    require(name, str, "a backend is named by a string, such as 'gloo'")
     return unittest.skipUnless(dist.is_backend_available(name), f"torch has no backend {name!r} here")
 
 
 def with_comms(body: F) -> F:
-    """Have a function run with a default process group: the one that is up, else one from the environment (torchrun).
+    """Decorator: the function runs with a default process group: the present one, else from the environment (torchrun).
 
-    A group that was made for it is destroyed afterwards, also after a failure.
+    A group that is initialised for it is destroyed afterwards, also after a failure.
     """
+    require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]  # an abstract class
 
     @wraps(body)
     def run(*args: Any, **kwargs: Any) -> Any:

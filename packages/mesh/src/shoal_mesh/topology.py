@@ -1,7 +1,7 @@
-"""What a mesh axis costs: seconds to start a message and bytes per second, for whoever plans communication.
+"""What communication along a mesh axis costs: latency in seconds and bandwidth in bytes per second, for planners.
 
-Where the numbers come from, first found: what the user set for the mesh (`set_topology`, for instance what `measure`
-gave), else defaults by device type and by whether the axis crosses hosts. Every rank gets the same numbers.
+The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
+defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from . import collectives
-from .device_mesh import DeviceMesh
-from .errors import MeshError
-from .groups import Comm
-from .world import device_of
+from .argument_types import require, require_each
+from .collectives import even
+from .errors import AxisError, MeshError
+from .groups.process_groups import Comm
+from .groups.world import device_of
+from .mesh.device_mesh import DeviceMesh
 
 __all__ = ["Link", "Topology", "measure", "set_topology", "topology_of", "topology_version"]
 
@@ -30,56 +31,127 @@ class Link:
     Attributes:
         latency: seconds until a collective has started on all ranks.
         bandwidth: bytes per second that one rank can send.
+
+    Raises:
+        MeshTypeError: not numbers.
+        MeshError: a negative latency, or no positive bandwidth.
+
+    Example:
+        >>> Link(latency=10e-6, bandwidth=1e9).seconds(1_000_000)
+        0.00101
     """
 
     latency: float
     bandwidth: float
 
     def __post_init__(self) -> None:
+        require_each((self.latency, self.bandwidth), int | float, "a link has a latency and a bandwidth")
         if not (self.latency >= 0 and self.bandwidth > 0):
             raise MeshError(
                 f"a link has a latency >= 0 s and a bandwidth > 0 B/s, got {self.latency}, {self.bandwidth}"
             )
 
     def seconds(self, nbytes: float) -> float:
-        """Time to send that many bytes."""
+        """Seconds to send that many bytes.
+
+        Raises:
+            MeshTypeError: no number.
+        """
+        if type(nbytes) is not int:
+            require(nbytes, int | float, "a number of bytes is a number")
         return self.latency + nbytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A link per mesh axis."""
+    """A link per mesh axis.
+
+    Attributes:
+        links: one per axis, in the order of the mesh.
+
+    Raises:
+        MeshTypeError: not a tuple of links.
+    """
 
     links: tuple[Link, ...]
 
+    def __post_init__(self) -> None:
+        require(self.links, tuple, "a topology is a tuple with one Link per mesh axis")
+        require_each(self.links, Link, "a topology is a tuple with one Link per mesh axis")
+
     def __getitem__(self, axis: int) -> Link:
-        return self.links[axis]
+        """The link of an axis, given by index.
+
+        Raises:
+            MeshTypeError: no index.
+            AxisError: no such axis.
+        """
+        if type(axis) is not int:
+            require(axis, int, "an axis of a topology is an index")
+        try:
+            return self.links[axis]
+        except IndexError:
+            raise AxisError(f"a topology of {len(self.links)} axes has no axis {axis}") from None
 
     def over(self, axes: Sequence[int]) -> Link:
-        """The link of a group over several axes: as slow as the slowest of them."""
-        links = [self.links[axis] for axis in axes]
+        """The link of a group over several axes: as slow as the slowest of them.
+
+        Raises:
+            AxisError: no such axis, or none.
+        """
+        try:
+            links = [self.links[axis] for axis in axes]
+        except (IndexError, TypeError, RuntimeError):  # RuntimeError: torch's own mesh
+            require_each(axes, int, "axes of a topology are indices")
+            links = []
+        if not links:
+            raise AxisError(f"a topology of {len(self.links)} axes has none of {axes!r:.80}: pass indices of axes")
         return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 
 
 # Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per GPU.
 _LOCAL = {"cpu": Link(60e-6, 1.5e9), "cuda": Link(12e-6, 180e9)}
 _REMOTE = {"cpu": Link(150e-6, 1.0e9), "cuda": Link(25e-6, 22e9)}
-_SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()  # what users set; goes with the mesh
-_CHANGES = [0]  # how often users set something
+_SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()  # set by users; an entry goes with its mesh
+_VERSION = [0]  # how often users set a topology
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
-    """The link of every axis of a mesh."""
-    found = _SET.get(mesh)
-    return found if found is not None else _default(mesh)
+    """The link of every axis of a mesh: what was set, else defaults.
+
+    Raises:
+        MeshTypeError: no mesh.
+
+    Example:
+        >>> topology_of(abstract_mesh((4,)))[0]
+        Link(latency=6e-05, bandwidth=1500000000.0)
+    """
+    require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
+    chosen = _SET.get(mesh)
+    return chosen if chosen is not None else _default(mesh)
 
 
 def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -> None:
-    """Use these links for a mesh (and for equal ones) from now on; None goes back to the defaults.
+    """Use these links for a mesh (and for equal ones) from now on.
 
-    Pass the same on every rank: plans are made from it.
+    Args:
+        mesh: the mesh.
+        topology: a Topology, or one link per axis; None goes back to the defaults. The same on all ranks: plans that
+            ranks must agree on follow from it.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: not one link per axis.
+
+    Example:
+        >>> mesh = abstract_mesh((2, 4))
+        >>> set_topology(mesh, [Link(25e-6, 22e9), Link(12e-6, 180e9)])
+        >>> topology_of(mesh).over((0, 1))
+        Link(latency=2.5e-05, bandwidth=22000000000.0)
     """
-    _CHANGES[0] += 1
+    require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
+    require(topology, Topology | Sequence | None, "set_topology takes a Topology, or one Link per axis")
+    _VERSION[0] += 1
     if topology is None:
         _SET.pop(mesh, None)
         return
@@ -90,8 +162,15 @@ def set_topology(mesh: DeviceMesh, topology: Topology | Sequence[Link] | None) -
 
 
 def topology_version() -> int:
-    """A number that is new after every `set_topology`, so that caches of what follows from a topology can tell."""
-    return _CHANGES[0]
+    """A number that grows with every `set_topology`: the key of caches of what follows from topologies.
+
+    Example:
+        >>> before = topology_version()
+        >>> set_topology(abstract_mesh((2,)), None)
+        >>> topology_version() - before
+        1
+    """
+    return _VERSION[0]
 
 
 def _default(mesh: DeviceMesh) -> Topology:
@@ -105,24 +184,37 @@ def _default(mesh: DeviceMesh) -> Topology:
 
 
 def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> Topology:
-    """The links that all-gathers of two sizes on the real groups give; called by every rank of the mesh.
+    """The links that follow from the times of all-gathers of two sizes; called by all ranks of the mesh.
 
     Args:
         mesh: a mesh with process groups.
-        largest: bytes of the larger message per rank.
-        repeats: the fastest of so many counts; the slowest rank of the mesh decides.
+        largest: bytes of the larger message per rank, more than 64.
+        repeats: the time of a rank is the fastest of so many runs; that of the slowest rank of the mesh counts.
 
     Returns:
-        One link per axis, the same on every rank; axes of one rank keep their default.
+        One link per axis, the same on all ranks; axes of one rank keep their default.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: `largest` or `repeats` are too small.
+        NoGroupError: the mesh is abstract, or this rank is not in it.
+
+    Example:
+        >>> launch(lambda: len(measure_topology(init_device_mesh("cpu", (2,)), repeats=1).links), 2)
+        [1, 1]
     """
+    require(mesh, DeviceMesh, "a topology belongs to a DeviceMesh")
+    require_each((largest, repeats), int, "measure takes a number of bytes and a number of repeats")
+    if largest <= 64 or repeats < 1:
+        raise MeshError(f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}")
     defaults = _default(mesh)
-    found = []
+    times = []
     for axis in range(mesh.ndim):
         comm = mesh.comm(axis)
         small, large = (_seconds(comm, nbytes, repeats) for nbytes in (64, largest))
-        found.append((small, large))
+        times.append((small, large))
     everyone = mesh.comm(tuple(range(mesh.ndim)))
-    worst = collectives.all_reduce(_tensor(found, everyone), everyone, "max").cpu().tolist()
+    worst = even.all_reduce(_tensor(times, everyone), everyone, "max").cpu().tolist()
     links = []
     for axis, (small, large) in enumerate(worst):
         steps = mesh.shape[axis] - 1
@@ -145,7 +237,7 @@ def _seconds(comm: Comm, nbytes: int, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats + 1):  # the first one connects
         begin = time.perf_counter()
-        collectives.all_gather(block, comm)
+        even.all_gather(block, comm)
         if device.type != "cpu":
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - begin)

@@ -1,12 +1,11 @@
-"""Sharded tensors described by specs: ShardedTensor, sharding plans and sharders."""
+"""Tensors sharded by specs: ShardedTensor, sharding specs, plans, Sharders, and an optimizer of local shards."""
 
 from .__about__ import __version__
-from .base import ShardedTensorBase
-from .chunk_spec import ChunkShardingSpec, get_chunk_sharding_params, get_chunked_dim_size, get_split_size
-from .create import empty, full, init_from_local_shards, ones, rand, randn, zeros
-from .enumerable_spec import EnumerableShardingSpec, _infer_sharding_spec_from_shards_metadata
+from .checkpoint.state_dict_hooks import pre_load_state_dict_hook, state_dict_hook
 from .errors import (
+    ArgumentTypeError,
     CheckpointError,
+    IndexRangeError,
     LocalShardError,
     MissingParameterError,
     NotExpressibleError,
@@ -19,32 +18,50 @@ from .errors import (
     ShardingSpecError,
     UnsupportedOpError,
 )
-from .groups import _get_current_process_group, load_with_process_group
-from .metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from .module import _collect_local_shard, _reshard_output, _shard_tensor, shard_module, shard_parameter
-from .ops import _sharded_op_impl, custom_sharded_op_impl, implicit_reshard
-from .optimizer import ShardedOptimizer, named_params_with_sharded_tensor
-from .plan import Sharder, ShardingPlan, ShardingPlanner
-from .shard import Shard, narrow_tensor, narrow_tensor_by_index
-from .sharded_tensor import ShardedTensor
-from .spec import (
+from .module.plan import Sharder, ShardingPlan, ShardingPlanner
+from .module.shard_module import _collect_local_shard as _collect_local_shard
+from .module.shard_module import _reshard_output as _reshard_output
+from .module.shard_module import shard_module
+from .module.shard_parameter import _shard_tensor as _shard_tensor
+from .module.shard_parameter import shard_parameter
+from .module.sharded_optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from .ops.dispatch import _sharded_op_impl as _sharded_op_impl
+from .ops.dispatch import custom_sharded_op_impl
+from .ops.lookup import replicated_indices
+from .ops.via_dtensor import implicit_reshard
+from .ranks.process_groups import _get_current_process_group as _get_current_process_group
+from .ranks.process_groups import load_with_process_group
+from .spec.chunk_spec import ChunkShardingSpec, get_chunk_sharding_params, get_chunked_dim_size, get_split_size
+from .spec.enumerable_spec import EnumerableShardingSpec
+from .spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata as _infer_sharding_spec_from_shards_metadata
+from .spec.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
+from .spec.sharding_spec import (
     DevicePlacementSpec,
     PlacementSpec,
     ShardingSpec,
-    _dispatch_custom_op,
-    _has_custom_op,
     check_tensor,
     custom_sharding_spec_op,
     validate_non_overlapping_shards_metadata,
 )
-from .state_dict import pre_load_state_dict_hook, state_dict_hook
+from .spec.sharding_spec import (
+    _dispatch_custom_op as _dispatch_custom_op,
+)
+from .spec.sharding_spec import (
+    _has_custom_op as _has_custom_op,
+)
+from .tensor.create import empty, full, init_from_local_shards, ones, rand, randn, zeros
+from .tensor.shard import Shard, narrow_tensor, narrow_tensor_by_index
+from .tensor.sharded_tensor import ShardedTensor
+from .tensor.sharded_tensor_base import ShardedTensorBase
 
 __all__ = [
     "MEM_FORMAT_ENCODING",
+    "ArgumentTypeError",
     "CheckpointError",
     "ChunkShardingSpec",
     "DevicePlacementSpec",
     "EnumerableShardingSpec",
+    "IndexRangeError",
     "LocalShardError",
     "MissingParameterError",
     "NotExpressibleError",
@@ -69,14 +86,6 @@ __all__ = [
     "TensorProperties",
     "UnsupportedOpError",
     "__version__",
-    "_collect_local_shard",
-    "_dispatch_custom_op",
-    "_get_current_process_group",
-    "_has_custom_op",
-    "_infer_sharding_spec_from_shards_metadata",
-    "_reshard_output",
-    "_shard_tensor",
-    "_sharded_op_impl",
     "check_tensor",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
@@ -95,9 +104,14 @@ __all__ = [
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "replicated_indices",
     "shard_module",
     "shard_parameter",
     "state_dict_hook",
     "validate_non_overlapping_shards_metadata",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

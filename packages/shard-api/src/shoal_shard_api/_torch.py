@@ -1,4 +1,4 @@
-"""Every private torch name this package uses: one file to review at a torch upgrade."""
+"""The private torch names that this package uses, so that a torch upgrade reviews one file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # decides if a module may swap data in place
+has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # decides if a module changes data in place
 
 
 def make_wrapper(  # noqa: PLR0913  # the fields of a tensor without storage
@@ -45,6 +45,6 @@ def make_wrapper(  # noqa: PLR0913  # the fields of a tensor without storage
 
 
 def default_group() -> torch.distributed.ProcessGroup:
-    """The process group that init_process_group made."""
+    """The process group of init_process_group."""
     group: torch.distributed.ProcessGroup = torch.distributed.distributed_c10d._get_default_group()
     return group

@@ -1,21 +1,29 @@
-"""What this package refuses, each kind a subclass of the builtin that torch's shard API raises in the same place.
+"""The errors of this package, each a subclass of the builtin that torch's shard API raises in the same place.
 
-Every class takes one finished message, so an error met on one rank can be sent to the others and raised there too.
+The constructor takes one message, so an error of one rank can be sent to the other ranks and raised there.
 """
 
 from __future__ import annotations
 
 
+class ArgumentTypeError(TypeError):
+    """An argument of a type that the call does not take; names the type that was expected."""
+
+
 class ShardingSpecError(ValueError):
-    """A sharding spec or a list of shards that does not describe the tensor: overlap, gap, unknown rank, bad dim."""
+    """A sharding spec or a list of shards that does not cover the tensor: overlap, gap, unknown rank, bad dim."""
+
+
+class IndexRangeError(IndexError):
+    """An index beyond the size of the dim that it selects from."""
 
 
 class LocalShardError(ValueError):
-    """Local data that does not fit the metadata it is declared with (size, dtype, device, layout, contiguity)."""
+    """Local tensors that do not fit their metadata in size, dtype, device, layout or contiguity."""
 
 
 class RankMismatchError(ValueError):
-    """Ranks of one process group passed different arguments to a call that all of them must make alike."""
+    """Ranks of one process group passed different arguments to a call that takes equal ones."""
 
 
 class MissingParameterError(AttributeError):
@@ -27,11 +35,11 @@ class ParameterError(ValueError):
 
 
 class PlanTypeError(TypeError):
-    """A sharding plan, or an entry of it, of a type that means nothing there."""
+    """A sharding plan, or an entry of it, of a wrong type."""
 
 
 class PlanConflictError(RuntimeError):
-    """Two entries of a sharding plan claim the same parameter."""
+    """Two entries of a sharding plan shard the same parameter."""
 
 
 class SharderPathError(KeyError):
@@ -43,16 +51,16 @@ class SharderPathError(KeyError):
 
 
 class ProcessGroupError(RuntimeError):
-    """No process group, a rank outside of it, or one that is not the group a tensor was saved with."""
+    """No process group, a rank outside it, or another group than the one that a tensor was saved with."""
 
 
 class UnsupportedOpError(RuntimeError):
-    """An operation that means nothing, or cannot be done, on this ShardedTensor."""
+    """An operation that is not defined on this ShardedTensor."""
 
 
 class NotExpressibleError(UnsupportedOpError):
-    """A layout that has no counterpart on the other side of a ShardedTensor <-> DTensor conversion."""
+    """A ShardedTensor without placements, or a DTensor without a sharding spec."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read into this state dict; nothing was changed by the attempt."""
+    """A checkpoint that cannot be loaded into this state dict; the state dict is unchanged."""

@@ -1,10 +1,18 @@
 """Tensor-parallel styles for modules, lowered to local computation with explicit collectives."""
 
-from . import choose, losses
+from . import losses
 from .__about__ import __version__
-from .auto import auto_plan, format_plan
-from .channel import ChannelParallel
-from .costs import Preview, preview
+from .apply.input_reshard import input_reshard
+from .apply.loading import Loaded, load_sharded
+from .data_parallel.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    reduce_after_last_microbatch,
+    register_fsdp_forward_method,
+)
+from .data_parallel.fully_shard import fully_shard
+from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .data_parallel.replicate import ReplicateModule, replicate
 from .errors import (
     LayoutError,
     PlanError,
@@ -14,30 +22,44 @@ from .errors import (
     UnmatchedPlanWarning,
     UnsupportedModuleError,
 )
-from .findings import Verification, verify
-from .fused import PackedColwiseParallel
-from .heads import HeadParallel
-from .linear import ColwiseParallel, RowwiseParallel
-from .loading import Loaded, load_sharded
-from .lora import LoRA, adapter_parameters, merge_adapters
-from .loss import loss_parallel
-from .parallelize import parallelize_module, unparallelize_module
-from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .reshard import input_reshard
-from .sequence import SequenceParallel
-from .sharding import Heads, ModuleSharding, Port
-from .style import ParallelStyle
-from .vocab import Vocab
+from .losses import sampling as choose
+from .losses.loss_parallel import loss_parallel
+from .losses.vocab import Vocab
+from .lowering.lowered import Lowered
+from .lowering.parameters import local_parameters
+from .plan.auto import auto_plan, format_plan
+from .plan.parallelize import parallelize_module, unparallelize_module
+from .plan.preview import Preview, preview
+from .plan.verify import Verification, verify
+from .sharding.collective import Collective
+from .sharding.heads import Heads
+from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from .styles.channel import ChannelParallel
+from .styles.fused import PackedColwiseParallel
+from .styles.linear import ColwiseParallel, RowwiseParallel
+from .styles.lora import LoRA, adapter_parameters, merge_adapters
+from .styles.multihead import HeadParallel
+from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .styles.sequence import SequenceParallel
+from .styles.style import DeclaredStyle, ParallelStyle
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ChannelParallel",
+    "Collective",
     "ColwiseParallel",
+    "DeclaredStyle",
+    "FSDPModule",
     "HeadParallel",
     "Heads",
     "LayoutError",
     "LoRA",
     "Loaded",
+    "Lowered",
+    "MixedPrecisionPolicy",
+    "ModuleCall",
     "ModuleSharding",
+    "OffloadPolicy",
     "PackedColwiseParallel",
     "ParallelStyle",
     "PlanError",
@@ -46,12 +68,14 @@ __all__ = [
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "Preview",
+    "ReplicateModule",
     "RowwiseParallel",
     "SecondOrderError",
     "SequenceParallel",
     "StyleError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
+    "UnshardHandle",
     "UnsupportedModuleError",
     "Verification",
     "Vocab",
@@ -60,13 +84,22 @@ __all__ = [
     "auto_plan",
     "choose",
     "format_plan",
+    "fully_shard",
     "input_reshard",
     "load_sharded",
+    "local_parameters",
     "loss_parallel",
     "losses",
     "merge_adapters",
     "parallelize_module",
     "preview",
+    "reduce_after_last_microbatch",
+    "register_fsdp_forward_method",
+    "replicate",
     "unparallelize_module",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
+from torch._compile import _disable_dynamo as never_compiled
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "apply",
+    "at_end_of_backward",
     "autocast_dtype",
     "autocasting",
+    "backward_number",
     "direct",
+    "dispatch_modes",
     "is_compiling",
-    "pieces",
+    "never_compiled",
+    "preserving_versions",
+    "pytree",
+    "saving_state",
+    "selectively_checkpointed",
+    "split_sizes",
     "transforming",
+    "unwatched",
+    "unwatched_functions",
     "will_run",
 ]
 
@@ -29,8 +45,38 @@ will_run = torch._C._will_engine_execute_node
 
 
 def direct(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without the look for functorch's wrappers, for callers that know that no transform is active."""
+    """`function.apply` without the search for functorch's wrappers, for callers that know no transform is active."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]  # defined in C
+
+
+# Number of dispatch modes that are active.
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def _is_selective(mode: object) -> bool:
+    return isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode)
+
+
+def selectively_checkpointed() -> bool:
+    """Whether selective activation checkpointing watches: what it saves must not be written to afterwards."""
+    return dispatch_modes() > 0 and any(map(_is_selective, _get_current_dispatch_mode_stack()))
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """A block whose operators selective activation checkpointing does not see, so that it saves none of their results.
+
+    For collectives on fresh results: they are run again in the recomputation.
+    """
+    return _disable_current_modes() if selectively_checkpointed() else nullcontext()
+
+
+# A block in which modes and subclasses do not see calls of torch functions.
+unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+
+
+def saving_state() -> tuple[bool, object]:
+    """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -38,7 +84,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
 
 
-def pieces(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+def split_sizes(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """`tensor.split` along dim 0, which torch leaves untyped."""
     return list(torch.split_with_sizes(tensor, sizes))
 
@@ -52,3 +98,17 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(device)
+
+
+def backward_number() -> int:
+    """A number for the backward pass that is running on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have the backward pass that is running call a function when all gradients are computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+# Inside the block, writes to these tensors do not count: autograd takes what it saved of them for unchanged.
+preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter

@@ -1,25 +1,35 @@
 """Which block of the tensor goes from which rank to which: integers only.
 
 Given every member's box before and after, an exchange is fixed: what a rank needs and does not
-have comes from a rank that has it.  Where several do, the receivers take turns, so that no
-replica sends more than its share.
+have comes from a rank that has it.  Where several do, they take turns, so that none sends more than others.
+
+    S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
+    rank 0 wants columns 0 and 1: it keeps rows 0 and 1 of them, rank 1 sends rows 2 and 3: 4 elements, not 8
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
+from typing import TYPE_CHECKING
 
-from ..spec import Box
+from ..layout.tensor_meta import Box
 
-__all__ = ["Block", "Blocks", "exchange_blocks", "flows", "intersect", "volume"]
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+
+__all__ = [
+    "Block", "Blocks", "adjacent_rows", "box_of", "exchange_blocks", "flows", "intersect", "regular", "shape_of",
+    "slices_of", "volume",
+]  # fmt: skip
 
 Block = tuple[int, Box]
 Flow = tuple[int, int, Box]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """What one member of an exchange does.
 
@@ -87,11 +97,11 @@ def flows(before: Sequence[Box | None], after: Sequence[Box | None]) -> Iterator
 
 def _holders(before: Sequence[Box | None]) -> dict[Box, list[int]]:
     """Members that hold each box; empty boxes left out."""
-    found: dict[Box, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for member, box in enumerate(before):
         if box is not None and volume(box):
-            found.setdefault(box, []).append(member)
-    return found
+            holders.setdefault(box, []).append(member)
+    return holders
 
 
 def _turns(box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> Iterator[Flow]:
@@ -104,3 +114,42 @@ def _turns(box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> Ite
         if needed is not None:
             yield holders[turn % len(holders)], taker, needed
             turn += 1
+
+
+def box_of(spec: Spec, rank: int) -> Box | None:
+    """What a global rank holds; None if it is not in the mesh."""
+    coordinate = spec.mesh.coordinate_of(rank)
+    return None if coordinate is None else spec.box(coordinate)
+
+
+def slices_of(box: Box, local_box: Box) -> tuple[slice, ...]:
+    """Indices of a global box inside the local tensor that holds `local_box`.
+
+    Example:
+        >>> slices_of(((3, 5),), ((2, 6),))
+        (slice(1, 3, None),)
+    """
+    return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, local_box, strict=True))
+
+
+def shape_of(box: Box) -> list[int]:
+    """Lengths of a box."""
+    return [stop - start for start, stop in box]
+
+
+def regular(boxes: Sequence[Box]) -> bool:
+    """Whether all boxes have the same shape."""
+    first = shape_of(boxes[0])
+    return all(shape_of(box) == first for box in boxes)
+
+
+def adjacent_rows(boxes: Sequence[Box], local_box: Box) -> tuple[int, int] | None:
+    """The local rows that blocks take up if each is full rows of `local_box` and follows the one before; else None.
+
+    Such blocks are in memory as they travel, so they need not be copied.
+    """
+    if not boxes or not local_box or any(box[1:] != local_box[1:] for box in boxes):
+        return None
+    if any(a[0][1] != b[0][0] for a, b in pairwise(boxes)):
+        return None
+    return boxes[0][0][0] - local_box[0][0], boxes[-1][0][1] - local_box[0][0]

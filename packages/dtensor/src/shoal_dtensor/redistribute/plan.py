@@ -1,7 +1,7 @@
-"""`plan(src, dst)`: the cheapest redistribution, as data.  Decides; executes nothing.
+"""`plan(src, dst)`: the cheapest redistribution, as data; `price(src, dst)`: its expected time.  Executes nothing.
 
-Plans are pure: the same specs and topology give the same plan on every rank, whatever was
-planned before.  They are cached, and the cache is bounded.
+Plans are pure: the same specs and topology give the same plan on every rank, whatever was planned before.  They are
+cached, and the cache is bounded.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
 
 from ..errors import RedistributeError
-from ..placements import Partial, Placement, Replicate
-from ..spec import Spec
-from .across import plan_across
-from .folds import joined, plain, plan_folded
-from .pricing import Links
-from .search import Route, routes
-from .space import Move, Space
-from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, Plan, ReduceScatter, Scale, Share, Slice, Step
+from ..layout.placements import Partial, Placement, Replicate
+from .cross_mesh import plan_across
+from .search.edges import Edge
+from .search.shortest_plan import Route, routes
+from .search.space import Space
+from .step_cost import Links
+from .steps import AllGather, AllReduce, AllToAll, Exchange, MakePartial, Plan, ReduceScatter, Scale, Slice, Step
+from .strided_plan import concatenated, gather_strided, plan_strided
 
 if TYPE_CHECKING:
     from functools import _CacheInfo  # what `lru_cache` answers has no public name
 
-__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "cost", "links_of", "plan", "seconds"]
+    from ..layout.spec import Spec
+
+__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "links_of", "plan", "price", "seconds"]
 
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
@@ -45,7 +47,7 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
 
     Example:
         >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Partial, Replicate, Shard
+        >>> from shoal_dtensor import Partial, Replicate, Shard, Spec
         >>> src = Spec(abstract_mesh((4,)), (Shard(0),), (8, 8))
         >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
         ['AllToAll']
@@ -70,9 +72,16 @@ def _planned(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int 
     return _plan(src, dst, links_of(src.mesh, topology), memory_limit)
 
 
-def cost(src: Spec, dst: Spec) -> float:
-    """Expected seconds of the cheapest plan; 0.0 if nothing has to be done."""
-    return 0.0 if src is dst else plan(src, dst).seconds
+def price(src: Spec, dst: Spec) -> float:
+    """Expected seconds of the cheapest plan, without making it; 0.0 if nothing has to be done."""
+    return 0.0 if src is dst else _price(src, dst, topology_version())
+
+
+@lru_cache(maxsize=CACHE_SIZE)
+def _price(src: Spec, dst: Spec, version: int) -> float:
+    if src.is_strided or dst.is_strided or (src.mesh is not dst.mesh and src.mesh != dst.mesh):
+        return plan(src, dst).seconds
+    return _route(src, dst, links_of(src.mesh), None).seconds
 
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
@@ -85,10 +94,10 @@ def alternatives(
 ) -> list[Plan]:
     """The `count` cheapest plans that differ, cheapest first: what `plan` chose and what it rejected."""
     _check(src, dst)
-    if src.folded or dst.folded:
+    if src.is_strided or dst.is_strided:
         return [plan(src, dst, topology=topology, memory_limit=memory_limit)]
-    space = Space(src, dst, links_of(src.mesh, topology))
-    return [_build(src, dst, space, route) for route in routes(space, memory_limit, count)]
+    links = links_of(src.mesh, topology)
+    return [_build(src, dst, links, route) for route in routes(src, dst, links, memory_limit, count)]
 
 
 def cache_info() -> _CacheInfo:
@@ -98,19 +107,23 @@ def cache_info() -> _CacheInfo:
 
 def cache_clear() -> None:
     """Forget all plans and topologies."""
-    _links.cache_clear()
-    _plan_across.cache_clear()
-    _plan.cache_clear()
-    _usual.cache_clear()
+    for cached in (_links, _plan_across, _plan, _route, _price, _usual):
+        cached.cache_clear()
 
 
 @lru_cache(maxsize=CACHE_SIZE)
 def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
     _check(src, dst)
-    if src.folded or dst.folded:
-        return plan_folded(src, dst, lambda one, other: _plan(one, other, links, memory_limit))
-    space = Space(src, dst, links)
-    return _build(src, dst, space, routes(space, memory_limit)[0])
+    if src.is_strided or dst.is_strided:
+        return plan_strided(src, dst, lambda one, other: _plan(one, other, links, memory_limit))
+    return _build(src, dst, links, _route(src, dst, links, memory_limit))
+
+
+@lru_cache(maxsize=CACHE_SIZE // 4)
+def _route(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Route:
+    """The cheapest way; `price` needs no more."""
+    _check(src, dst)
+    return routes(src, dst, links, memory_limit)[0]
 
 
 @lru_cache(maxsize=CACHE_SIZE // 4)
@@ -120,12 +133,12 @@ def _plan_across(src: Spec, dst: Spec, src_links: Links, dst_links: Links, memor
     def within(one: Spec, other: Spec) -> Plan:
         return _plan(one, other, src_links if one.mesh == src.mesh else dst_links, memory_limit)
 
-    if src.folded:
-        between = plain(src)
-        return joined(within(src, between), _plan_across(between, dst, src_links, dst_links, memory_limit))
-    if dst.folded:
-        between = plain(dst)
-        return joined(_plan_across(src, between, src_links, dst_links, memory_limit), within(between, dst))
+    if src.is_strided:
+        between = gather_strided(src)
+        return concatenated(within(src, between), _plan_across(between, dst, src_links, dst_links, memory_limit))
+    if dst.is_strided:
+        between = gather_strided(dst)
+        return concatenated(_plan_across(src, between, src_links, dst_links, memory_limit), within(between, dst))
     return plan_across(src, dst, within, (src_links, dst_links), memory_limit)
 
 
@@ -148,67 +161,67 @@ def _check(src: Spec, dst: Spec) -> None:
         )
 
 
-def _build(src: Spec, dst: Spec, space: Space, route: Route) -> Plan:
+def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
     """The steps of a route, each with the specs between which it leads."""
+    space = Space(src, dst, links, route.remade)
     steps: list[Step] = []
-    here, ops = src, dict(src.partials)
-    becoming: dict[int, str] = {}
-    for i, move in enumerate(route.moves):
-        if move.kind in ("Pad", "Share"):
-            becoming |= {a: op for a, op in dst.partials if a in move.axes}
-        there = dst if i == len(route.moves) - 1 else _spec(src, dst, space, move, becoming)
-        steps.append(_step(here, there, space, move, ops))
+    here = src
+    final: dict[int, str] = {}  # axes that are partial as in `dst` already, and how
+    for i, edge in enumerate(route.edges):
+        if edge.kind in ("MakePartial", "Scale"):
+            final |= {a: op for a, op in dst.partials if a in edge.axes and a not in edge.pending}
+        there = dst if i == len(route.edges) - 1 else _spec(src, dst, space, edge, final)
+        steps.append(_step(here, there, space, edge))
         here = there
-    received = sum(move.received for move in route.moves)
+    received = sum(edge.received for edge in route.edges)
     return Plan(src, dst, tuple(steps), route.seconds, received, route.peak, route.floor)
 
 
-def _spec(src: Spec, dst: Spec, space: Space, move: Move, becoming: dict[int, str]) -> Spec:
-    """The spec of the state that a move leads to."""
+def _spec(src: Spec, dst: Spec, space: Space, edge: Edge, final: dict[int, str]) -> Spec:
+    """The spec of the state that an edge leads to."""
     placements: list[Placement] = [Replicate()] * len(src.placements)
-    for axis, op in src.partials:
-        stays = axis not in space.pending and space.links.sizes[axis] > 1
-        if stays or axis in move.pending:
-            placements[axis] = Partial(op)
-    for axis, op in becoming.items():
+    ops = dict(src.partials)
+    stay = {axis: op for axis, op in ops.items() if axis not in space.pending and space.links.sizes[axis] > 1}
+    waiting = {axis: ops.get(axis, space.joining) for axis in edge.pending}
+    for axis, op in (stay | waiting | final).items():
         placements[axis] = Partial(op)
-    for dim, tokens in enumerate(move.dims):
+    for dim, tokens in enumerate(edge.dims):
         for token in tokens:
             placements[token // 3] = space.placement(token, dim)
-    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(move.dims) if tokens)
+    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(edge.dims) if tokens)
     return src.with_(placements=placements, stride=dst.stride, shard_order=order)
 
 
-def _step(here: Spec, there: Spec, space: Space, move: Move, ops: dict[int, str]) -> Step:
-    """The step for a move."""
+def _step(here: Spec, there: Spec, space: Space, edge: Edge) -> Step:
+    """The step for an edge."""
     common: dict[str, Any] = {
         "src": here,
         "dst": there,
-        "axes": move.axes,
-        "seconds": move.seconds,
-        "bytes": move.received,
-        "peak_bytes": move.peak,
+        "axes": edge.axes,
+        "seconds": edge.seconds,
+        "bytes": edge.received,
+        "peak_bytes": edge.peak,
     }
-    sizes = space.links.sizes
-    match move.kind:
+    sizes, ops = space.links.sizes, dict(here.partials)
+    match edge.kind:
         case "AllReduce":
-            op, divisor = _joint_op(move.axes, ops, sizes)
+            op, divisor = _joint_op(edge.axes, ops, sizes)
             return AllReduce(**common, op=op, divisor=divisor)
         case "ReduceScatter":
-            op, divisor = _joint_op(move.axes, ops, sizes)
-            return ReduceScatter(**common, dims=move.tensor_dims, op=op, divisor=divisor)
+            op, divisor = _joint_op(edge.axes, ops, sizes)
+            return ReduceScatter(**common, dims=edge.tensor_dims, op=op, divisor=divisor)
         case "AllGather":
-            return AllGather(**common, dims=move.tensor_dims)
+            return AllGather(**common, dims=edge.tensor_dims)
         case "AllToAll":
-            return AllToAll(**common, src_dim=move.tensor_dims[0], dst_dim=move.tensor_dims[1])
+            return AllToAll(**common, src_dim=edge.tensor_dims[0], dst_dim=edge.tensor_dims[1])
         case "Scale":
-            averaged = [a for a in move.axes if ops[a] == "avg"]
-            summed = [a for a in move.axes if ops[a] == "sum"]
+            averaged = [a for a in edge.axes if ops[a] == "avg"]
+            summed = [a for a in edge.axes if ops[a] == "sum"]
             return Scale(**common, factor=prod(sizes[a] for a in summed), divisor=prod(sizes[a] for a in averaged))
-    return _PLAIN[move.kind](**common)
+    return _PLAIN[edge.kind](**common)
 
 
-_PLAIN: dict[str, type[Step]] = {"Slice": Slice, "Exchange": Exchange, "Pad": Pad, "Share": Share}
+_PLAIN: dict[str, type[Step]] = {"Slice": Slice, "Exchange": Exchange, "MakePartial": MakePartial}
 
 
 def _joint_op(axes: tuple[int, ...], ops: dict[int, str], sizes: tuple[int, ...]) -> tuple[str, int]:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
 
-from ..placements import Partial
-from ..spec import Box, Spec
+from ..layout.placements import Partial
+from ..layout.tensor_meta import Box
 from .blocks import intersect, volume
-from .kernels import blocks_of, members
-from .norms import wire_itemsize
+from .execution.kernels import blocks_of, members
+from .reductions import wire_itemsize
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Reduction, Step
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
 
 __all__ = ["Traffic", "least_bytes", "plan_traffic", "step_traffic"]
 
@@ -23,7 +27,7 @@ Traffic = dict[tuple[int, int], float]
 
 def step_traffic(step: Step) -> Traffic:
     """Bytes by (sender, receiver), ranks of the mesh counted row-major."""
-    found: Traffic = {}
+    traffic: Traffic = {}
     op = step.op if isinstance(step, Reduction) else ""
     itemsize = wire_itemsize(op, step.src.dtype)
     shape = step.src.mesh.shape
@@ -31,8 +35,8 @@ def step_traffic(step: Step) -> Traffic:
         me = _number(c, shape)
         for other, elements in _received(step, c).items():
             if other != c and elements:
-                found[_number(other, shape), me] = elements * itemsize
-    return found
+                traffic[_number(other, shape), me] = elements * itemsize
+    return traffic
 
 
 def plan_traffic(plan: Plan) -> Traffic:
@@ -81,7 +85,7 @@ def least_bytes(src: Spec, dst: Spec) -> float:
 
     Example:
         >>> from shoal_mesh import abstract_mesh
-        >>> from shoal_dtensor import Replicate
+        >>> from shoal_dtensor import Replicate, Spec
         >>> spec = Spec(abstract_mesh((4,)), (Partial(),), (16,))
         >>> least_bytes(spec, spec.with_(placements=(Replicate(),)))
         96.0
@@ -96,7 +100,7 @@ def least_bytes(src: Spec, dst: Spec) -> float:
     values = prod(mesh.shape[a] for a in reduced)
     if values > 1:
         kept = prod(mesh.shape[a] for a, _ in src.partials if a not in reduced)
-        holders = ranks // kept // prod(mesh.shape[a] for cut in dst.cuts for a in cut.axes)
+        holders = ranks // kept // prod(mesh.shape[a] for sharding in dst.dim_shardings for a in sharding.axes)
         holders //= prod(mesh.shape[a] for a in free)
         return src.dtype.itemsize * prod(src.shape) * kept * (values - 1 + max(1, holders) - 1) / ranks
     total = 0

@@ -1,7 +1,7 @@
 """Values from a key and an element's global index alone, by Philox: the "counter" mode.
 
-The last tensor dim is cut into blocks of four values (two where a value needs more than 32 bits); the block's number
-and the number of its row, counted over the leading dims, are Philox's counter.  So a shard costs what the shard holds,
+The last tensor dim is divided into blocks of four values (two where a value needs more than 32 bits); the block's
+number and the number of its row, counted over the leading dims, are Philox's counter.  So a shard costs what it holds,
 and the mesh does not matter.  Arithmetic is in float64, so that CPU and CUDA round to the same float32 but for
 last-bit differences of their logarithms and cosines; uniform, Bernoulli and integer values are exactly equal.
 """
@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..spec import Box
+from ..layout.tensor_meta import Box
 from .fill import Fill
 from .philox import philox
 
@@ -92,7 +92,7 @@ Lanes = Callable[[list[Tensor]], Tensor]
 
 
 def _lanes(block: list[Tensor], skip: int, count: int) -> Tensor:
-    """The values of each row's blocks side by side, cut to the columns wanted."""
+    """The values of each row's blocks side by side, of the columns wanted."""
     return torch.stack(block, -1).flatten(1)[:, skip : skip + count]
 
 

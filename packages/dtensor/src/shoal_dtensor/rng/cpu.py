@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .fill import Fill
-from .frame import Frame, pieces
+from .memory_order import MemoryOrder, stretches
 
 __all__ = ["CHUNK", "Law", "fill_cpu", "law_of", "skip_words"]
 
@@ -40,13 +40,13 @@ class Law:
 
 
 def fill_cpu(
-    local: Tensor, frame: Frame, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
 ) -> None:
-    """Fill `local`, the box of `frame`, as one device fills the global tensor, and leave the generator as it would.
+    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would.
 
     Args:
         local: the box, dims in the tensor's own order.
-        frame: where it lies.
+        memory: where the box is in the global tensor, and in which order that is filled.
         fill: the distribution.
         generator: the default generator when left out.
         operand: for `bernoulli_`, the box's probabilities, of the shape of `local`.
@@ -54,33 +54,33 @@ def fill_cpu(
     law = Law(1, None)
     if type(local) is not Tensor:
         law = Law(None, None)  # traced by a compiler: nothing can be probed, and one draw is one node
-    elif frame.numel > CHUNK:
-        law = law_of(fill, local.dtype, frame.contiguous, None if operand is None else operand.dtype)
-    chunk = CHUNK if law.unit else frame.numel
-    scratch = _scratch(min(chunk + (law.unit or 0), frame.numel), local, frame.contiguous)
+    elif memory.numel > CHUNK:
+        law = law_of(fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype)
+    chunk = CHUNK if law.unit else memory.numel
+    scratch = _scratch(min(chunk + (law.unit or 0), memory.numel), local, memory.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
-    target = frame.arranged(local)
-    given = None if operand is None else frame.arranged(operand)
-    first, last = frame.span
+    target = memory.arranged(local)
+    given = None if operand is None else memory.arranged(operand)
+    first, last = memory.span
     skipped, start = 0, 0
-    while start < frame.numel or frame.numel == 0:
-        stop = frame.numel if frame.numel - start - chunk < (law.unit or 1) else start + chunk
-        if law.words and stop < frame.numel and not (first < stop and start < last):
+    while start < memory.numel or memory.numel == 0:
+        stop = memory.numel if memory.numel - start - chunk < (law.unit or 1) else start + chunk
+        if law.words and stop < memory.numel and not (first < stop and start < last):
             skipped += (stop - start) * law.words
             start = stop
             continue
         skip_words(skipped, generator)
         skipped = 0
         part = scratch[: stop - start]
-        mine = list(pieces(frame.shape, frame.box, start, stop)) if stop > start else []
+        mine = list(stretches(memory.shape, memory.box, start, stop)) if stop > start else []
         if odds is not None and given is not None:
-            for piece in mine:
-                piece.copy(odds, given, back=True)
+            for stretch in mine:
+                stretch.copy(odds, given, back=True)
         fill(part, generator, None if odds is None else odds[: stop - start])
-        for piece in mine:
-            piece.copy(part, target)
+        for stretch in mine:
+            stretch.copy(part, target)
         start = stop
-        if frame.numel == 0:
+        if memory.numel == 0:
             break
 
 
@@ -109,21 +109,21 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
     like = torch.empty(0, dtype=dtype)
     whole, after = _trial(fill, like, contiguous, operand, (0, _PROBE))
     for unit in _UNITS:
-        cuts = (0, unit, 3 * unit, _PROBE)
-        values, state = _trial(fill, like, contiguous, operand, cuts)
+        ends = (0, unit, 3 * unit, _PROBE)
+        values, state = _trial(fill, like, contiguous, operand, ends)
         if torch.equal(state, after) and _same(values, whole):
             return Law(unit, _words(fill, like, contiguous, operand, unit))
     return Law(None, None)
 
 
 def _trial(
-    fill: Fill, like: Tensor, contiguous: bool, operand: torch.dtype | None, cuts: tuple[int, ...]
+    fill: Fill, like: Tensor, contiguous: bool, operand: torch.dtype | None, ends: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Values and end state of a draw that is cut at `cuts`."""
+    """Values and end state of a draw that is divided at `ends`."""
     generator = _primed()
-    values = _scratch(cuts[-1], like, contiguous)
+    values = _scratch(ends[-1], like, contiguous)
     odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
-    for start, stop in pairwise(cuts):
+    for start, stop in pairwise(ends):
         fill(values[start:stop], generator, None if odds is None else odds[start:stop])
     return values, generator.get_state()
 

@@ -1,12 +1,12 @@
-"""The stream of torch's CUDA generator, entered where a rank's own elements lie.
+"""The stream of torch's CUDA generator, entered at a rank's own elements.
 
 torch's CUDA distributions use Philox: thread `t` of a launch reads subsequence `t` of the seed, from the generator's
 offset on, and a launch has at most as many threads as the device runs at once.  A large tensor is therefore filled in
-rounds: round `k` fills the same number of consecutive elements (of the walk, see `frame`) from offset + `k * step`, in
-the same way.  So round `k` alone is what torch itself fills when the generator's offset is moved there: no kernel is
-imitated, every distribution is exact by construction, and a rank draws only the rounds that touch its box.  The size of
-a round and the step are measured on the device, once per distribution, and the claim is tested on a generator of
-our own; where it does not hold, the logical tensor is drawn in one go.
+rounds: round `k` fills the same number of consecutive elements (of the walk, see `memory_order`) from offset
++ `k * step`, in the same way.  So round `k` alone is what torch itself fills when the generator's offset is moved
+there: no kernel is imitated, every distribution is exact by construction, and a rank draws only the rounds that
+touch its box.  The size of a round and the step are measured on the device, once per distribution, and
+the claim is tested on a generator of our own; where it does not hold, the logical tensor is drawn in one go.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .fill import Fill
-from .frame import Frame, pieces
+from .memory_order import MemoryOrder, stretches
 
 __all__ = ["Rounds", "fill_cuda", "rounds_of"]
 
@@ -40,58 +40,52 @@ class Rounds:
 
 
 def fill_cuda(
-    local: Tensor, frame: Frame, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
 ) -> None:
-    """Fill `local`, the box of `frame`, as one device fills the global tensor, and leave the generator as it would.
+    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would.
 
     Args:
         local: the box, dims in the tensor's own order.
-        frame: where it lies.
+        memory: where the box is in the global tensor, and in which order that is filled.
         fill: the distribution.
         generator: the default generator of `local`'s device when left out.
         operand: for `bernoulli_`, the box's probabilities; torch's kernel for them has no rounds.
     """
-    target = frame.arranged(local)
+    target = memory.arranged(local)
     rounds = None
-    if operand is None and frame.numel < _INDEX_LIMIT:
-        rounds = rounds_of(fill, local.dtype, local.device, frame.numel % fill.granule)
-    if rounds is None or frame.numel <= rounds.size:
-        _fill_at_once(target, frame, fill, generator, None if operand is None else frame.arranged(operand))
+    if operand is None and memory.numel < _INDEX_LIMIT:
+        rounds = rounds_of(fill, local.dtype, local.device, memory.numel % fill.granule)
+    if rounds is None or memory.numel <= rounds.size:
+        _fill_at_once(target, memory, fill, generator, None if operand is None else memory.arranged(operand))
         return
-    generator = default_generator(local.device) if generator is None else generator
+    generator = torch.cuda.default_generators[local.device.index] if generator is None else generator
     start = generator.get_offset()
     # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many elements takes.
-    flat = torch.empty(rounds.size + frame.numel % fill.granule, dtype=local.dtype, device=local.device)
-    first, last = frame.span
+    flat = torch.empty(rounds.size + memory.numel % fill.granule, dtype=local.dtype, device=local.device)
+    first, last = memory.span
     for k in range(first // rounds.size, -(-last // rounds.size)):
         begin = k * rounds.size
-        mine = list(pieces(frame.shape, frame.box, begin, min(begin + rounds.size, frame.numel)))
+        mine = list(stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel)))
         if mine:
             generator.set_offset(start + k * rounds.step)
             fill(flat, generator)
-            for piece in mine:
-                piece.copy(flat, target)
-    generator.set_offset(start + -(-frame.numel // rounds.size) * rounds.step)
+            for stretch in mine:
+                stretch.copy(flat, target)
+    generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)
 
 
 def _fill_at_once(
-    target: Tensor, frame: Frame, fill: Fill, generator: torch.Generator | None, odds: Tensor | None
+    target: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, odds: Tensor | None
 ) -> None:
-    flat = torch.empty(frame.numel, dtype=target.dtype, device=target.device)
-    mine = list(pieces(frame.shape, frame.box, 0, frame.numel)) if frame.numel else []
+    flat = torch.empty(memory.numel, dtype=target.dtype, device=target.device)
+    mine = list(stretches(memory.shape, memory.box, 0, memory.numel)) if memory.numel else []
     chances = None if odds is None else torch.full_like(flat, 0.5, dtype=odds.dtype)
     if chances is not None and odds is not None:
-        for piece in mine:
-            piece.copy(chances, odds, back=True)
+        for stretch in mine:
+            stretch.copy(chances, odds, back=True)
     fill(flat, generator, chances)
-    for piece in mine:
-        piece.copy(flat, target)
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """The default generator of a CUDA device, given with its index, as tensors have it."""
-    generator: torch.Generator = torch.cuda.default_generators[device.index]
-    return generator
+    for stretch in mine:
+        stretch.copy(flat, target)
 
 
 @lru_cache(maxsize=512)

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from ..errors import PlacementError
-from ..spec import Spec
+from ..layout.spec import Spec
 from .counter import fill_counter
 from .cpu import fill_cpu, skip_words
 from .cuda import fill_cuda
 from .fill import Fill
-from .frame import Frame, frame_of
+from .memory_order import MemoryOrder, memory_order_of
 from .modes import current_mode
 from .philox import philox
 from .state import check_in_step, generator_of, key_of
 
-__all__ = ["draw", "draw_dropout_mask", "draw_rows", "empty_box"]
+__all__ = ["draw", "draw_dropout_mask", "draw_rows", "empty_local"]
 
 
 def draw(
@@ -47,7 +47,7 @@ def draw(
 
     Example:
         >>> from shoal_mesh import abstract_mesh
-        >>> from ..placements import Shard
+        >>> from shoal_dtensor import Shard
         >>> spec = Spec(abstract_mesh((2,), rank=1), (Shard(0),), (5,))
         >>> _ = torch.manual_seed(0); part = draw(spec, Fill("normal_"))
         >>> _ = torch.manual_seed(0); torch.equal(part, torch.randn(5)[3:])
@@ -55,7 +55,7 @@ def draw(
     """
     if spec.partials:
         raise PlacementError(f"{fill.name}: a partial tensor cannot be filled with random numbers; got {spec}")
-    local = empty_box(spec) if out is None else out.detach()
+    local = empty_local(spec) if out is None else out.detach()
     if local.device.type == "meta":
         return local
     mode = current_mode()
@@ -69,29 +69,29 @@ def draw(
             box = spec.box(spec.coordinate) if spec.coordinate is not None else ((0, 0),)
             fill_counter(local, tuple(spec.shape), box, fill, key_of(generator), operand=operand)
             return local
-        frame = frame_of(spec)
+        memory = memory_order_of(spec)
         if mode.mode == "per_axis":
-            axes = _cutting_axes(spec, mode.axes)
+            axes = _sharding_axes(spec, mode.axes)
             if axes and spec.coordinate is None:
                 key_of(generator)
                 return local
             if axes:
-                frame, generator = _own_stream(spec, frame, axes, local.device, generator)
-        _fill_stream(local, frame, fill, generator, operand)
+                memory, generator = _own_stream(spec, memory, axes, local.device, generator)
+        _fill_stream(local, memory, fill, generator, operand)
     return local
 
 
 def _fill_stream(
-    local: Tensor, frame: Frame, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
 ) -> None:
     """Draw from a device's stream."""
-    if frame.whole and frame.arranged(local).is_contiguous() and local.is_contiguous() == frame.contiguous:
-        # The box is the tensor, laid out in memory as the global one is: the plain operator does it.
+    if memory.whole and memory.arranged(local).is_contiguous() and local.is_contiguous() == memory.contiguous:
+        # The box is the tensor, in the global one's memory order: the plain operator does it.
         fill(local, generator, operand)
     elif local.device.type == "cuda":
-        fill_cuda(local, frame, fill, generator, operand)
+        fill_cuda(local, memory, fill, generator, operand)
     else:
-        fill_cpu(local, frame, fill, generator, operand)
+        fill_cpu(local, memory, fill, generator, operand)
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
@@ -113,7 +113,7 @@ def draw_rows(spec: Spec, words: int, generator: torch.Generator | None, sample:
     """Run `sample`, which draws for this rank's rows only, at their place in the CPU stream of all rows.
 
     Args:
-        spec: of a tensor cut along dim 0 only.
+        spec: of a tensor sharded along dim 0 only.
         words: 32-bit words that each row takes.
         generator: the generator that `sample` draws from.
         sample: draws for the rows of this rank's box.
@@ -125,57 +125,57 @@ def draw_rows(spec: Spec, words: int, generator: torch.Generator | None, sample:
     skip_words((spec.shape[0] - start - count) * words, generator)
 
 
-def empty_box(spec: Spec, device: torch.device | str | None = None) -> Tensor:
+def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
     """Uninitialised memory for this rank's box, its dims in memory as the global stride has them."""
-    frame = frame_of(spec)
+    memory = memory_order_of(spec)
     place = spec.mesh.device_type if device is None else device
     if spec.coordinate is None:
         return torch.empty(0, dtype=spec.dtype, device=place)
-    packed = torch.empty([stop - start for start, stop in frame.box], dtype=spec.dtype, device=place)
-    back = sorted(range(len(frame.order)), key=lambda position: frame.order[position])
+    packed = torch.empty([stop - start for start, stop in memory.box], dtype=spec.dtype, device=place)
+    back = sorted(range(len(memory.order)), key=lambda position: memory.order[position])
     return packed.permute(back)
 
 
-def _cutting_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
-    """Mesh axes among `asked` that cut the tensor."""
+def _sharding_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:
+    """Mesh axes among `asked` that shard the tensor."""
     names = spec.mesh.axis_names
     known = (axis for axis in asked if axis in names or axis in range(spec.mesh.ndim))
-    found = (names.index(axis) if isinstance(axis, str) else axis for axis in known)
-    return tuple(sorted({axis for axis in found if spec.placements[axis].is_shard()}))
+    chosen = (names.index(axis) if isinstance(axis, str) else axis for axis in known)
+    return tuple(sorted({axis for axis in chosen if spec.placements[axis].is_shard()}))
 
 
 def _own_stream(
-    spec: Spec, frame: Frame, axes: tuple[int, ...], device: torch.device, generator: torch.Generator | None
-) -> tuple[Frame, torch.Generator]:
+    spec: Spec, memory: MemoryOrder, axes: tuple[int, ...], device: torch.device, generator: torch.Generator | None
+) -> tuple[MemoryOrder, torch.Generator]:
     """What the ranks at this rank's coordinates on `axes` hold together, as one tensor with a generator of its own."""
     key = key_of(generator)
     coordinate = spec.coordinate
     assert coordinate is not None, "a rank outside the mesh has no stream of its own"
     shape, box = [], []
-    for dim in frame.order:
-        cut = spec.cut(dim)
-        own, before, total = cut.index(coordinate), 0, 0
-        for piece, size in enumerate(cut.sizes):
-            if _agrees(piece, cut.axes, cut.axis_sizes, coordinate, axes):
-                before += size if piece < own else 0
+    for dim in memory.order:
+        sharding = spec.dim_sharding(dim)
+        own, before, total = sharding.index(coordinate), 0, 0
+        for shard, size in enumerate(sharding.sizes):
+            if _agrees(shard, sharding.axes, sharding.axis_sizes, coordinate, axes):
+                before += size if shard < own else 0
                 total += size
         shape.append(total)
-        box.append((before, before + cut.sizes[own]))
+        box.append((before, before + sharding.sizes[own]))
     number = 0
     for axis in axes:
         number = number * spec.mesh.size(axis) + coordinate[axis]
     low, high, *_ = philox((number, len(axes), 0, 0), key)
     own_generator = torch.Generator(device)
     own_generator.manual_seed((int(high) << 31) ^ int(low))
-    return Frame(frame.order, tuple(shape), tuple(box), frame.contiguous), own_generator
+    return MemoryOrder(memory.order, tuple(shape), tuple(box), memory.contiguous), own_generator
 
 
 def _agrees(
-    piece: int, axes: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], chosen: tuple[int, ...]
+    shard: int, axes: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], chosen: tuple[int, ...]
 ) -> bool:
-    """Whether the coordinates of a piece of a cut equal `coordinate` on the chosen axes."""
+    """Whether the coordinates of a shard equal `coordinate` on the chosen axes."""
     for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
-        piece, at = divmod(piece, size)
+        shard, at = divmod(shard, size)
         if axis in chosen and at != coordinate[axis]:
             return False
     return True

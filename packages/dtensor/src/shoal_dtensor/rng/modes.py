@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["Mode", "RandomMode", "current_mode", "random_mode", "set_random_mode"]
+from ..scoped_value import ScopedValue
+
+__all__ = ["Mode", "RandomMode", "current_mode", "get_random_mode", "random_mode", "set_random_mode"]
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
 
@@ -22,7 +23,7 @@ class RandomMode:
 
 
 _DEFAULT = RandomMode()
-_current: ContextVar[RandomMode] = ContextVar("shoal_dtensor_random_mode", default=_DEFAULT)
+_current = ScopedValue("shoal_dtensor_random_mode", _DEFAULT)
 current_mode = _current.get
 
 
@@ -41,16 +42,30 @@ def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
     _current.set(_checked(mode, axes))
 
 
+def get_random_mode() -> Mode:
+    """The name of the mode that is in force in this thread; see `random_mode`.
+
+    Example:
+        >>> with random_mode("local"):
+        ...     get_random_mode()
+        'local'
+    """
+    return _current.get().mode
+
+
 @contextmanager
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
     """Inside the block, random operators on sharded tensors draw as `mode` says; blocks nest.
+
+    A backward pass draws by the mode in which it is started: enter the mode inside a function that is checkpointed, so
+    that its second run draws what the first one did.
 
     Args:
         mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh (the default).
             "counter": values that follow from the generator's state and the element's global index alone; not those of
             one device, but the same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
             "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as on one device.  An
-            axis that does not cut a tensor leaves it alone: replicas stay equal.
+            axis that does not shard a tensor leaves it alone: replicas stay equal.
             "local": every rank draws its own part from its own generator, whatever the others do; nothing is checked.
         axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on one device.
 
@@ -62,8 +77,5 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ...     current_mode().axes
         ('dp',)
     """
-    token = _current.set(_checked(mode, axes))
-    try:
+    with _current.entered(_checked(mode, axes)):
         yield
-    finally:
-        _current.reset(token)

@@ -9,21 +9,30 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce, in_lockstep
+from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce, in_lockstep, purpose
 
 from ..errors import RandomStateError
-from .cuda import default_generator
 
-__all__ = ["check_in_step", "forget_checks", "generator_of", "get_rng_state", "key_of", "set_rng_state"]
+__all__ = [
+    "check_in_step",
+    "count_as_checked",
+    "forget_checks",
+    "generator_of",
+    "get_rng_state",
+    "key_of",
+    "set_rng_state",
+]
 
 _MASK = 0xFFFFFFFF
+_PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
 _in_step: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
 
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The default generator of a device."""
     if device.type == "cuda":
-        return default_generator(device)
+        generator: torch.Generator = torch.cuda.default_generators[device.index]  # tensors' devices have an index
+        return generator
     if device.type == "cpu":
         return torch.default_generator
     raise RandomStateError(f"random numbers on {device}: shoal knows the generators of cpu and cuda devices only")
@@ -64,20 +73,27 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
 
     Raises:
         RandomStateError: if the states differ; it names the ranks.
+        CommunicationForbiddenError: if the check is due inside `communication("forbid")`.
     """
     if (mesh in _in_step and not always and not in_lockstep()) or mesh.get_coordinate() is None or mesh.size() == 1:
         return
     own = fingerprint(generator)
     extremes = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device_type)
     try:
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                extremes = all_reduce(extremes, mesh.comm(axis), "max")
+        with purpose(_PURPOSE):
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1:
+                    extremes = all_reduce(extremes, mesh.comm(axis), "max")
     except NoGroupError:
         return
     highest, lowest = extremes.tolist()
     if highest != -lowest:
         raise RandomStateError(_describe(mesh, own, generator))
+    _in_step[mesh] = True
+
+
+def count_as_checked(mesh: DeviceMesh) -> None:
+    """Do not check a mesh at its first random operator, because its ranks are known to agree."""
     _in_step[mesh] = True
 
 
@@ -93,10 +109,10 @@ def _describe(mesh: DeviceMesh, own: int, generator: torch.Generator) -> str:
     groups: dict[int, list[int]] = {}
     for rank, value in zip(mesh.mesh.flatten().tolist(), prints.tolist(), strict=True):
         groups.setdefault(value, []).append(rank)
-    found = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
+    agreeing = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
     return (
         f"random numbers on the mesh of shape {tuple(mesh.shape)} (axes {', '.join(mesh.axis_names)}): the "
-        f"{generator.device} generators are out of step: {found}. Every rank must draw from the same state: call "
+        f"{generator.device} generators are out of step: {agreeing}. Every rank must draw from the same state: call "
         "shoal_dtensor.manual_seed(seed, mesh) or torch.manual_seed(seed) with one seed on every rank, and use "
         'random_mode("per_axis", axes=...) where ranks shall differ'
     )

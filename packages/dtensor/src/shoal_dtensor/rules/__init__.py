@@ -1,9 +1,20 @@
 """What each operator may do on one mesh axis: one table per family, merged in `default`."""
 
-from .notation import NotationError, Partials, Pattern, factor_rows, linear_rows, parse, pointwise, product, silent
-from .rule import (
+from .language.empty_shards import local_function
+from .language.local_ops import all_reduced, sharding_axes
+from .language.notation import (
+    NotationError,
+    Partials,
+    Pattern,
+    factor_rows,
+    linear_rows,
+    parse,
+    pointwise,
+    product,
+)
+from .language.op_schema import OpSchema, schema_of
+from .language.rule import (
     ANY_NORM,
-    CutMap,
     Entry,
     LocalCall,
     LocalFunction,
@@ -11,40 +22,49 @@ from .rule import (
     P,
     R,
     Row,
+    RowError,
     Rule,
     S,
+    ShardingMap,
     Table,
+    Traffic,
     flatten,
     with_norms,
 )
-from .table import DuplicateRuleError, family, merge, overlay
+from .language.rule_tables import DuplicateRuleError, family, merge, overlay
 
 __all__ = [
     "ANY_NORM",
-    "CutMap",
     "DuplicateRuleError",
     "Entry",
     "LocalCall",
     "LocalFunction",
     "NotationError",
     "OpCall",
+    "OpSchema",
     "P",
     "Partials",
     "Pattern",
     "R",
     "Row",
+    "RowError",
     "Rule",
     "S",
+    "ShardingMap",
     "Table",
+    "Traffic",
+    "all_reduced",
     "factor_rows",
     "family",
     "flatten",
     "linear_rows",
+    "local_function",
     "merge",
     "overlay",
     "parse",
     "pointwise",
     "product",
-    "silent",
+    "schema_of",
+    "sharding_axes",
     "with_norms",
 ]

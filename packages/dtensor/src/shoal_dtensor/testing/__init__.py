@@ -1,6 +1,21 @@
-"""For tests of this layer and of what is built on it: plans run in one process, on plain tensors."""
+"""Checks of a rule or of a redistribution plan in one process, for those who write rules and plans."""
 
-from .cases import draw_spec, spec_pairs
+from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate
+from .thread_ranks import ThreadMesh, on_threads, thread_meshes
+from .validate import Report, validate
 
-__all__ = ["coordinates", "draw_spec", "global_value", "local_shards", "part_of", "simulate", "spec_pairs"]
+__all__ = [
+    "Report",
+    "ThreadMesh",
+    "coordinates",
+    "deal",
+    "gather",
+    "global_value",
+    "local_shards",
+    "on_threads",
+    "part_of",
+    "simulate",
+    "thread_meshes",
+    "validate",
+]

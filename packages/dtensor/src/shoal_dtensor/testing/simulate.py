@@ -14,12 +14,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..placements import norm_order
-from ..redistribute import Plan
-from ..redistribute.kernels import Collective, identity_of, kernel, members, transfer_kernel
-from ..redistribute.norms import powers, root
-from ..redistribute.steps import Step, Transfer
-from ..spec import Spec
+from ..layout.placements import norm_order
+from ..layout.spec import Spec
+from ..redistribute.execution.kernels import Collective, kernel, members, transfer_kernel
+from ..redistribute.reductions import identity_of, powers, root
+from ..redistribute.steps import Plan, Step, Transfer
 
 __all__ = ["coordinates", "global_value", "local_shards", "part_of", "simulate"]
 
@@ -44,7 +43,7 @@ def simulate(plan: Plan, shards: Sequence[Tensor]) -> list[Tensor]:
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_dtensor import Replicate, Shard
-        >>> from shoal_dtensor.redistribute import plan
+        >>> from shoal_dtensor.redistribute.plan import plan
         >>> src = Spec(abstract_mesh((2,)), (Shard(0),), (3,))
         >>> full = torch.arange(3.0)
         >>> simulate(plan(src, src.with_(placements=(Replicate(),))), local_shards(full, src))
@@ -108,8 +107,8 @@ def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[Collective]) -> 
 
 
 def _all_to_all(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
-    pieces = [b.chunk(len(buffers), calls[me].dim)[me] for b in buffers]
-    return torch.cat(pieces, calls[me].receives[0])
+    blocks = [b.chunk(len(buffers), calls[me].dim)[me] for b in buffers]
+    return torch.cat(blocks, calls[me].receives[0])
 
 
 def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
@@ -155,6 +154,17 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
 
     Along partial axes the value is taken apart: with a generator randomly (small whole numbers, so that sums
     are exact in any order), without one it stays on the first rank.
+
+    Args:
+        full: the global tensor.
+        spec: its layout.
+        generator: of the terms along partial axes.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Shard
+        >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64))
+        [tensor([0, 1]), tensor([2])]
     """
     ops = dict(spec.partials)
     layers = _take_apart(full, spec, ops, generator)
@@ -167,14 +177,14 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
     """What the rank at a mesh coordinate holds of a global tensor, partial axes left aside."""
-    if spec.folded:
+    if spec.is_strided:
         return full[_where(spec, coordinate)]
     return full[tuple(slice(start, stop) for start, stop in spec.box(coordinate))]
 
 
 def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     """Along every dim the global indices of what a rank holds, shaped so that indexing gives its part."""
-    held = [torch.tensor(cut.indices(coordinate), dtype=torch.int64) for cut in spec.cuts]
+    held = [torch.tensor(sharding.indices(coordinate), dtype=torch.int64) for sharding in spec.dim_shardings]
     return torch.meshgrid(held, indexing="ij") if held else ()
 
 
@@ -209,6 +219,13 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
 
     Raises:
         AssertionError: if replicas differ, or a local tensor has another shape than the spec says.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Partial
+        >>> spec = Spec(abstract_mesh((2,)), (Partial("max"),), (2,))
+        >>> global_value([torch.tensor([1.0, 5.0]), torch.tensor([4.0, 2.0])], spec)
+        tensor([4., 5.])
     """
     ops = dict(spec.partials)
     layers: dict[Coordinate, Tensor] = {}

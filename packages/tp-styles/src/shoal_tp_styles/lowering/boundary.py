@@ -1,4 +1,4 @@
-"""Tensors at the boundary of a module, by way of DTensor: any layout to any layout.
+"""Tensors that enter and leave a module by way of DTensor: any layout to any layout.
 
 The general path.  Lowerings take it for DTensor inputs and unusual layouts; the usual ones are resolved
 to direct collectives by each lowering.
@@ -6,59 +6,113 @@ to direct collectives by each lowering.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, differentiable
 
+from .._torch import is_compiling, unwatched_functions
 from ..errors import LayoutError
-from ..sharding import ModuleSharding, Port
-from .forward import Lowered
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from .collective_functions import gather, reduce, scatter, sharded_dim, split, uneven_output
+from .local_layout import current_watch
+from .lowered import Lowered
 
-__all__ = ["Boundary", "arrive", "arrive_local", "leave", "leave_local", "wrap_like"]
+__all__ = [
+    "Boundary",
+    "from_local",
+    "input_dtensor",
+    "local_input",
+    "local_output",
+    "output_dtensor",
+    "port_moves",
+    "traced_move",
+]
+
+_FORWARD = {
+    (Shard, Replicate): "all_gather",
+    (Shard, Shard): "all_to_all",
+    (Partial, Replicate): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+}
+_BACKWARD = {(Replicate, Shard): "all_gather", (Shard, Shard): "all_to_all", (Partial, Shard): "all_gather"}
 
 
-def arrive(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
-    """The DTensor in the port's desired layout; a plain tensor is taken as its `layout`.
+def port_moves(port: Port | None, tensor: Any) -> Iterator[Collective]:
+    """The collectives of one tensor that is redistributed between the layouts of its port, and of its gradient."""
+    if port is None or port.layout == port.desired or not isinstance(tensor, Tensor):
+        return
+    change = type(port.layout), type(port.desired)
+    nbytes = tensor.numel() * tensor.element_size()
+    if change in _FORWARD:
+        yield Collective(_FORWARD[change], nbytes)
+    if change in _BACKWARD and tensor.requires_grad:
+        yield Collective(_BACKWARD[change], nbytes, backward=True)
+
+
+def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
+    """The DTensor in the port's desired layout; a plain tensor has the port's `layout`.
 
     Raises:
         LayoutError: if a DTensor comes from another mesh, or something else than a tensor was given.
     """
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
-            raise LayoutError(f"the input lies on {tensor.device_mesh}, the module on {mesh}")
-        arrived = tensor
-    elif isinstance(tensor, Tensor):
-        arrived = DTensor.from_local(tensor, mesh, (port.layout,), run_check=False)
-    else:
-        raise LayoutError(
-            f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is no tensor"
-        )
-    return _to(arrived, port.desired)
+            raise LayoutError(f"the input is on {tensor.device_mesh}, the module on {mesh}")
+        return _redistributed(tensor, port.desired)
+    if isinstance(tensor, Tensor):
+        return _redistributed(DTensor.from_local(tensor, mesh, (port.layout,), run_check=False), port.desired)
+    raise LayoutError(f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a tensor")
 
 
-def _to(tensor: DTensor, placement: Placement) -> DTensor:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        placement = placement.on_dim(placement.dim + tensor.ndim)
+def traced_move(tensor: Any, port: Port, mesh: DeviceMesh) -> Tensor | None:
+    """A plain tensor in the port's desired layout, by collectives that compiled code follows through any length.
+
+    None where DTensor has to move it: in eager code, for DTensors, shards of different sizes and unusual layouts.
+    """
+    if not is_compiling() or isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
+        return None
+    comm, before, after = mesh.comm(0), _positive(port.layout, tensor.ndim), _positive(port.desired, tensor.ndim)
+    old, new = sharded_dim(before, comm), sharded_dim(after, comm)
+    if (old and old[2]) or (new and (new[2] or tensor.shape[new[1]] % comm.size)):
+        return None
+    if before == after:
+        return tensor
+    if old is not None and new is not None:
+        return differentiable.all_to_all(tensor, comm, new[1], old[1])
+    if before == Partial() and (new is not None or after.is_replicate()):
+        return reduce(tensor, comm) if new is None else scatter(tensor, comm, new[1])
+    if old is not None and after.is_replicate():
+        return gather(tensor, comm, old[1])
+    return split(tensor, comm, new[1]) if before.is_replicate() and new is not None else None
+
+
+def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
+    placement = _positive(placement, tensor.ndim)
     if tensor.placements == (placement,):
         return tensor
     return tensor.redistribute(placements=(placement,))
 
 
-def arrive_local(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
-    """The local part in the port's desired layout.
+def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
+    """The local shard in the port's desired layout.
 
     Args:
         tensor: plain or DTensor.
-        port: what it means and what is wanted.
+        port: layout of a plain tensor, and the layout needed.
         mesh: the module's mesh.
-        grad: the placement in which the computation gives the gradient of this part.
+        grad: the placement in which the computation returns the gradient of this shard.
     """
-    arrived = arrive(tensor, port, mesh)
+    moved = traced_move(tensor, port, mesh) if grad == port.desired else None
+    if moved is not None:
+        return moved
+    arrived = input_dtensor(tensor, port, mesh)
     return arrived.to_local(grad_placements=(_positive(grad, arrived.ndim),))
 
 
@@ -68,34 +122,50 @@ def _positive(placement: Placement, ndim: int) -> Placement:
     return placement
 
 
-def leave(tensor: Tensor, port: Port, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
-    """The DTensor in the port's desired layout; a plain tensor is what the computation gave: the port's `layout`.
+def output_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
+    """The DTensor in the port's desired layout; a plain tensor has the layout of the computation, the port's `layout`.
 
     Args:
         tensor: plain or DTensor.
-        port: what it is and what is wanted.
+        port: layout of a plain tensor, and the layout that leaves.
         mesh: the module's mesh.
-        shape: global shape of a plain tensor where ranks may hold unequal parts.
+        shape: global shape of a plain tensor where ranks may hold shards of different sizes.
     """
     if isinstance(tensor, DTensor):
-        return _to(tensor, port.desired)
-    return _to(wrap_like(tensor, port.layout, mesh, shape), port.desired)
+        return _redistributed(tensor, port.desired)
+    return _redistributed(from_local(tensor, port.layout, mesh, shape), port.desired)
 
 
-def leave_local(tensor: DTensor) -> Tensor:
-    """The local part of an output.
+def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
+    """The local shard of an output.
+
+    Args:
+        tensor: the output.
+        style: of the module, for messages.
+        source: the plain tensor that it was, if it has the same layout on other mesh axes.
 
     Raises:
-        LayoutError: if ranks hold unequal parts of a dim that plain tensors cannot tell apart.
+        LayoutError: if ranks hold shards of different sizes of a dim that is not the last: the next module could not
+            know them. Those of features it knows from its weight.
     """
     (placement,) = tensor.placements
-    # The consumer of a plain replicated tensor gives back a complete gradient; of a partial one, a replicated one.
+    if isinstance(placement, Shard) and _unknown_sizes(placement, tensor):
+        raise uneven_output(style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0))
+    # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a replicated one.
     grad: Placement = Replicate() if isinstance(placement, Partial) else placement
-    return tensor.to_local(grad_placements=(grad,))
+    local = tensor.to_local(grad_placements=(grad,))
+    watch = None if is_compiling() else current_watch()
+    if watch is not None:
+        watch.note_spec(local, tensor.spec, source)
+    return local
 
 
-def wrap_like(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None) -> DTensor:
-    """A plain local part as DTensor."""
+def _unknown_sizes(placement: Shard, tensor: DTensor) -> bool:
+    return placement.sizes is None and placement.dim < tensor.ndim - 1 and not tensor.spec.even
+
+
+def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None) -> DTensor:
+    """A plain local shard as DTensor; `shape` is the global shape where shards may differ in size."""
     placement = _positive(placement, tensor.ndim)
     if shape is None:
         return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
@@ -104,20 +174,20 @@ def wrap_like(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Seq
 
 
 class Boundary(Lowered):
-    """Brings inputs to their ports, runs what was the forward before, brings outputs to theirs.
+    """Brings inputs to their ports' layouts, runs what was the forward before, and brings outputs to theirs.
 
-    What runs inside is the module's own forward on DTensors (dispatch finds what every op does), or a
-    lowering that one of these wraps.
+    What runs inside is the module's own forward on DTensors (dispatch decides every operator), or a lowering that
+    this one wraps.
     """
 
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding, mesh = self.sharding, self.mesh
-        args = _each(args, sharding.inputs, lambda x, port: _in(x, port, sharding, mesh), sharding, "inputs")
+        args = _through(args, sharding.inputs, lambda x, port: _enter(x, port, sharding, mesh), sharding, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
-                kwargs[name] = _in(kwargs[name], port, sharding, mesh)
+                kwargs[name] = _enter(kwargs[name], port, sharding, mesh)
         inner = self.inner
         module = self.module
         out = inner(*args, **kwargs) if inner is not None else type(module).forward(module, *args, **kwargs)
@@ -125,16 +195,33 @@ class Boundary(Lowered):
             return out
         many = isinstance(out, (tuple, list))
         results = tuple(out) if many else (out,)
-        results = _each(results, sharding.outputs, lambda x, port: _out(x, port, sharding, mesh), sharding, "outputs")
+        results = _through(
+            results, sharding.outputs, lambda x, port: _leave(x, port, sharding, mesh), sharding, "outputs"
+        )
         return type(out)(results) if many and type(out) in (tuple, list) else results if many else results[0]
 
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        for value, port in zip(call.args, call.sharding.inputs or (), strict=False):
+            yield from port_moves(port, value)
+        for name, port in call.sharding.keywords.items():
+            yield from port_moves(port, call.kwargs.get(name))
+        for value, port in zip(call.outputs, call.sharding.outputs or (), strict=False):
+            yield from port_moves(port, value)
 
-def _each(values: tuple[Any, ...], ports: Any, move: Any, sharding: ModuleSharding, what: str) -> tuple[Any, ...]:
+
+def _through(
+    values: tuple[Any, ...],
+    ports: tuple[Port | None, ...] | None,
+    move: Callable[[Any, Port], Any],
+    sharding: ModuleSharding,
+    what: str,
+) -> tuple[Any, ...]:
     if ports is None:
         return values
     if sharding.strict and len(values) != len(ports):
         raise LayoutError(
-            f"{sharding.kind}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
+            f"{sharding.style}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
             "use None for those that pass through"
         )
     moved = tuple(
@@ -144,11 +231,24 @@ def _each(values: tuple[Any, ...], ports: Any, move: Any, sharding: ModuleShardi
     return moved + values[len(ports) :]
 
 
-def _in(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
-    arrived = arrive(value, port, mesh)
-    return leave_local(arrived) if sharding.local_inputs else arrived
+def _enter(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
+    moved = traced_move(value, port, mesh) if sharding.local_inputs else None
+    if moved is not None:
+        return moved
+    watch = None if is_compiling() else current_watch()
+    with nullcontext() if watch is None else unwatched_functions():
+        arrived = input_dtensor(value, port, mesh)
+        if sharding.local_inputs:
+            return local_output(arrived, sharding.style, value)
+        if watch is not None:
+            watch.note_spec(arrived, arrived.spec, value)
+    return arrived
 
 
-def _out(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
-    left = leave(value, port, mesh)
-    return leave_local(left) if sharding.local_outputs else left
+def _leave(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
+    moved = traced_move(value, port, mesh) if sharding.local_outputs else None
+    if moved is not None:
+        return moved
+    with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
+        left = output_dtensor(value, port, mesh)
+        return local_output(left, sharding.style) if sharding.local_outputs else left

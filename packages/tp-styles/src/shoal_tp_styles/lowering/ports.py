@@ -1,46 +1,83 @@
-"""Plain tensors at the ports of a lowering: what every module cut by columns or rows does on its way in and out.
+"""Plain tensors that enter and leave a lowering, and the collectives that this takes, declared beside the code.
 
-columns   arrive_whole   x: R | S(d) -> R, its gradient partial      leave_cut       y: S(features) -> as wanted
-rows      arrive_cut     x: R | S(d) -> S(features)                  leave_partial   y: P -> as wanted, the bias once
+columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
+rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Iterator
 
-from shoal_dtensor import DTensor, Partial, Replicate
+from torch import Tensor, nn
 
-from ..sharding import Port
-from .boundary import arrive_local, leave, leave_local, wrap_like
-from .enter import enter
-from .forward import Lowered
-from .regions import Sizes, axis_dim, copy, gather, gather_partial, reduce, scatter, split, uneven
+from shoal_dtensor import DTensor, Partial, Replicate, Shard
 
-__all__ = ["arrive_cut", "arrive_whole", "leave_cut", "leave_partial"]
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall, Port
+from .boundary import from_local, local_input, local_output, output_dtensor, port_moves, traced_move
+from .collective_functions import (
+    Sizes,
+    copy,
+    gather,
+    gather_partial,
+    reduce,
+    scatter,
+    sharded_dim,
+    split,
+    uneven_output,
+)
+from .lowered import Lowered
+from .parameters import local_parameters
+
+__all__ = [
+    "declare_partial_output",
+    "declare_replicated_input",
+    "declare_sharded_input",
+    "declare_sharded_output",
+    "declare_summed_gradients",
+    "partial_output",
+    "replicated_input",
+    "sharded_input",
+    "sharded_output",
+]
 
 
-def arrive_whole(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
-    """One replicated input, whose gradient is partial here.
+def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
+    """`R | S(d) -> R`: one input whose gradient is partial in the lowering.
 
     Args:
-        lowered: the stand-in.
+        lowered: the lowering.
         x: the input.
-        port: what it means; the first input's port if left out.
+        port: the input's port; that of the first input if left out.
     """
     port = port or lowered.port_in
-    where = axis_dim(port.layout, lowered.comm)
+    where = sharded_dim(port.layout, lowered.comm)
     if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
-        return arrive_local(x, port, lowered.mesh, grad=Partial())
+        return local_input(x, port, lowered.mesh, grad=Partial())
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 
 
-def arrive_cut(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> Tensor:
-    """The input cut along its features, as the weight is.
+def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Collective]:
+    """What `replicated_input` runs: readers of one activation share the gather, and the reduction of its gradient."""
+    x, layout = call.input(index), call.sharding.input_port(index).layout
+    if x is None:
+        return
+    once = None if x.is_leaf and x.requires_grad else (id(x), layout)
+    nbytes = _nbytes([x])
+    if not layout.is_replicate():
+        yield Collective("all_gather" if isinstance(layout, Shard) else "all_reduce", nbytes, once_for=once)
+    if x.requires_grad:
+        op = "reduce_scatter" if isinstance(layout, Shard) else "all_reduce"
+        yield Collective(op, nbytes, backward=True, once_for=once)
+
+
+def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> Tensor:
+    """`R | S(d) -> S(features)`: the input sharded along its features, as the weight is.
 
     Args:
-        lowered: the stand-in.
+        lowered: the lowering.
         x: the input.
-        features: the dim that is cut.
+        features: the dim that is sharded.
         sizes: features of each rank.
     """
     port = lowered.port_in
@@ -49,16 +86,21 @@ def arrive_cut(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> Tens
             return x
         if port.layout.is_replicate():
             return split(x, lowered.comm, features, sizes)
-    return arrive_local(x, port, lowered.mesh, grad=port.desired)
+    return local_input(x, port, lowered.mesh, grad=port.desired)
 
 
-def leave_cut(lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes) -> Tensor:
-    """What leaves a module whose ranks each hold some features of the output.
+def declare_sharded_input(call: ModuleCall) -> Iterator[Collective]:
+    """What `sharded_input` runs."""
+    yield from port_moves(call.sharding.input_port(), call.input())
+
+
+def sharded_output(lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes) -> Tensor:
+    """`S(features) -> port`: what leaves a module whose ranks each hold some features of the output.
 
     Args:
-        lowered: the stand-in; its output port says where the output goes.
+        lowered: the lowering; its output port has the layout that leaves.
         out: the rank's features.
-        features: the dim that is cut.
+        features: the dim that is sharded.
         size: features of all ranks.
         sizes: features of each rank.
     """
@@ -67,41 +109,85 @@ def leave_cut(lowered: Lowered, out: Tensor, features: int, size: int, sizes: Si
         return out
     if local and port.desired.is_replicate():
         return gather(out, lowered.comm, features, sizes)
+    moved = traced_move(out, port, lowered.mesh) if local and size % lowered.comm.size == 0 else None
+    if moved is not None:
+        return moved
     shape = list(out.shape)
     shape[features] = size
-    left = leave(out, port, lowered.mesh, shape)
-    return leave_local(left) if local else left
+    left = output_dtensor(out, port, lowered.mesh, shape)
+    return local_output(left, lowered.sharding.style) if local else left
 
 
-def leave_partial(lowered: Lowered, partial: Tensor, bias: Tensor | None, features: int = -1) -> Tensor:
-    """What leaves a module whose ranks each hold a summand of the output.
+def declare_sharded_output(call: ModuleCall) -> Iterator[Collective]:
+    """What `sharded_output` runs."""
+    yield from port_moves(call.sharding.output_port(), call.output)
+
+
+def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | None, features: int = -1) -> Tensor:
+    """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
     Args:
-        lowered: the stand-in; its output port says where the output goes.
+        lowered: the lowering; its output port has the layout that leaves.
         partial: the rank's summand.
-        bias: a replicated parameter, added behind the reduction.
-        features: the dim of the output along which the bias lies.
+        bias: a replicated parameter, added after the reduction.
+        features: the dim of the output to which the bias belongs.
 
     Raises:
-        LayoutError: if plain outputs would be cut unevenly.
+        LayoutError: if plain outputs would have shards of different sizes.
     """
     port, comm, local = lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     features %= partial.ndim
-    where = axis_dim(port.desired, comm)
+    where = sharded_dim(port.desired, comm)
     if where is not None and where[1] % partial.ndim != features:
         _, dim, sizes = where
         dim %= partial.ndim
         if sizes is not None or partial.shape[dim] % comm.size == 0:
-            # Every rank sees a part of the output, so the gradients of the bias are partial sums.
-            out = _plus(scatter(partial, comm, dim, sizes), enter({"bias": bias}, comm)["bias"], features)
-            return out if local else wrap_like(out, port.desired, lowered.mesh, None)
+            # Every rank has a shard of the output, so the gradients of the bias are partial sums.
+            out = scatter(partial, comm, dim, sizes)
+            out = _plus(out, local_parameters({"bias": bias}, comm)["bias"], features)
+            return out if local else from_local(out, port.desired, lowered.mesh, None)
         if local:
-            raise uneven(lowered.sharding.kind, partial.shape[dim], dim, comm)
-    whole = _plus(reduce(partial, comm), enter({"bias": bias})["bias"], features)
+            raise uneven_output(lowered.sharding.style, partial.shape[dim], dim, comm)
+    full = _plus(reduce(partial, comm), local_parameters({"bias": bias})["bias"], features)
     if local and port.desired.is_replicate():
-        return whole
-    left = leave(whole, Port(Replicate(), port.desired), lowered.mesh)
-    return leave_local(left) if local else left
+        return full
+    left = output_dtensor(full, Port(Replicate(), port.desired), lowered.mesh)
+    return local_output(left, lowered.sharding.style) if local else left
+
+
+def declare_partial_output(call: ModuleCall, bias: str | None = None, features: int = -1) -> Iterator[Collective]:
+    """What `partial_output` runs.
+
+    Args:
+        call: the module's call.
+        bias: name of the bias whose gradients are summed where the output is sharded.
+        features: the dim of the output to which the bias belongs.
+    """
+    desired, out = call.sharding.output_port().desired, call.output
+    nbytes = _nbytes([out])
+    if not isinstance(desired, Shard):
+        yield Collective("all_reduce", nbytes)
+        return
+    dim = desired.dim % out.ndim
+    even = dim != features % out.ndim and (desired.sizes is not None or out.shape[dim] % call.ranks == 0)
+    yield Collective("reduce_scatter" if even else "all_reduce", nbytes)
+    if out.requires_grad:
+        yield Collective("all_gather", nbytes, backward=True)
+    if even and bias is not None:
+        yield from declare_summed_gradients(call.trained(bias))
+
+
+def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collective]:
+    """What `local_parameters(..., comm)` runs: one all-reduce for the gradients of each dtype."""
+    by_dtype: dict[object, list[Tensor]] = {}
+    for param in params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    for same in by_dtype.values():
+        yield Collective("all_reduce", _nbytes(same), backward=True)
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _plus(out: Tensor, bias: Tensor | None, features: int) -> Tensor:

@@ -1,0 +1,297 @@
+"""Training a model, plain or on a mesh by the same lines, and what is seen of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from integration_tests.random_modules.placing import place_model, place_tensor
+from integration_tests.random_modules.program import Program, model_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import shoal_dtensor
+from shoal_dtensor import DTensor, deferred_gradients, local_step
+from shoal_mesh import DeviceMesh
+
+__all__ = ["FEATURES", "run"]
+
+FEATURES = {
+    "tie": "head and embedding share their weight",
+    "share": "the last block is the first",
+    "accumulate": "two backward passes a step",
+    "deferred": "these inside deferred_gradients()",
+    "clip": "gradients clipped: 2, inf, 1, value, foreach, ours",
+    "checkpoint": "blocks checkpointed: reentrant, plain, selective",
+    "hook": "hooks: parameter, before, accumulated, activation, forward, backward, foreign",
+    "state": "state dicts of model and optimizer go through a round trip after the first step",
+    "copy": "model and optimizer are deep copies after the first step",
+    "freeze": "a parameter that needs no gradient",
+    "evaluate": "a pass in eval mode between the steps",
+    "zero": "gradients are set to zero, not to None",
+    "functional": "the model is called by torch.func.functional_call",
+    "grad": "gradients come from torch.autograd.grad",
+    "closure": "the optimizer is given a closure",
+    "average": "an AveragedModel follows",
+    "local": "local_step(optimizer)",
+    "groups": "two parameter groups",
+    "schedule": "a learning rate schedule",
+}
+
+
+class Run:
+    """One training of a program: the plain one, or that on a mesh.
+
+    Attributes:
+        seen: everything to compare, by name, in the order it came.
+        stage: what is being done, for messages.
+    """
+
+    def __init__(self, program: Program, mesh: DeviceMesh | None) -> None:
+        self.program, self.mesh = program, mesh
+        self.seen: dict[str, Any] = {}
+        self.stage = "model"
+        self.layouts = dict(program.layouts) if program.plan == "distribute" else {}
+
+    def put(self, tensor: Tensor, name: str) -> Any:
+        """An input or a target, placed if the program distributes them."""
+        if self.mesh is None or self.program.plan != "distribute":
+            return tensor
+        return place_tensor(tensor, self.mesh, self.layouts.get(name, ""))
+
+    def note(self, name: str, value: Any) -> None:
+        """See a value as it is now."""
+        self.seen[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+    def train(self) -> None:
+        """All steps."""
+        program = self.program
+        model: nn.Module = model_of(program)
+        if freeze := program.option("freeze"):
+            dict(model.named_parameters())[freeze].requires_grad_(False)
+        if program.option("hook") == "before":
+            first: Any = next(p for p in model.parameters() if p.requires_grad)
+            first.register_hook(lambda g: g * 0.5)
+        if self.mesh is not None:
+            self.stage = "placing"
+            model = place_model(program, model, self.mesh)
+        self.stage = "hooks"
+        _hooks(program.option("hook"), model)
+        self.stage = "optimizer"
+        optimizer = self.optimizer(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if program.has("schedule") else None
+        follower = torch.optim.swa_utils.AveragedModel(model) if program.has("average") else None
+        for step in range(program.steps):
+            torch.manual_seed(program.seed + step)
+            self.step(step, model, optimizer)
+            if schedule is not None:
+                schedule.step()
+            if follower is not None:
+                self.stage = "averaged model"
+                follower.update_parameters(model)
+            self.stage = "state dicts or copies"
+            model, optimizer = self.renewed(model, optimizer) if step == 0 else (model, optimizer)
+            if program.has("evaluate"):
+                self.evaluate(step, model)
+        self.note("generator", torch.get_rng_state())
+        self.end(model, optimizer, follower)
+
+    def optimizer(self, model: nn.Module) -> Any:
+        """The program's optimizer over the model's parameters."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups: list[Any] = parameters
+        if self.program.has("groups") and len(parameters) > 1:
+            groups = [{"params": parameters[::2], "lr": 0.01}, {"params": parameters[1::2]}]
+        made = eval(self.program.optimizer, {"torch": torch, "groups": groups})
+        return local_step(made) if self.mesh is not None and self.program.has("local") else made
+
+    def batch(self, step: int) -> tuple[Any, Any]:
+        """Inputs and targets, the same for both trainings."""
+        b, t, d, vocabulary = self.program.sizes
+        generator = torch.Generator().manual_seed(self.program.seed * 100 + step)
+        if vocabulary:
+            x = torch.randint(0, vocabulary, (b, t), generator=generator)
+            return self.put(x, "input"), self.put(torch.randint(0, vocabulary, (b, t), generator=generator), "target")
+        x = torch.randn(b, t, d, generator=generator, dtype=torch.float64)
+        return self.put(x, "input"), self.put(torch.randn(x.shape, generator=generator, dtype=x.dtype), "target")
+
+    def loss(self, step: int, model: nn.Module) -> Any:
+        """The loss of a batch, its output noted."""
+        x, target = self.batch(step)
+        around = _around(self.program)
+        self.stage = "forward"
+        if self.program.has("functional"):
+            out = torch.func.functional_call(model, dict(model.named_parameters()), (x, around))
+        else:
+            out = model(x, around)
+        if self.program.option("hook") == "activation":
+            out.register_hook(lambda g: g.clamp(-0.05, 0.05))
+        if self.program.option("hook") == "foreign":
+            out.register_hook(lambda g: torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape))
+        self.note(f"output {step}", out)
+        if self.program.sizes[3]:
+            return F.cross_entropy(out.flatten(0, 1), target.flatten())
+        return F.mse_loss(out, target)
+
+    def backward(self, step: int, model: nn.Module) -> Any:
+        """Gradients of all parameters; the loss."""
+        loss: Any = None
+        passes = 2 if self.program.has("accumulate") else 1
+        deferred = self.mesh is not None and self.program.has("deferred")
+        with deferred_gradients() if deferred else nullcontext():
+            for turn in range(passes):
+                loss = self.loss(2 * step + turn, model)
+                self.stage = "backward"
+                if self.program.has("grad"):
+                    wanted = [p for p in model.parameters() if p.requires_grad]
+                    grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
+                    for p, g in zip(wanted, grads, strict=True):
+                        g = (
+                            g if g is None else g.contiguous()
+                        )  # torch's fused optimizers ask for the parameter's strides
+                        p.grad = g if p.grad is None or g is None else p.grad + g
+                else:
+                    loss.backward()
+        return loss
+
+    def step(self, step: int, model: nn.Module, optimizer: Any) -> None:
+        """One step of the optimizer."""
+
+        def closure() -> Any:
+            optimizer.zero_grad(set_to_none=not self.program.has("zero"))
+            loss = self.backward(step, model)
+            self.note(f"loss {step}", loss)
+            for name, p in model.named_parameters():
+                self.note(f"gradient of {name} {step}", p.grad)
+                if p.grad is not None and isinstance(p, DTensor):
+                    assert isinstance(p.grad, DTensor), f"the gradient of {name} is plain"
+                    assert p.grad.placements == p.placements, f"{name} is {p.placements}, gradient {p.grad.placements}"
+            self.stage = "clipping"
+            self.clip(step, model)
+            with torch.no_grad():  # no element without a gradient: its sign would be that of a rounding error
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p.grad.add_(p, alpha=0.01)
+            return loss
+
+        if self.program.has("closure") or "LBFGS" in self.program.optimizer:
+            optimizer.step(closure)
+        else:
+            closure()
+            self.stage = "step"
+            optimizer.step()
+        for name, p in model.named_parameters():
+            self.note(f"{name} {step}", p)
+        for name, b in model.named_buffers():
+            self.note(f"{name} {step}", b)
+
+    def clip(self, step: int, model: nn.Module) -> None:
+        """Clip gradients as the program says."""
+        kind = self.program.option("clip")
+        if not kind:
+            return
+        parameters = list(model.parameters())
+        if kind == "value":
+            torch.nn.utils.clip_grad_value_(parameters, 0.01)
+        elif kind == "ours":
+            self.note(f"norm {step}", shoal_dtensor.clip_grad_norm_(parameters, 0.1))
+        elif kind == "foreach":
+            self.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(parameters, 0.1, foreach=True))
+        else:
+            self.note(f"norm {step}", torch.nn.utils.clip_grad_norm_(parameters, 0.1, float(kind)))
+
+    def renewed(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        """Model and optimizer after a round trip, where the program makes one."""
+        if self.program.has("copy"):
+            states = optimizer.state_dict()
+            model = copy.deepcopy(model)
+            optimizer = self.optimizer(model)
+            optimizer.load_state_dict(states)
+        if self.program.has("state"):
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            self.note("keys", model.load_state_dict(weights))
+            states = copy.deepcopy(optimizer.state_dict())
+            optimizer = self.optimizer(model)
+            optimizer.load_state_dict(states)
+        return model, optimizer
+
+    def evaluate(self, step: int, model: nn.Module) -> None:
+        """A pass without gradients."""
+        self.stage = "evaluation"
+        model.eval()
+        with torch.no_grad():
+            self.note(f"evaluated {step}", model(self.batch(step + 50)[0]))
+        model.train()
+
+    def end(self, model: nn.Module, optimizer: Any, follower: Any) -> None:
+        """What the training leaves: names and states."""
+        self.stage = "end"
+        self.note("state dict", sorted(model.state_dict()))
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                self.note(f"state {index} {key}", value if isinstance(value, Tensor | int | float) else None)
+        for name, p in follower.named_parameters() if follower is not None else ():
+            self.note(f"average of {name}", p)
+
+
+def _halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def _hooks(kind: str, model: nn.Module) -> None:
+    """Hooks that a user sets on parameters and modules."""
+    parameter: Any = next((p for p in model.parameters() if p.requires_grad), None)
+    blocks: Any = model.blocks
+    if kind == "parameter" and parameter is not None:
+        parameter.register_hook(lambda g: g * 0.5 + 0.01)
+    if kind == "accumulated" and parameter is not None:
+        parameter.register_post_accumulate_grad_hook(_halve)
+    if kind == "forward" and blocks:
+        blocks[0].register_forward_hook(lambda module, args, out: out * 2)
+        blocks[0].register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+    if kind == "backward" and blocks:
+        blocks[0].register_full_backward_hook(lambda module, grads, outs: tuple(g * 2 for g in grads))
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = str(op).split(".")[1] in ("mm", "addmm", "bmm", "all_reduce", "_scaled_dot_product_flash_attention_for_cpu")
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _around(program: Program) -> Any:
+    """What runs a block; None if nothing special does."""
+    kind = program.option("checkpoint")
+    if not kind:
+        return None
+    options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return lambda block, x: checkpoint(block, x, **options)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run(program: Program, mesh: DeviceMesh | None) -> tuple[Run, Exception | None]:
+    """A training, and what ended it early."""
+    made = Run(program, mesh)
+    with _quiet():
+        try:
+            made.train()
+        except Exception as error:  # whatever it is, it is the result
+            return made, error
+    return made, None

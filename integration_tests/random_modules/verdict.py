@@ -1,0 +1,68 @@
+"""What became of a program on this rank: right, refused, wrong or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from integration_tests.random_modules.program import SPLITTING, Program
+from integration_tests.random_modules.train import Run, run
+from torch import Tensor
+
+from shoal_dtensor import DTensor, ShoalTensorError
+from shoal_mesh import init_device_mesh
+from shoal_mesh.errors import MeshError
+from shoal_tp_styles.errors import StyleError
+
+__all__ = ["verdict"]
+
+TYPED = (ShoalTensorError, StyleError, MeshError)
+AXES = {1: ("tp",), 2: ("dp", "tp")}
+
+
+def verdict(program: Program) -> str:
+    """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
+
+    Void is a program that one device does not run either.
+    """
+    plain, failed = run(program, None)
+    if failed is not None:
+        return f"void: {plain.stage}: {type(failed).__name__}: {str(failed)[:200]}"
+    if not all(_finite(value) for value in plain.seen.values()):
+        return "void: not finite"
+    mesh = init_device_mesh("cpu", program.mesh, mesh_dim_names=AXES[len(program.mesh)])
+    sharded, failed = run(program, mesh)
+    if failed is not None:
+        kind = "refused" if isinstance(failed, TYPED) else "error"
+        return f"{kind}: {type(failed).__name__}: {sharded.stage}: {str(failed)[:600]}"
+    return _difference(plain, sharded)
+
+
+def _finite(value: Any) -> bool:
+    real = isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+    return not real or bool(value.isfinite().all() and value.abs().max() < 1e6)
+
+
+def _difference(plain: Run, sharded: Run) -> str:
+    """The first thing that differs; everything is gathered first, so that ranks stay in step whatever differs."""
+    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in sharded.seen.items()}
+    odd = sorted(set(whole) ^ set(plain.seen))
+    splits = any(style in text for _, text in plain.program.layouts for style in SPLITTING)
+    if odd and not splits:
+        return f"wrong: other names: {odd[:8]}"
+    for name, one in plain.seen.items():
+        skipped = name not in whole or (splits and name.startswith("state "))
+        if not skipped and (text := _unlike(one, whole[name])):
+            return f"wrong: {name}: {text}"
+    return ""
+
+
+def _unlike(one: Any, other: Any) -> str:
+    one, other = (torch.as_tensor(v) if isinstance(v, int | float) else v for v in (one, other))
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return "" if one == other else f"expected {one!s:.200}, got {other!s:.200}"
+    try:
+        torch.testing.assert_close(other, one, rtol=1e-7, atol=1e-9)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:300]
+    return ""

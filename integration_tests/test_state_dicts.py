@@ -1,0 +1,256 @@
+"""Full and sharded state dicts of models and optimizers with DTensors.  Covers: shoal_dtensor/api/state_dicts.py."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import shoal_dtensor
+from shoal_dtensor import (
+    DTensor,
+    MixedTensorError,
+    Shard,
+    StateDictError,
+    distribute_tensor,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+FULL = StateDictOptions(full_state_dict=True)
+OFFLOADED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+OPTIMIZERS: dict[str, Callable[[Iterable[Any]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+}
+
+
+class Model(nn.Module):
+    """A tied table, a pair of linear layers whose sizes do not divide by 4, a norm and a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(10, 6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.full((3,), float(seed)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.down(torch.relu(self.up(x))))
+
+
+def sharded(seed: int, layout: str) -> Model:
+    model = Model(seed)
+    if layout == "styles":
+        mesh = init_device_mesh("cpu", (4,))
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh, plan)
+        return model
+    grid = init_device_mesh("cpu", (2, 2))
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = parameter.dim() - 1
+            placed = distribute_tensor(parameter.detach(), grid, [Shard(0), Shard(dim)])
+            setattr(module, name, nn.Parameter(placed))
+    model.head.weight = model.embed.weight
+    return model
+
+
+def trained(model: Model, kind: str, steps: int = 2) -> torch.optim.Optimizer:
+    """An optimizer of the model after steps with gradients that are the same for every layout."""
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            torch.manual_seed(sum(map(ord, name)) + step)
+            gradient = torch.randn(parameter.shape)
+            if isinstance(parameter, DTensor):
+                spec = parameter.spec
+                gradient = distribute_tensor(gradient, spec.mesh, spec.placements, src_data_rank=None)
+            parameter.grad = gradient
+        optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def same(state: Any, expected: Any, path: str = "") -> None:
+    """Equal values under equal keys; DTensors by their full values."""
+    if isinstance(expected, torch.Tensor):
+        got, wanted = (each.full_tensor() if isinstance(each, DTensor) else each for each in (state, expected))
+        torch.testing.assert_close(got, wanted, msg=path)
+    elif isinstance(expected, dict):
+        assert state.keys() == expected.keys(), path
+        for key, value in expected.items():
+            same(state[key], value, f"{path}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(state) == len(expected), path
+        for index, value in enumerate(expected):
+            same(state[index], value, f"{path}[{index}]")
+    else:
+        assert state == expected, path
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, dict):
+        return [tensor for value in state.values() for tensor in tensors(value)]
+    return [state] if isinstance(state, torch.Tensor) else []
+
+
+LAYOUTS = ["styles", "grid"]
+
+
+@on_ranks(4, timeout=240)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_full_state_dicts_are_those_of_one_device(layout: str, kind: str) -> None:
+    plain, model = Model(1), sharded(1, layout)
+    plain_optimizer, optimizer = trained(plain, kind), trained(model, kind)
+    expected = get_state_dict(plain, plain_optimizer)
+    for options in (FULL, OFFLOADED):
+        state = get_state_dict(model, optimizer, options=options)
+        if options is OFFLOADED and dist.get_rank() != 0:
+            assert state == ({}, {})
+            continue
+        same(state, expected)
+        assert not [each for each in tensors(state[0]) + tensors(state[1]) if isinstance(each, DTensor)]
+    saved = io.BytesIO()
+    torch.save(get_model_state_dict(model, options=OFFLOADED), saved)
+    if dist.get_rank() == 0:
+        saved.seek(0)
+        same(torch.load(saved), expected[0])  # nothing but plain tensors
+
+
+@on_ranks(4, timeout=240)
+def test_sharded_state_dicts_are_each_ranks_shards() -> None:
+    model = sharded(1, "grid")
+    state, optimizer_state = get_state_dict(model, trained(model, "AdamW"))
+    assert isinstance(state["up.weight"], DTensor)
+    assert isinstance(optimizer_state["state"]["up.weight"]["exp_avg"], DTensor)
+
+
+@on_ranks(4, timeout=240)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("options", ["full", "broadcast", "sharded", "flat"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_dicts_load(layout: str, options: str, kind: str) -> None:
+    source, plain = sharded(1, layout), Model(1)
+    source_optimizer, plain_optimizer = trained(source, kind), trained(plain, kind)
+    chosen = {
+        "full": FULL,
+        "broadcast": BROADCAST,
+        "sharded": StateDictOptions(),
+        "flat": StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True),
+    }[options]
+    saving = OFFLOADED if options == "broadcast" else chosen
+    state, optimizer_state = get_state_dict(source, source_optimizer, options=saving)
+    target = sharded(2, layout)
+    specs = {name: getattr(each, "spec", None) for name, each in target.named_parameters()}
+    optimizer = OPTIMIZERS[kind](target.parameters())
+    keys = set_state_dict(target, optimizer, model_state_dict=state, optim_state_dict=optimizer_state, options=chosen)
+    assert list(keys.missing_keys) == list(keys.unexpected_keys) == []
+    assert {name: getattr(each, "spec", None) for name, each in target.named_parameters()} == specs
+    same(get_state_dict(target, optimizer, options=FULL), get_state_dict(plain, plain_optimizer))
+    for name, parameter in target.named_parameters():  # state has the layout of its parameter
+        momentum = next(each for each in optimizer.state[parameter].values() if each.dim())
+        assert getattr(momentum, "spec", None) == getattr(parameter, "spec", None), name
+    assert target.head.weight is target.embed.weight
+
+
+@on_ranks(4, timeout=240)
+def test_a_full_state_dict_loads_onto_another_layout() -> None:
+    source, target = sharded(1, "grid"), sharded(2, "styles")
+    state = get_model_state_dict(source, options=FULL)
+    set_model_state_dict(target, state, options=FULL)
+    same(get_model_state_dict(target, options=FULL), state)
+
+
+@on_ranks(4, timeout=240)
+def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing() -> None:
+    model = sharded(1, "grid")
+    optimizer = trained(model, "AdamW")
+    before = get_state_dict(model, optimizer, options=FULL)
+    full = get_model_state_dict(sharded(2, "grid"), options=FULL)
+    missing = {name: value for name, value in full.items() if name != "up.bias"}
+    for state, text in (
+        (missing, r"missing \['up.bias'\], unexpected \[\]"),
+        (full | {"other": torch.zeros(1)}, r"missing \[\], unexpected \['other'\]"),
+        (full | {"up.weight": torch.zeros(6, 10)}, r"up.weight has shape \(6, 10\), here it has \(10, 6\)"),
+        (None, "must be a dict, got NoneType"),
+    ):
+        for options in (FULL, BROADCAST):
+            given: Any = state if options is FULL or dist.get_rank() == 0 else {}
+            with pytest.raises(StateDictError, match=text):
+                set_model_state_dict(model, given, options=options)
+    unsendable = full | {"steps": lambda: 0} if dist.get_rank() == 0 else {}
+    with pytest.raises(StateDictError, match="the state dict of rank 0 cannot be sent"):
+        set_model_state_dict(model, unsendable, options=BROADCAST)
+    wrong = {"state": {"up.weight": {"exp_avg": torch.zeros(2)}}, "param_groups": []}
+    for options in (FULL, BROADCAST):
+        with pytest.raises(StateDictError, match=r"state.up.weight.exp_avg has shape \(2,\)"):
+            set_optimizer_state_dict(model, optimizer, wrong, options=options)
+    same(get_state_dict(model, optimizer, options=FULL), before)
+    set_model_state_dict(model, missing, options=StateDictOptions(full_state_dict=True, strict=False))
+    after = get_model_state_dict(model, options=FULL)
+    same(after["up.bias"], before[0]["up.bias"])
+    same(after["up.weight"], full["up.weight"])
+
+
+@on_ranks(4, timeout=240)
+def test_wrong_options() -> None:
+    model = sharded(1, "grid")
+    with pytest.raises(StateDictError, match="StateDictOptions or None, got dict"):
+        get_model_state_dict(model, options={"full_state_dict": True})
+    with pytest.raises(StateDictError, match="needs full_state_dict=True"):
+        set_model_state_dict(model, {}, options=StateDictOptions(broadcast_from_rank0=True))
+    other = OPTIMIZERS["SGD"](sharded(1, "grid").parameters())
+    for call in (
+        get_optimizer_state_dict,
+        lambda model, optimizer: set_optimizer_state_dict(model, optimizer, {}, options=FULL),
+    ):
+        with pytest.raises(StateDictError, match="not a parameter of the model"):
+            call(model, other)
+
+
+@on_ranks(4, timeout=240)
+def test_what_torchs_own_functions_do() -> None:
+    """They return DTensors of this package as they are, and refuse to load full tensors: see docs/differences.md."""
+    import torch.distributed.checkpoint.state_dict as torchs
+
+    model = sharded(1, "grid")
+    state = torchs.get_model_state_dict(model, options=FULL)
+    assert isinstance(state["up.weight"], DTensor)
+    full = get_model_state_dict(model, options=FULL)
+    with pytest.raises(RuntimeError, match="got DTensors together with a plain tensor") as raised:
+        torchs.set_model_state_dict(model, full, options=FULL)
+    assert not isinstance(raised.value, MixedTensorError)  # Module.load_state_dict collects the errors
+    optimizer = trained(model, "AdamW")
+    same(get_optimizer_state_dict(model, optimizer), torchs.get_optimizer_state_dict(model, optimizer))
+
+
+def test_the_names_and_arguments_are_those_of_torch() -> None:
+    import inspect
+
+    import torch.distributed.checkpoint.state_dict as torchs
+
+    for name in ("get_model_state_dict", "get_optimizer_state_dict", "get_state_dict"):
+        for each in (name, name.replace("get", "set")):
+            ours, theirs = (inspect.signature(getattr(api, each)).parameters for api in (shoal_dtensor, torchs))
+            assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()]

@@ -1,0 +1,48 @@
+"""What torch.compile must know of this package: whether it traces, and which functions become one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+__all__ = [
+    "is_tracing",
+    "whole_when_compiled",
+]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+
+_WHOLE: dict[str, Callable[..., Any]] = {}
+
+
+def whole_when_compiled(function: Function) -> Function:
+    """Decorator: torch.compile records a call as one node of its graph, and traces what the call does afterwards.
+
+    So the function may look at meshes, specs and caches as it likes.  Its arguments are tensors and constants.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+    _WHOLE[name] = function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            record_whole(name)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def record_whole(name: str) -> None:
+    """Tell the compiler, which runs this while it traces, about a function that it is about to meet."""
+    torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+record_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler

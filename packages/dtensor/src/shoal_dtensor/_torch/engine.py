@@ -1,0 +1,130 @@
+"""Autograd's engine and optimizers: the running pass, its leaves, its threads, and calls without overhead."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = [
+    "accumulating_leaf",
+    "adjusted_rate",
+    "apply",
+    "at_end_of_backward",
+    "backward_number",
+    "bare_step",
+    "follows_scheduler",
+    "in_backward",
+    "is_transformed",
+    "keep_scheduler_mark",
+    "mark_stepped",
+    "orthogonalized",
+    "set_thread_object",
+    "thread_object",
+    "with_step_hooks",
+]
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """A number for the backward pass that is running on this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have the backward pass that is running call a function when all gradients are computed."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def accumulating_leaf() -> Any:
+    """The leaf whose gradient hooks are running; None if its gradient is not accumulated (`torch.autograd.grad`)."""
+    node = torch._C._current_autograd_node()
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+    return getattr(node, "variable", None)
+
+
+def thread_object(key: str) -> Any:
+    """The object that this thread holds under a name, or None; the threads of a backward pass have their caller's."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def set_thread_object(key: str, value: Any) -> None:
+    """Have this thread hold an object under a name."""
+    if _stash_takes_over():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+@cache
+def _stash_takes_over() -> bool:
+    """Whether torch releases what it was given to hold without having counted a reference, as 2.11 does."""
+    key, probe = "shoal_dtensor.probe", object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(key, probe)
+    uncounted = sys.getrefcount(probe) == before
+    for held in (probe, None) if uncounted else ():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    torch._C._stash_obj_in_tls(key, None)
+    return uncounted
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is how `vmap` or `grad` sees another one, possibly a DTensor."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Run an autograd function; outside of functorch, without the 3 us that `Function.apply` takes to look for it."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """The step of an optimizer's class without what torch puts around it: a profiler range and the step hooks."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps
+
+
+def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step with a profiler range and the optimizer's step hooks around it, as torch's own steps have."""
+    return torch.optim.Optimizer.profile_hook_step(step)
+
+
+def orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """What Muon adds for the update of a matrix, with the options of its parameter group; may overwrite the update."""
+    return torch.optim._muon._zeropower_via_newtonschulz(
+        update, group["ns_coefficients"], group["ns_steps"], group["eps"]
+    )
+
+
+def adjusted_rate(rate: float, group: dict[str, Any], shape: torch.Size) -> float:
+    """Muon's learning rate for a matrix of a shape."""
+    return torch.optim._muon._adjust_lr(rate, group["adjust_lr_fn"], shape)
+
+
+def follows_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a learning rate scheduler has wrapped the optimizer's step to see that it is called."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def keep_scheduler_mark(step: Any) -> None:
+    """Have a step count as one that a scheduler has wrapped, so that the next one does not wrap it again."""
+    step._wrapped_by_lr_sched = True
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning rate schedulers that the optimizer has been stepped."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # set by schedulers

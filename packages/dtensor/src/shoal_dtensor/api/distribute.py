@@ -1,0 +1,169 @@
+"""Plain tensors and modules spread over a mesh: `distribute_tensor` and `distribute_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shoal_mesh import DeviceMesh
+
+from .._torch import whole_when_compiled
+from ..argument_types import check_callable, check_type
+from ..errors import PlacementError
+from ..layout.dim_sharding import ShardOrder
+from ..layout.partition_spec import Placements, read_placements
+from ..layout.placements import Partial, Placement
+from ..layout.spec import Spec
+from ..redistribute.scatter import shard_of
+from ..tensor.dtensor import DTensor
+from ..tensor.spec_arguments import mesh_or_current
+
+__all__ = ["Sliceable", "distribute_module", "distribute_tensor"]
+
+
+class Sliceable(Protocol):
+    """A stored tensor that is read by slices: what `safetensors.safe_open(...).get_slice(name)` gives."""
+
+    def get_shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+@whole_when_compiled
+def distribute_tensor(
+    tensor: torch.Tensor | Sliceable,
+    device_mesh: DeviceMesh | None = None,
+    placements: Placements | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    shard_order: ShardOrder | None = None,
+) -> DTensor:
+    """`V -> placements`: the DTensor with the values of one rank's plain tensor.
+
+    Every rank but the source needs memory for its own shard only (pass, say, `torch.empty(1).expand(shape)` there). A
+    tensor on the meta device gives meta shards, on every rank.
+
+    Args:
+        tensor: the global tensor, of the same shape and dtype on every rank; a leaf. A DTensor of this layout
+            is returned as it is. Or a stored tensor, `safetensors.safe_open(...).get_slice(name)`, that all ranks can
+            read: each reads its own shard, and nothing is sent.
+        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
+        src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank slices its
+            shard out of its own tensor, without any communication; of a memory-mapped one (`torch.load(mmap=True)`,
+            `torch.from_file`) it reads only that. A stored tensor is always read so.
+        shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+
+    Raises:
+        PlacementError: if the placements do not fit, the tensor is no leaf, or it is a DTensor of another layout.
+    """
+    mesh = mesh_or_current(device_mesh)
+    wanted, shard_order = read_placements(mesh, placements, shard_order)
+    check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
+    if any(isinstance(p, Partial) for p in wanted):
+        raise PlacementError(f"distribute_tensor: placements must be Shard or Replicate, got {list(wanted)}")
+    if isinstance(tensor, DTensor):
+        return _as_it_is(tensor, mesh, wanted, shard_order)
+    if not isinstance(tensor, torch.Tensor):
+        return _read(tensor, mesh, wanted, shard_order)
+    if not tensor.is_leaf:
+        raise PlacementError(
+            "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
+        )
+    spec = Spec(mesh, wanted, tensor.shape, _dense(tensor), tensor.dtype, shard_order)
+    with torch.no_grad():
+        local = shard_of(tensor.detach(), spec, src_data_rank)
+    result = DTensor(local, spec, requires_grad=tensor.requires_grad)
+    return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
+
+
+def _read(
+    stored: Sliceable, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> DTensor:
+    """Each rank reads its own box, and no rank more."""
+    if not hasattr(stored, "get_shape"):
+        raise PlacementError(
+            "distribute_tensor: expected a tensor, or a stored one with get_shape() and slices, as safetensors' "
+            f"get_slice(name) gives, got {type(stored).__name__}"
+        )
+    shape = tuple(stored.get_shape())
+    nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
+    spec = Spec(mesh, placements, shape, None, nothing.dtype, shard_order)
+    device = torch.device(mesh.device_type)
+    if spec.coordinate is None:
+        return DTensor(nothing.new_empty((0,), device=device), spec)
+    box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate))
+    shard = (stored[box] if shape else nothing).to(device).contiguous()
+    is_view = shard.untyped_storage().nbytes() != shard.nbytes  # a view would keep more than the shard alive
+    return DTensor(shard.clone() if is_view else shard, spec)
+
+
+def _as_it_is(
+    tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> DTensor:
+    spec = tensor._spec
+    asked = Spec(mesh, placements, spec.shape, spec.stride, spec.dtype, shard_order)
+    if not spec.same_layout(asked):
+        raise PlacementError(
+            f"distribute_tensor: the tensor is a DTensor already, {spec!r}; use redistribute to {asked!r}"
+        )
+    return tensor
+
+
+def _dense(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """The module itself, its parameters and buffers made DTensors and its inputs and outputs converted.
+
+    Args:
+        module: changed in place and returned. A parameter shared by several modules stays shared.
+        device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+        partition_fn: called with the name, module and mesh of every sub-module, to replace parameters by DTensors;
+            whatever it leaves plain is replicated.
+        input_fn: `input_fn(module, inputs, mesh)` before forward; its result replaces the inputs.
+        output_fn: `output_fn(module, outputs, mesh)` after forward; its result replaces the outputs.
+
+    Raises:
+        PlacementError: if the module was distributed before.
+    """
+    mesh = mesh_or_current(device_mesh)
+    check_type("distribute_module", "module", module, nn.Module, "an nn.Module")
+    for name, function in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+        check_callable("distribute_module", name, function)
+    if getattr(module, "_shoal_distributed", False):
+        raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
+    shared: dict[int, nn.Parameter | torch.Tensor] = {}
+    for name, child in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, child, mesh)
+        _replicate(child, mesh, shared)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    module._shoal_distributed = True  # type: ignore[assignment]  # a mark, not a submodule
+    return module
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> None:
+    """Replicate what is still plain; one plain tensor becomes one DTensor however many modules hold it."""
+    for table in (module._parameters, module._buffers):
+        for name, held in table.items():
+            if held is None or isinstance(held, DTensor):
+                continue
+            replicated = shared.get(id(held))
+            if replicated is None:
+                replicated = shared[id(held)] = distribute_tensor(held, mesh)
+                shared[-id(held)] = held
+            table[name] = replicated  # type: ignore[assignment]  # a DTensor parameter is a Parameter

@@ -1,0 +1,131 @@
+"""Random numbers for users: seeds, modes, states, and torch's tracker interface.
+
+Nothing has to be called: a program that seeds every rank alike (`torch.manual_seed`) draws, on any mesh, what one
+device would draw.  `rng` holds the streams themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+
+from ..argument_types import check_mesh, check_type
+from ..errors import RandomStateError
+from ..layout.spec import Spec
+from ..rng.modes import RandomMode, current_mode, get_random_mode, random_mode, set_random_mode
+from ..rng.state import check_in_step, forget_checks, generator_of, get_rng_state, set_rng_state
+
+__all__ = [
+    "OffsetBasedRNGTracker",
+    "RandomMode",
+    "check_random_state",
+    "current_mode",
+    "get_random_mode",
+    "get_rng_state",
+    "is_rng_supported_mesh",
+    "manual_seed",
+    "random_mode",
+    "set_random_mode",
+    "set_rng_state",
+]
+
+
+def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
+    """Whether random operators on tensors of the mesh draw as on one device: CPU and CUDA meshes.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> is_rng_supported_mesh(abstract_mesh((2,)))
+        True
+    """
+    return device_mesh.device_type in ("cpu", "cuda")
+
+
+def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
+    """Seed the default generators of this rank; every rank of the mesh passes the same seed.
+
+    The mesh's next random operator checks that they did, with one small all-reduce per axis.
+
+    Raises:
+        RandomStateError: if the mesh's devices have no generator that shoal knows.
+    """
+    check_type("manual_seed", "seed", seed, int, "an int")
+    check_mesh("manual_seed", device_mesh)
+    if not is_rng_supported_mesh(device_mesh):
+        raise RandomStateError(f"manual_seed: expected a mesh of cpu or cuda devices, got {device_mesh}")
+    torch.manual_seed(seed)
+    forget_checks()
+
+
+def check_random_state(device_mesh: DeviceMesh) -> None:
+    """Raise on every rank of the mesh unless all ranks' default generators are in the same state; a collective.
+
+    Raises:
+        RandomStateError: if they differ; it names the ranks that agree with each other.
+    """
+    check_in_step(device_mesh, generator_of(_device(device_mesh)), always=True)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+class OffsetBasedRNGTracker:
+    """torch's tracker interface, for programs that talk to it.
+
+    Args:
+        device_mesh: whose device type decides which generator the states are of.
+        run_state_sync: check now that the ranks of the mesh agree (torch broadcasts rank 0's state instead, which
+            hides that they did not).
+
+    Attributes:
+        distribute_region_enabled: when False, random operators draw from each rank's own generator, so shards repeat or
+            differ as the ranks' seeds do.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, run_state_sync: bool = True) -> None:
+        self._mesh = device_mesh
+        if run_state_sync:
+            check_random_state(device_mesh)
+
+    @property
+    def distribute_region_enabled(self) -> bool:
+        return current_mode().mode != "local"
+
+    @distribute_region_enabled.setter
+    def distribute_region_enabled(self, value: bool) -> None:
+        set_random_mode("single_device" if value else "local")
+
+    @property
+    def rng_states(self) -> dict[str, Tensor]:
+        """The state of the mesh's generator, under torch's name for it."""
+        return {"parallel-rng": self._generator.get_state()}
+
+    @property
+    def _generator(self) -> torch.Generator:
+        return generator_of(_device(self._mesh))
+
+    def get_seed(self, name: str = "parallel-rng") -> int:
+        """The seed that the generator started from."""
+        self._check(name)
+        return self._generator.initial_seed()
+
+    def set_seed(self, name: str, seed: int) -> None:
+        """Start the generator again from a seed."""
+        self._check(name)
+        self._generator.manual_seed(seed)
+        forget_checks()
+
+    @contextmanager
+    def _distribute_region(self, spec: Spec, generator: torch.Generator | None = None) -> Iterator[None]:
+        """A region in which random operators on DTensors draw as on one device: every region is one."""
+        yield
+
+    def _check(self, name: str) -> None:
+        if name != "parallel-rng":
+            raise RandomStateError(f"{type(self).__name__}: expected the state 'parallel-rng', got {name!r}")

@@ -1,0 +1,342 @@
+"""State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
+
+The functions of torch.distributed.checkpoint.state_dict know torch's own DTensor by its class.  With
+`full_state_dict=True` they return DTensors of this package sharded, and cannot load full tensors into them.  These
+functions gather and shard around torch's, one tensor at a time.  torch.distributed.checkpoint is imported when one of
+them is called.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import StateDictError
+from ..redistribute.scatter import shard_of
+from ..tensor.dtensor import DTensor
+
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Path = tuple[str | int, ...]
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """`placements -> R` for a full state dict, else no communication: parameters and buffers by name.
+
+    Args:
+        model: the model; all ranks call this with the same one.
+        submodules: as in torch (deprecated there).
+        options: a `torch.distributed.checkpoint.state_dict.StateDictOptions`. `full_state_dict`: every DTensor as a
+            plain tensor of the global shape, on every rank; with `cpu_offload` too, in CPU memory on rank 0 alone, and
+            an empty dict on the others. Otherwise DTensors, each rank its shards.
+
+    Raises:
+        StateDictError: the options are of another type, or not those that `get` takes.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import Shard, distribute_tensor, get_model_state_dict
+        >>> from shoal_mesh import init_device_mesh, launch
+        >>> def saved() -> list[str]:
+        ...     from torch.distributed.checkpoint.state_dict import StateDictOptions
+        ...     model = torch.nn.Linear(2, 4)
+        ...     weight = distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+        ...     model.weight = torch.nn.Parameter(weight)
+        ...     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        ...     return [type(value).__name__ for value in state.values()]
+        >>> launch(saved, 2)[0]
+        ['Tensor', 'Tensor']
+    """
+    api, options = _read(options)
+    state = api.get_model_state_dict(model, submodules=submodules, options=_without_offload(options))
+    return _gathered(state, options)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """`placements -> R` for a full state dict, else no communication: state and options by names of parameters.
+
+    Args:
+        model: the model that the optimizers step.
+        optimizers: one or several; their state is initialised if there is none yet, as in torch.
+        submodules: as in torch (deprecated there).
+        options: as for `get_model_state_dict`; also `flatten_optimizer_state_dict`.
+
+    Raises:
+        StateDictError: the options are of another type, or an optimizer is not one of this model.
+    """
+    api, options = _read(options)
+    _check_optimizers(model, optimizers)
+    state = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=_without_offload(options))
+    return _gathered(state, options)
+
+
+def get_state_dict(
+    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`placements -> R` for full state dicts, else no communication: those of the model and of its optimizers.
+
+    Args:
+        model: the model.
+        optimizers: one or several optimizers of it.
+        submodules: as in torch (deprecated there).
+        options: as for `get_model_state_dict`.
+
+    Raises:
+        StateDictError: the options are of another type.
+    """
+    model_state = get_model_state_dict(model, submodules=submodules, options=options)
+    return model_state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+
+
+def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Any:
+    """`R -> placements` of a full state dict, or of rank 0's; else DTensors are copied: loads parameters and buffers.
+
+    Args:
+        model: the model, whose layouts stay as they are; all ranks call this.
+        model_state_dict: what `get_model_state_dict` gives. Full: each rank takes its shards from its own tensors, or
+            with `broadcast_from_rank0` from those of rank 0 (one tensor at a time; the other ranks pass `{}`).
+        options: a `StateDictOptions`: `full_state_dict`, `broadcast_from_rank0`, `strict`.
+
+    Returns:
+        The missing and unexpected keys, as `nn.Module.load_state_dict`.
+
+    Raises:
+        StateDictError: a key is missing or unexpected though `strict`, a tensor has another shape than the parameter,
+            or a parameter is on the meta device: on every rank, and the model is unchanged.
+    """
+    api, options = _read(options)
+    if options.full_state_dict:
+        target = api.get_model_state_dict(model)
+        model_state_dict = _sharded(model_state_dict, target, options, check_keys=options.strict)
+    return api.set_model_state_dict(model, dict(model_state_dict), options=_sharded_options(options))
+
+
+def set_optimizer_state_dict(
+    model: nn.Module, optimizers: Optimizers, optim_state_dict: Mapping[str, Any], *, options: Any = None
+) -> None:
+    """`R -> placements` of a full state dict, or of rank 0's; else DTensors are taken over: loads state and options.
+
+    Args:
+        model: the model that the optimizers step.
+        optimizers: one or several; their state is initialised if there is none yet, as in torch.
+        optim_state_dict: what `get_optimizer_state_dict` gives; with `broadcast_from_rank0` that of rank 0 counts.
+        options: as for `set_model_state_dict`.
+
+    Raises:
+        StateDictError: an entry has another shape than the state that it replaces, or an optimizer is not one of this
+            model: on every rank, nothing is changed.
+    """
+    api, options = _read(options)
+    _check_optimizers(model, optimizers)
+    if options.full_state_dict:
+        target = api.get_optimizer_state_dict(model, optimizers, options=_sharded_options(options))
+        optim_state_dict = _sharded(optim_state_dict, target, options, check_keys=False)
+    api.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=_sharded_options(options))
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: Any = None,
+) -> Any:
+    """`R -> placements` of full state dicts, or of rank 0's; else DTensors are copied: loads model and optimizers.
+
+    Args:
+        model: the model.
+        optimizers: one or several optimizers of it.
+        model_state_dict: as for `set_model_state_dict`.
+        optim_state_dict: as for `set_optimizer_state_dict`.
+        options: as for `set_model_state_dict`.
+
+    Returns:
+        The missing and unexpected keys of the model.
+
+    Raises:
+        StateDictError: as for the two functions.
+    """
+    keys = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return keys
+
+
+def _read(options: Any) -> tuple[Any, Any]:
+    """Torch's module, and the options, the default ones for None."""
+    from torch.distributed.checkpoint import state_dict as api
+
+    if options is None:
+        return api, api.StateDictOptions()
+    if not isinstance(options, api.StateDictOptions):
+        raise StateDictError(
+            "options must be a torch.distributed.checkpoint.state_dict.StateDictOptions or None, got "
+            f"{type(options).__name__}"
+        )
+    if options.broadcast_from_rank0 and not options.full_state_dict:
+        raise StateDictError("broadcast_from_rank0=True needs full_state_dict=True: only full tensors are broadcast")
+    return api, options
+
+
+def _check_optimizers(model: nn.Module, optimizers: Any) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise StateDictError(
+                        f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a "
+                        "parameter of the model: construct the optimizer after the model is parallelized"
+                    )
+
+
+def _without_offload(options: Any) -> Any:
+    """Options with which torch gathers its own sharded tensors on all ranks, and leaves those of this package."""
+    return replace(options, cpu_offload=False, broadcast_from_rank0=False) if options.full_state_dict else options
+
+
+def _sharded_options(options: Any) -> Any:
+    return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+
+
+# --- full state dicts -------------------------------------------------------------------------------------------------
+
+
+def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
+    """`placements -> R`: the state with full tensors; on rank 0 alone if they are offloaded."""
+    if not options.full_state_dict:
+        return state
+    here = not options.cpu_offload or dist.get_rank() == 0
+
+    def gather(_: Path, value: Any) -> Any:
+        detached: Any = value.detach()
+        full = detached.full_tensor() if isinstance(value, DTensor) else value
+        return (full.cpu() if options.cpu_offload else full) if here else None
+
+    result = _mapped(state, gather)
+    return result if here else {}
+
+
+def _mapped(value: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """Nested dicts and lists with a function of (path, tensor) in place of each tensor, in the order of the dicts."""
+    if isinstance(value, torch.Tensor | _TensorInfo):
+        return function(path, value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(each, function, (*path, key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(each, function, (*path, index)) for index, each in enumerate(value))
+    return value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TensorInfo:
+    """Stands for a tensor that rank 0 broadcasts."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _sharded(state: Mapping[str, Any], target: Mapping[str, Any], options: Any, *, check_keys: bool) -> dict[str, Any]:
+    """`R -> placements`: a full state dict with the layouts of the target; checked before any tensor moves."""
+    structure = _structure(state, options)
+    _check(structure, target, check_keys=check_keys)
+    device = next((each.device for each in _tensors(target) if isinstance(each, DTensor)), torch.device("cpu"))
+
+    def shard(path: Path, info: Any) -> Any:
+        if not isinstance(info, _TensorInfo):
+            return info
+        full = _broadcast(state, path, info, device) if options.broadcast_from_rank0 else _at(state, path).detach()
+        like = _at(target, path)
+        if not isinstance(like, DTensor):
+            return full.to(like.device) if isinstance(like, torch.Tensor) else full
+        spec = like.spec.with_(shape=full.shape, dtype=full.dtype)
+        return DTensor(shard_of(full.to(spec.mesh.device_type), spec, None), spec)
+
+    result: dict[str, Any] = _mapped(structure, shard)
+    return result
+
+
+def _structure(state: Mapping[str, Any], options: Any) -> Any:
+    """The state dict, of rank 0 if it broadcasts, with the shapes and dtypes of its tensors in their place."""
+    structure: Any = None
+    if not options.broadcast_from_rank0 or dist.get_rank() == 0:
+        structure = _mapped(state, lambda _, each: _TensorInfo(each.shape, each.dtype) if each.dim() else each)
+    if not options.broadcast_from_rank0:
+        return structure
+    try:
+        pickle.dumps(structure)
+    except Exception as error:  # pickling runs code of the values' classes; the other ranks wait
+        structure = StateDictError(f"the state dict of rank 0 cannot be sent: {error}")
+    sent = [structure]
+    dist.broadcast_object_list(sent, src=0)
+    return sent[0]
+
+
+def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: torch.device) -> torch.Tensor:
+    """`V -> R`: the tensor at a path of the state dict of rank 0."""
+    if dist.get_rank() == 0:
+        full: torch.Tensor = _at(state, path).detach().to(device).contiguous()
+    else:
+        full = torch.empty(info.shape, dtype=info.dtype, device=device)
+    dist.broadcast(full, src=0)
+    return full
+
+
+def _check(structure: Any, target: Mapping[str, Any], *, check_keys: bool) -> None:
+    """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
+    if isinstance(structure, StateDictError):
+        raise structure
+    if not isinstance(structure, Mapping):
+        raise StateDictError(f"a state dict must be a dict, got {type(structure).__name__}")
+    if check_keys and structure.keys() != target.keys():
+        raise StateDictError(
+            f"the state dict does not fit the model: missing {sorted(target.keys() - structure.keys())}, unexpected "
+            f"{sorted(structure.keys() - target.keys())}; strict=False loads what is in both"
+        )
+
+    def check(path: Path, info: Any) -> Any:
+        like = _at(target, path)
+        if not isinstance(like, torch.Tensor):
+            return info
+        name = ".".join(map(str, path))
+        if tuple(like.shape) != tuple(info.shape):
+            raise StateDictError(f"{name} has shape {tuple(info.shape)}, here it has {tuple(like.shape)}")
+        if like.is_meta:
+            raise StateDictError(f"{name} is on the meta device: allocate the model first, with to_empty(device=...)")
+        return info
+
+    _mapped(structure, check)
+
+
+def _at(state: Any, path: Path) -> Any:
+    """The entry at a path, None if there is none."""
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return state
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
+    _mapped(state, lambda _, value: tensors.append(value))
+    return tensors

@@ -1,0 +1,266 @@
+"""What the arguments of an operator add to the key of its decision, and what its local call gets for them.
+
+The schema says once per operator how each argument is read, so that a call looks at values only: a float is a float,
+a list of tensors is not searched for numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from .._torch import OpOverload
+from ..layout.placements import Replicate
+from ..layout.spec import Spec
+from ..layout.tensor_meta import TensorMeta
+from .c10d import is_collective
+from .plain_tensors import is_candidate
+from .results import tensors_in
+
+__all__ = [
+    "Plain",
+    "Reader",
+    "Readers",
+    "indices_at",
+    "is_list",
+    "mesh_of",
+    "metas_of",
+    "numbered",
+    "places_of",
+    "readers_of",
+    "specs_in",
+    "specs_of",
+]
+
+_SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
+_NUMBERS = frozenset({int, float, bool, complex})
+_NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
+_CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
+
+# (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
+Reader = Callable[[Any, list[Any], Any], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Readers:
+    """How the arguments of one operator are read; None where the value itself is the key.
+
+    Attributes:
+        positional: by position.
+        named: by name.
+    """
+
+    positional: tuple[Reader | None, ...]
+    named: Mapping[str, Reader | None]
+
+    def keywords(self, kwargs: Mapping[str, Any], key: list[Any], types: Any) -> dict[str, Any]:
+        """The local keyword arguments; their names and what decides about them are added to `key`."""
+        local: dict[str, Any] = {}
+        for name, arg in kwargs.items():
+            key.append(name)
+            read = self.named[name]
+            if read is None or arg is None:
+                key.append(arg)
+                local[name] = arg
+            else:
+                local[name] = read(arg, key, types)
+        return local
+
+
+class Plain(NamedTuple):
+    """A plain tensor among the arguments, as part of a key.
+
+    Attributes:
+        candidate: whether it has no dims, or may be torch's own.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    candidate: bool
+
+
+def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
+    """How the arguments of an operator are read.
+
+    Args:
+        op: the overload.
+        cls: the DTensor class.
+        by_value: whether numbers are part of the key, or only their types.
+    """
+    arguments = op._schema.arguments
+    if is_collective(op):  # one decision for all arguments, among which process groups are new objects in every call
+        return Readers((_unread,) * len(arguments), {argument.name: _unread for argument in arguments})
+    anything = _reader_of_anything(cls, by_value=by_value)
+    tensors = _reader_of_tensors(cls, anything)
+
+    def reader(kind: Any) -> Reader | None:
+        while kind.kind() == "OptionalType":
+            kind = kind.getElementType()
+        name = kind.kind()
+        if name == "ListType":
+            element = kind.getElementType().kind()
+            if element == "TensorType":
+                return tensors
+            if element in _NUMERIC:
+                return _types if not by_value else _values if element in _CONSTANT else _typed_values
+            return anything
+        if by_value and name in _CONSTANT:
+            return None
+        return _number if name in _NUMERIC and not by_value else anything
+
+    named = {argument.name: reader(argument.type) for argument in arguments}
+    return Readers(tuple(named[argument.name] for argument in arguments if not argument.kwarg_only), named)
+
+
+def _unread(arg: Any, key: list[Any], types: Any) -> Any:
+    """An argument that nothing is decided by."""
+    return arg
+
+
+def _number(arg: Any, key: list[Any], types: Any) -> Any:
+    """A number whose value does not matter, or a constant that torch's schemas call a number, such as a dtype."""
+    kind = type(arg)
+    key.append(kind if kind in _NUMBERS else arg)
+    return arg
+
+
+def _types(arg: Any, key: list[Any], types: Any) -> Any:
+    key.append(tuple(map(type, arg)))
+    return arg
+
+
+def _values(arg: Any, key: list[Any], types: Any) -> Any:
+    key.append(tuple(arg))
+    return arg
+
+
+def _typed_values(arg: Any, key: list[Any], types: Any) -> Any:
+    key += (tuple(arg), tuple(map(type, arg)))
+    return arg
+
+
+def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
+    # The count of references that `is_candidate` takes depends on this being called with an item of a loop.
+    def anything(arg: Any, key: list[Any], types: Any) -> Any:
+        kind = type(arg)
+        if kind in _NUMBERS:
+            key.append(kind)  # 1, 1.0 and True are equal keys but different arguments
+            if by_value:
+                key.append(arg)
+        elif isinstance(arg, cls):
+            local = arg._local_tensor  # before the class is looked at: the first use of a pending tensor changes it
+            key.append(arg._spec)
+            if type(arg) is not cls:
+                key.append(type(arg))
+            return local
+        elif isinstance(arg, torch.Tensor):
+            key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.ndim == 0 or is_candidate(cls, arg)))
+            return arg.resolve_conj().resolve_neg()
+        elif isinstance(arg, list | tuple):
+            key.append(len(arg))
+            return [anything(item, key, types) for item in arg]
+        else:
+            key.append(torch.Generator if kind is torch.Generator else arg)
+        return arg
+
+    return anything
+
+
+def _reader_of_tensors(cls: Any, anything: Reader) -> Reader:
+    only = (cls,)
+
+    def tensors(arg: Any, key: list[Any], types: Any) -> Any:
+        specs = _specs(arg) if types == only else None
+        if specs is None:
+            return anything(arg, key, types)
+        key.append(specs)
+        return list(map(_LOCAL, arg))
+
+    return tensors
+
+
+def _specs(tensors: Any) -> tuple[Spec, ...] | None:
+    """The specs of DTensors; None if there are plain tensors among them, which torch does not name in `types`."""
+    try:
+        return tuple(map(_SPEC, tensors))
+    except AttributeError:  # this refers to a tensor, which must be over before references are counted
+        return None
+
+
+def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call with specs in place of tensors; plain tensors are replicated.
+
+    Args:
+        cls: the DTensor class.
+        args, kwargs: the arguments.
+    """
+    mesh = mesh_of(cls, args, kwargs)
+
+    def specs(value: Any) -> Any:
+        if isinstance(value, cls):
+            return value._spec
+        if isinstance(value, torch.Tensor):
+            return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
+        return [specs(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return [specs(arg) for arg in args], {name: specs(arg) for name, arg in kwargs.items()}
+
+
+def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
+    """The mesh of the first DTensor among the arguments."""
+    mesh: DeviceMesh = next(item._spec.mesh for item in tensors_in([*args, *kwargs.values()]) if isinstance(item, cls))
+    return mesh
+
+
+# --- the structure of arguments whose tensors are specs or metas ------------------------------------------------------
+
+
+def metas_of(value: Any) -> Any:
+    """An argument with the `TensorMeta` of every spec in it."""
+    if isinstance(value, Spec):
+        return value.tensor_meta
+    return tuple(metas_of(item) for item in value) if is_list(value) else value
+
+
+def specs_in(value: Any) -> Iterator[Spec]:
+    """The specs in an argument, in order."""
+    if isinstance(value, Spec):
+        yield value
+    elif is_list(value):
+        for item in value:
+            yield from specs_in(item)
+
+
+def is_list(value: Any) -> bool:
+    """Whether an argument is several tensors; what describes one tensor is a tuple too."""
+    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+
+
+def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:
+    """Where each tensor is: the position or name of its argument, its index there if that is a list."""
+    for place, value in arguments:
+        if isinstance(value, TensorMeta):
+            yield place, None
+        elif is_list(value):
+            yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
+
+
+def numbered(value: Any, numbers: Iterator[int]) -> Any:
+    """The structure of an argument with each tensor replaced by its flat index."""
+    if isinstance(value, TensorMeta):
+        return next(numbers)
+    return [numbered(item, numbers) for item in value] if is_list(value) else None
+
+
+def indices_at(place: Any, element: int) -> Iterator[int]:
+    """The flat indices that element `element` of a `foreach` call reads from an argument."""
+    index = place[element] if isinstance(place, list) and place else place
+    if isinstance(index, int):
+        yield index

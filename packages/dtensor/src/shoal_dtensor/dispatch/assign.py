@@ -1,0 +1,305 @@
+"""Giving each mesh axis one row of a rule: the search behind every sharding decision.
+
+A row is a candidate on an axis only if some input is already placed so there: no new sharding is invented.  A
+combination of rows fixes every operand's sharding, because all sharded entries of a row share one factor.  Where
+several inputs shard that factor differently, each of their shardings is tried.  The price of a combination is what its
+inputs' redistribution takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import NamedTuple, TypeGuard
+
+from shoal_mesh import DeviceMesh
+
+from ..layout.dim_sharding import DimSharding, shard_dim
+from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
+from ..layout.spec import Spec
+from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
+from ..layout.tensor_meta import TensorMeta
+from ..redistribute.plan import price, seconds
+from ..rules.language.rule import Entry, Row, S, with_norms
+
+__all__ = ["Sharding", "ShardingProblem", "assign", "is_plain", "placed", "sharding_behind"]
+
+# No more combinations than this are tried: 4 axes with 5 rows each have 625.
+MAX_COMBINATIONS = 1024
+
+
+class Sharding(NamedTuple):
+    """The specs that inputs must get and outputs have, and the mesh axes over which the local function communicates."""
+
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    communicating: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardingProblem:
+    """What an assignment is for.
+
+    Attributes:
+        specs: of every tensor input that is read.
+        outputs: global shape, stride and dtype of every tensor output.
+        fixed: pairs (input, output or None): this input is written in place, so its layout must stay, and the
+            output that aliases it has the same.
+        outs: specs of `out=` arguments; output `i` must have the layout of `outs[i]`.
+        unordered: whether the order of elements along sharded dims does not matter (see `Rule`).
+    """
+
+    specs: tuple[Spec, ...]
+    outputs: tuple[TensorMeta, ...]
+    fixed: tuple[tuple[int, int | None], ...] = ()
+    outs: tuple[Spec, ...] = ()
+    unordered: bool = False
+
+
+def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
+    """The cheapest assignment of rows to mesh axes, or None if none keeps the written tensors' layouts.
+
+    Args:
+        rows: the rule's rows for this call; the all-replicate row is implied.
+        problem: input specs, global outputs and the constraints of in-place and `out=` forms.
+        mesh: the mesh of all problem.
+    """
+    norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
+    rows = with_norms(rows, tuple(norms)) if norms else rows
+    whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
+    choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
+    best: tuple[float, int] | None = None
+    cheapest: Sharding | None = None
+    for combination in islice(product(*choices), MAX_COMBINATIONS):
+        for inputs, outputs in _resolve(combination, problem, mesh):
+            if not _keeps(problem, inputs, outputs) or any(_mixes(spec) for spec in (*inputs, *outputs)):
+                continue
+            changed = [i for i, (a, b) in enumerate(zip(problem.specs, inputs, strict=True)) if not a.same_layout(b)]
+            total = sum(price(problem.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
+            order = (round(total, 9), len(changed))
+            if best is None or order < best:
+                axes = tuple(axis for axis, row in enumerate(combination) if row.communicates)
+                best, cheapest = order, Sharding(inputs, outputs, axes)
+    return cheapest
+
+
+def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
+    """The rows that some operand already follows on a mesh axis."""
+    candidates = []
+    layouts = [*problem.specs, *problem.outs]
+    for row in rows:
+        entries = [*row.inputs, *row.outputs[: len(problem.outs)]] if problem.outs else row.inputs
+        whole = problem.unordered and is_plain(row)
+        follows = any(_is_placed_so(entry, spec, axis, whole) for entry, spec in zip(entries, layouts, strict=False))
+        if follows and all(_reaches(entry, spec, axis) for entry, spec in zip(row.inputs, problem.specs, strict=True)):
+            candidates.append(row)
+    return candidates
+
+
+def is_plain(row: Row) -> bool:
+    """Whether every sharded entry stands for a dim element by element, in any order."""
+    entries = [entry for entry in (*row.inputs, *row.outputs) if isinstance(entry, S)]
+    return not row.ordered and all(entry.unit == entry.runs == 1 and entry.map is None for entry in entries)
+
+
+def _is_placed_so(entry: Entry, spec: Spec, axis: int, whole: bool) -> bool:
+    if isinstance(entry, S):
+        sharding = spec.dim_shardings[entry.dim]
+        if axis not in sharding.axes:
+            return False
+        return entry.runs == 1 if isinstance(sharding, DimSharding) else whole or sharding.runs_of(axis) == entry.runs
+    return isinstance(entry, Partial) and spec.placements[axis] is entry
+
+
+def _reaches(entry: Entry, spec: Spec, axis: int) -> bool:
+    """A partial entry is reached from the same partial or from a replicated value, not from shards."""
+    if isinstance(entry, Partial):
+        return spec.placements[axis] is entry or isinstance(spec.placements[axis], Replicate)
+    return True
+
+
+def _resolve(
+    combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh
+) -> Iterator[tuple[tuple[Spec, ...], tuple[Spec, ...]]]:
+    """The specs that a combination asks for: one result per way to shard its factors."""
+    axes_of: dict[int, list[int]] = {}
+    row_of: dict[int, Row] = {}
+    for axis, row in enumerate(combination):
+        if any(isinstance(entry, S) for entry in row.inputs):
+            axes_of.setdefault(id(row), []).append(axis)
+            row_of[id(row)] = row
+    ways = [_factor_shardings(row_of[key], tuple(axes), problem, mesh) for key, axes in axes_of.items()]
+    for chosen in product(*ways):
+        shardings = {
+            axis: (row_of[key], sharding)
+            for (key, axes), sharding in zip(axes_of.items(), chosen, strict=True)
+            for axis in axes
+        }
+        inputs = [_operand(i, spec, combination, shardings) for i, spec in enumerate(problem.specs)]
+        outputs = [_output(i, meta, combination, shardings, mesh) for i, meta in enumerate(problem.outputs)]
+        if None not in inputs and None not in outputs:
+            yield tuple(s for s in inputs if s is not None), tuple(s for s in outputs if s is not None)
+
+
+def _factor_shardings(
+    row: Row, axes: tuple[int, ...], problem: ShardingProblem, mesh: DeviceMesh
+) -> list[AnyDimSharding]:
+    """The shardings of a row's factor by `axes` that some operand already has, else the one of `torch.chunk`."""
+    shardings: dict[AnyDimSharding, None] = {}
+    length: int | None = None
+    whole = problem.unordered and is_plain(row)
+    for entry, spec in zip(row.inputs, problem.specs, strict=True):
+        if not isinstance(entry, S) or entry.map is not None:
+            continue
+        length = spec.shape[entry.dim] // (entry.unit * entry.runs)
+        steps = _factor_sharding(entry, spec.dim_shardings[entry.dim], axes, whole)
+        if steps is not None:
+            shardings[steps] = None
+    if not shardings and length is not None:
+        default: list[Placement] = [Shard(0)] * mesh.ndim
+        shardings[shard_dim(length, axes, default, mesh.shape)] = None
+    return [sharding for sharding in shardings if sharding.even or not row.even]
+
+
+def _factor_sharding(entry: S, sharding: AnyDimSharding, axes: tuple[int, ...], whole: bool) -> AnyDimSharding | None:
+    """How `axes` shard the factor behind an entry of an operand with this dim sharding; None if they do not."""
+    if isinstance(sharding, StridedDimSharding):
+        if whole:
+            return sharding if set(sharding.axes) == set(axes) else None
+        level = sharding.level(entry.runs)
+    else:
+        level = sharding if entry.runs == 1 else None
+    outer = _leading(level, axes) if level is not None else None
+    return outer.divided(entry.unit) if outer is not None else None
+
+
+def _leading(sharding: DimSharding, axes: tuple[int, ...]) -> DimSharding | None:
+    """The sharding by `axes` alone, if those are a dim sharding's outermost ones in any order; None otherwise."""
+    count = len(axes)
+    if set(sharding.axes[:count]) != set(axes) or len(sharding.axes) < count:
+        return None
+    return sharding.outer(count)
+
+
+DimShardings = dict[int, tuple[Row, AnyDimSharding]]
+
+
+def _operand(index: int, spec: Spec, combination: Sequence[Row], shardings: DimShardings) -> Spec | None:
+    result = placed([row.inputs[index] for row in combination], shardings, spec.shape)
+    if result is None:
+        return None
+    placements, by_dim = result
+    if all(
+        by_dim.get(dim) == (sharding if sharding.axes else None) for dim, sharding in enumerate(spec.dim_shardings)
+    ) and all(
+        (a is b) or not (isinstance(a, Partial) or isinstance(b, Partial))
+        for a, b in zip(placements, spec.placements, strict=True)
+    ):
+        return spec
+    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
+    return spec.with_(placements=placements, shard_order=order)
+
+
+def _output(
+    index: int, meta: TensorMeta, combination: Sequence[Row], shardings: DimShardings, mesh: DeviceMesh
+) -> Spec | None:
+    result = placed([row.outputs[index] for row in combination], shardings, meta.shape)
+    if result is None:
+        return None
+    placements, by_dim = result
+    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
+    return Spec(mesh, placements, meta.shape, meta.stride, meta.dtype, order)
+
+
+def placed(
+    entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]
+) -> tuple[list[Placement], dict[int, AnyDimSharding]] | None:
+    """The placements and dim shardings that an operand's entries mean; None if two rows of one dim do not fit."""
+    by_dim: dict[int, AnyDimSharding] = {}
+    rows: dict[int, list[Row]] = {}
+    for axis, entry in enumerate(entries):
+        if not isinstance(entry, S):
+            continue
+        row, factor = shardings[axis]
+        known = rows.setdefault(entry.dim, [])
+        if any(row is other for other in known):
+            continue
+        sharding = sharding_behind(entry, factor, shape[entry.dim])
+        both = sharding
+        if known and sharding is not None:
+            joined = _shared if getattr(entry.map, "intersects", False) else _joined
+            exclusive = getattr(entry.map, "exclusive", False)
+            both = None if exclusive else joined(by_dim[entry.dim], sharding, shape[entry.dim])
+        if both is None:
+            return None
+        known.append(row)
+        by_dim[entry.dim] = both
+    placements: list[Placement] = [
+        by_dim[entry.dim].placements(entry.dim)[axis] if isinstance(entry, S) else entry
+        for axis, entry in enumerate(entries)
+    ]
+    return placements, by_dim
+
+
+def sharding_behind(entry: S, factor: AnyDimSharding, length: int) -> AnyDimSharding | None:
+    """How a dim of `length` elements is sharded when the factor behind its entry is sharded so."""
+    if isinstance(factor, StridedDimSharding):
+        return factor  # only plain entries get one
+    if entry.map is not None:
+        return entry.map(factor)
+    sharding = factor.scaled(entry.unit)
+    return sharding if entry.runs == 1 else fold_levels({entry.runs: sharding}, length)
+
+
+def _joined(one: AnyDimSharding, other: AnyDimSharding, length: int) -> AnyDimSharding | None:
+    """A dim sharded by two rows: one of them in runs that the other leaves unsharded, or nested; None if neither."""
+    levels = [dict(s.levels) if isinstance(s, StridedDimSharding) else {1: s} for s in (one, other)]
+    if not levels[0].keys() & levels[1].keys():
+        return fold_levels(levels[0] | levels[1], length)
+    return _nested(one, other) if isinstance(one, DimSharding) and isinstance(other, DimSharding) else None
+
+
+def _nested(one: DimSharding, other: DimSharding) -> DimSharding | None:
+    """A dim sharded by two rows: possible where one of them gives all to one coordinate (a selected element)."""
+    for outer, inner in ((one, other), (other, one)):
+        if outer.step == outer.length:
+            sizes = tuple(n if whole else 0 for whole in outer.sizes for n in inner.sizes)
+            return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
+    return None
+
+
+def _shared(outer: AnyDimSharding, inner: AnyDimSharding, length: int) -> DimSharding | None:
+    """A dim sharded in two ways by one operator, where a rank has the intersection of its two shards."""
+    if not isinstance(outer, DimSharding) or not isinstance(inner, DimSharding):
+        return None
+    ends = [[(start, start + size) for start, size in zip(c.offsets, c.sizes, strict=True)] for c in (outer, inner)]
+    sizes = tuple(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in product(*ends))
+    assert sum(sizes) == length, "shards of one dim by rows and by columns"
+    return DimSharding(outer.axes + inner.axes, outer.axis_sizes + inner.axis_sizes, sizes)
+
+
+def _keeps(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> bool:
+    """Whether written tensors keep their layouts."""
+    for index, output in problem.fixed:
+        if not inputs[index].same_layout(problem.specs[index]):
+            return False
+        if output is not None and not outputs[output].same_layout(problem.specs[index]):
+            return False
+    return all(out.same_layout(got) for out, got in zip(problem.outs, outputs, strict=False))
+
+
+def _is_norm(placement: Placement) -> TypeGuard[Partial]:
+    return isinstance(placement, Partial) and norm_order(placement.reduce_op) is not None
+
+
+def _mixes(spec: Spec) -> bool:
+    """Whether a spec has reductions whose order would matter: rows of two axes may each be right, but not together."""
+    kinds = {op for _, op in spec.partials}
+    return len(kinds) > 1 and not kinds <= {"sum", "avg"}
+
+
+def _traffic(combination: Sequence[Row], mesh: DeviceMesh) -> float:
+    """Seconds that the local algorithms' own reductions take."""
+    traffics = [(axis, row.traffic) for axis, row in enumerate(combination) if row.traffic is not None]
+    return sum(seconds(mesh, (axis,), int(traffic(mesh.shape[axis]))) for axis, traffic in traffics)

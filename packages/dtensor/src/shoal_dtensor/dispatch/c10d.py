@@ -1,0 +1,131 @@
+"""Collectives of `torch.distributed` on DTensors: on the local shards where that is what they mean, else refused.
+
+`dist.all_reduce(weight.grad, group=data_parallel)` means the sum of the tensors that the ranks of the group hold.
+Where each of them holds the same shard of such a tensor, that is the sum of their shards:
+
+- the group has no other rank of the tensor's mesh: each rank of it holds a tensor on a mesh of its own; or
+- the group is all ranks along some mesh axes, along which the tensor is replicated.
+
+A reduction of values that are partial along other axes must commute with theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._torch import OpOverload, count_write, group_ranks, reduction_name
+from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
+from ..layout.placements import Replicate
+from .results import tensors_in, wrap
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+
+__all__ = ["collective_on_shards", "is_collective"]
+
+# Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
+# broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
+_ON_SHARDS: dict[str, tuple[int | None, int | None]] = {
+    "c10d::allreduce_": (1, 2),
+    "c10d::allreduce_coalesced_": (1, 2),
+    "c10d::broadcast_": (1, None),
+    "c10d::check_for_nan": (None, None),
+    "_c10d_functional::all_reduce": (2, 1),
+    "_c10d_functional::all_reduce_": (2, 1),
+    "_c10d_functional::all_reduce_coalesced": (2, 1),
+    "_c10d_functional::all_reduce_coalesced_": (2, 1),
+    "_c10d_functional::broadcast": (2, None),
+    "_c10d_functional::broadcast_": (2, None),
+}
+_UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+
+
+def is_collective(op: OpOverload) -> bool:
+    """Whether an operator is a collective of `torch.distributed`."""
+    return op.namespace in ("c10d", "_c10d_functional")
+
+
+def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
+    """A function that runs a collective of `torch.distributed` on DTensors, or refuses it, on all ranks alike."""
+    name = op._schema.name
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NoRuleError(
+            f"{op} got a DTensor, and its result has no placements: call it on tensor.to_local(), or say what it is "
+            f"for with redistribute or full_tensor"
+        )
+
+    def unchanged(tensor: Any) -> Any:
+        return tensor  # nothing is in flight: `run` has waited
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors: list[Any] = [first] if isinstance(first, Tensor) else list(first)
+        group, reduction = (None if at is None else args[at - 1] for at in _ON_SHARDS[name])
+        for tensor in tensors:
+            _check(op, tensor, group, None if reduction is None else reduction_name(reduction))
+        shards = [tensor._local_tensor for tensor in tensors]
+        result = op(shards[0] if isinstance(first, Tensor) else shards, *args, **kwargs)
+        if name.endswith("_"):
+            count_write(tensors)
+        if op.namespace == "c10d":
+            return (first, *result[1:]) if isinstance(result, tuple) else result
+        waited = [torch.ops._c10d_functional.wait_tensor(t) for t in tensors_in([result])]
+        if name.endswith("_"):
+            return first
+        wrapped = [wrap(type(t), shard, t._spec) for t, shard in zip(tensors, waited, strict=True)]
+        return wrapped[0] if isinstance(first, Tensor) else wrapped
+
+    return unchanged if name in _UNCHANGED else run if name in _ON_SHARDS else refuse
+
+
+def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> None:
+    """Refuse a tensor whose shards the ranks of a group cannot combine.
+
+    Raises:
+        MixedTensorError: if it is plain.
+        InPlaceError: if it is a view whose storage is not its base's.
+        PlacementError: if the ranks of the group do not hold the same shard of it, or partial values do not commute.
+    """
+    spec: Spec | None = getattr(tensor, "_spec", None)
+    if spec is None:
+        raise MixedTensorError(f"{op} got DTensors together with a plain tensor of shape {tuple(tensor.shape)}")
+    if group is None:
+        return
+    if isinstance(tensor, type(tensor).copied_view) and op._schema.name.endswith("_"):
+        raise InPlaceError(f"{op} writes to a view that was redistributed, so the write would not reach its base")
+    ranks = group_ranks(group)
+    axes = _axes_of(spec, ranks)
+    if axes is None or any(not isinstance(spec.placements[axis], Replicate) for axis in axes):
+        raise PlacementError(
+            f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard of it; a group must "
+            f"be all ranks along mesh axes on which the tensor is replicated, or of tensors on other meshes. "
+            f"Redistribute it, or call the collective on tensor.to_local()"
+        )
+    for axis, partial in spec.partials:
+        if reduction is not None and reduction != partial and {reduction, partial} != {"sum", "avg"}:
+            raise PlacementError(
+                f"{op} with {reduction!r} got {spec!r}, which is partial ({partial!r}) on mesh axis "
+                f"{spec.mesh.axis_names[axis]!r}: the two reductions do not commute; redistribute it first"
+            )
+
+
+@lru_cache(maxsize=256)
+def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """The mesh axes along which a group of ranks extends, none if it has no other rank of the mesh; None if neither."""
+    mesh = spec.mesh
+    grid = mesh.mesh
+    places = [(grid == rank).nonzero().tolist() for rank in ranks]
+    coordinates = [tuple(place[0]) for place in places if place]
+    if spec.coordinate is None or tuple(spec.coordinate) not in coordinates:
+        return None
+    if len(coordinates) == 1:
+        return ()
+    axes = tuple(axis for axis in range(mesh.ndim) if len({c[axis] for c in coordinates}) > 1)
+    complete = len(coordinates) == len(ranks) == prod(mesh.shape[axis] for axis in axes)
+    return axes if complete else None

@@ -1,0 +1,120 @@
+"""What a call does once it is decided, as data: one class per kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+    from ..redistribute.steps import Plan
+
+__all__ = [
+    "CompositeDecision",
+    "Decision",
+    "DynamicDecision",
+    "InputMove",
+    "MovingDecision",
+    "ResultKind",
+    "SimpleDecision",
+]
+
+
+class ResultKind(IntEnum):
+    """How the result of a local call becomes DTensors."""
+
+    ONE = 0  # one new tensor
+    FIRST = 1  # the first argument, written in place
+    LIST = 2  # a list or tuple of new tensors
+    NONE = 3  # no tensor at all
+    NESTED = 4  # anything else
+
+
+class InputMove(NamedTuple):
+    """An input that must be redistributed before the call, or a written one that is redistributed back after it.
+
+    Attributes:
+        place: its position, or its name.
+        item: its index if the argument is a list; None if it is the argument itself.
+        plan: how it is redistributed.
+    """
+
+    place: int | str
+    item: int | None
+    plan: Plan
+
+    def within(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What contains the input among these arguments, and the index or name that it has there."""
+        container = args if isinstance(self.place, int) else kwargs
+        return (container, self.place) if self.item is None else (container[self.place], self.item)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class SimpleDecision:
+    """Call a function on the local tensors, and wrap what it returns.
+
+    Attributes:
+        call: the function.
+        result_kind: what becomes of its result.
+        outputs: the spec of every tensor output, flattened.
+        aliased: for each output the flat index of the input that it is (in-place and `out=` forms), or None.
+        unreported_writes: the arguments that an operator without result writes to, which torch does not count.
+    """
+
+    slow_path: ClassVar[bool] = False
+    call: Callable[..., Any]
+    result_kind: ResultKind
+    outputs: tuple[Spec, ...] = ()
+    aliased: tuple[int | None, ...] = ()
+    unreported_writes: tuple[int | str, ...] = ()
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class MovingDecision(SimpleDecision):
+    """Redistribute inputs, call a function on the local tensors, redistribute written inputs back, wrap the result.
+
+    Attributes:
+        moves: the inputs that must be redistributed first.
+        write_backs: the written ones among them, from where they were written to their own layout.
+        view_copied: whether a view operator's output does not alias its input, because that was redistributed.
+        foreach: whether the operator does the same to every element of its lists, one after the other.
+        verifies_plain: whether the ranks compare the plain tensors among the inputs, in every call.
+        reason: what the collectives are for, as debug modes and errors of the mesh layer repeat it.
+        notice: what to warn of when it runs.
+        watched: the operator with its inputs, if the communication policy holds for its local function; else empty.
+    """
+
+    slow_path: ClassVar[bool] = True
+    moves: tuple[InputMove, ...] = ()
+    write_backs: tuple[InputMove, ...] = ()
+    view_copied: bool = False
+    foreach: bool = False
+    verifies_plain: bool = False
+    reason: str = ""
+    notice: str = ""
+    watched: str = ""
+
+
+class DynamicDecision(MovingDecision):
+    """As `MovingDecision`, for replicated results whose shapes are known only afterwards."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class CompositeDecision:
+    """Call a function on the DTensors themselves: it computes the operator by other operators.
+
+    Attributes:
+        call: the function.
+        verifies_plain: whether the ranks compare the plain tensors among the inputs, in every call.
+    """
+
+    slow_path: ClassVar[bool] = True
+    call: Callable[..., Any]
+    verifies_plain: bool = False
+
+
+Decision = SimpleDecision | CompositeDecision

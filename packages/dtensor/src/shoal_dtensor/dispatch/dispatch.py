@@ -1,0 +1,244 @@
+"""The hot path: every operator on DTensors passes through `dispatch`.
+
+Unwrap the arguments into a key of specs and static values, look the decision up, call the local function, wrap what it
+returns.  What is decided once per key is decided in `propagate`; no operator is named here.
+docs/concepts/dispatch.md follows a call through the package.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+from warnings import warn
+
+from shoal_mesh import purpose
+
+from .._torch import OpOverload, around
+from ..redistribute.execution.run_once import run_once, write_back
+from ..scopes import blocks, current, entered, own_scope
+from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
+from .communication_policy import watched
+from .decision import CompositeDecision, Decision, DynamicDecision, MovingDecision, ResultKind, SimpleDecision
+from .foreach import must_run_sequentially, run_by_kind, run_sequentially
+from .in_place import count_writes, follow
+from .plain_tensors import values_read, verify_replicated
+from .propagate import Circumstances, decide, rule_of
+from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
+
+__all__ = ["cache_info", "clear_cache", "dispatch"]
+
+# Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
+MAX_DECISIONS = 4096
+
+_ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
+
+
+class _OpCache:
+    """What a scope knows of one operator: how its arguments are read, and its decisions by key."""
+
+    __slots__ = ("decisions", "foreach", "op", "readers", "tail_is_static")
+
+    def __init__(self, op: OpOverload, readers: Readers, foreach: bool) -> None:
+        self.op, self.readers, self.foreach = op, readers, foreach
+        rest = readers.positional[1:]
+        self.tail_is_static = bool(rest) and not any(
+            rest
+        )  # all arguments but the first are part of the key as they are
+        self.decisions: dict[Any, Decision] = {}
+
+    def remember(self, key: Any, decision: Decision) -> None:
+        """Keep a decision, in place of the oldest if there are too many."""
+        if len(self.decisions) >= MAX_DECISIONS:
+            del self.decisions[next(iter(self.decisions))]
+        self.decisions[key] = decision
+
+
+class _Call(NamedTuple):
+    """One call that is not run on the fast path: its arguments, and what the local call gets for them."""
+
+    cls: Any
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    local: Sequence[Any]
+    named: Mapping[str, Any]
+
+
+# One function on purpose: a call takes 60 ns of the microsecond there is; a loop over one or two tensors takes 100.
+def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
+    cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Run an operator on DTensors; bound to the class, it is `__torch_dispatch__`.
+
+    `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each once.
+    """
+    try:  # an overload's own hash is a Python function
+        cache = (current() if blocks else own_scope()).decisions[id(op)]
+    except KeyError:
+        cache = _new_op_cache(cls, op)
+    named = kwargs = {} if kwargs is None else kwargs
+    key: Any
+    local: Any
+    count = 3 if kwargs else len(args)
+    if count == 1 and type(args[0]) is cls:
+        (one,) = args
+        key, local = (one._spec,), (one._local_tensor,)
+    elif count == 2 and type(args[0]) is cls and type(args[1]) is cls:
+        one, two = args
+        key, local = (one._spec, two._spec), (one._local_tensor, two._local_tensor)
+    elif cache.tail_is_static and not kwargs and type(args[0]) is cls:
+        one, rest = args[0], args[1:]
+        key, local = (one._spec, rest), (one._local_tensor, *rest)
+    else:
+        key, local, readers = [], [], cache.readers.positional
+        for arg in args:
+            if type(arg) is cls:
+                key.append(arg._spec)
+                local.append(arg._local_tensor)
+            elif arg is None or (read := readers[len(local)]) is None:
+                key.append(arg)
+                local.append(arg)
+            else:
+                local.append(read(arg, key, types))
+        if kwargs:
+            named = cache.readers.keywords(kwargs, key, types)
+        key = tuple(key)
+    try:
+        decision = cache.decisions[key]
+    except KeyError:
+        return _on_cache_miss(_Call(cls, op, args, kwargs, local, named), cache, key)
+    if decision.slow_path:
+        return _run_slow_path(_Call(cls, op, args, kwargs, local, named), decision)
+    result = decision.call(*local, **named) if kwargs else decision.call(*local)
+    kind = decision.result_kind
+    if kind is _ONE:
+        return around(cls, result, decision.outputs[0], False)
+    if kind is _FIRST:
+        return args[0]
+    if kind is _LIST:
+        wrapped: list[Any] = []
+        for shard in result:
+            wrapped.append(around(cls, shard, decision.outputs[len(wrapped)], False))
+        return wrapped
+    if kind is _NONE:
+        if decision.unreported_writes:
+            count_writes(decision.unreported_writes, args, kwargs)
+        return result
+    return _wrapped(cls, result, decision, args, kwargs)
+
+
+def _new_op_cache(cls: Any, op: OpOverload) -> _OpCache:
+    """An empty cache for an operator in the current scope."""
+    scope = current()
+    rule = rule_of(op, scope)
+    cache = _OpCache(op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.each)
+    return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
+
+
+def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
+    """Decide a call, remember the decision, and run it.
+
+    The decision is kept before the local call runs: if that raises, the next such call need not decide again.
+    """
+    cls, op, args, kwargs, local, named = call
+    scope = current()
+    tensors = enumerate(tensors_in([*args, *kwargs.values()]))
+    copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
+    mixed = [entry for entry in key if type(entry) is Plain]
+    by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
+    if by_kind is not None:
+        cache.remember(key, CompositeDecision(by_kind))
+        return by_kind(*args, **kwargs)
+    plain = [entry.candidate for entry in mixed if entry.shape]
+    verified = bool(plain) and (scope.replicas_checked or not scope.plain_is_replicated)
+    if verified:
+        _verify_plain(call, candidates=scope.plain_is_replicated or all(plain))
+    specs, named_specs = specs_of(cls, args, kwargs)
+    decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
+    cache.remember(key, decision)
+    if not isinstance(decision, SimpleDecision) or decision.slow_path:
+        return _run_slow_path(call, decision, first=(cache, key))
+    result = decision.call(*local, **named)
+    count_writes(decision.unreported_writes, args, kwargs)
+    return _wrapped(cls, result, _with_kernel_metadata(call, decision, result, cache, key), args, kwargs)
+
+
+def _verify_plain(call: _Call, *, candidates: bool) -> None:
+    """Refuse a call, on all ranks, whose plain tensors do not count as replicated."""
+    values = values_read(call.op, call.args, call.kwargs)
+    plain = [tensor for tensor in tensors_in(values) if not isinstance(tensor, call.cls) and tensor.ndim]
+    mesh = mesh_of(call.cls, call.args, call.kwargs)
+    verify_replicated(mesh, str(call.op), plain, candidates=candidates)
+
+
+def _with_kernel_metadata(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> Any:
+    """The decision with the outputs that its first local call shows, remembered so."""
+    outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, [*tensors_in([result])])
+    if outputs == decision.outputs:
+        return decision
+    corrected = replace(decision, outputs=outputs)
+    cache.decisions[key] = corrected
+    return corrected
+
+
+def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """DTensors around the tensors of a result, wherever they are in it."""
+    originals = [*tensors_in([*args, *kwargs.values()])]
+    return wrap_all(cls, result, iter(zip(decision.outputs, decision.aliased, strict=True)), originals)
+
+
+def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
+    """Run a decision that is not simple; `first` is where it is kept, if its first result is still to be seen."""
+    cls, op, args, kwargs, local, named = call
+    assert isinstance(decision, CompositeDecision | MovingDecision), "simple decisions are run by dispatch itself"
+    if decision.verifies_plain and first is None:
+        _verify_plain(call, candidates=True)
+    if isinstance(decision, CompositeDecision):
+        with entered(current().changed(plain_is_replicated=True)):
+            return decision.call(*args, **kwargs)
+    if decision.notice:
+        warn(decision.notice, stacklevel=2)
+    if decision.moves:
+        moved = [move.within(args, kwargs) for move in decision.moves]
+        if decision.foreach and must_run_sequentially(moved, decision.unreported_writes, args):
+            return run_sequentially(op, args, kwargs)
+        local, named = _moved(call, decision)
+    with watched(decision.watched) if decision.watched else nullcontext():
+        result = decision.call(*local, **named)
+    for move in decision.write_backs:
+        (results, at), (owners, _) = move.within(local, named), move.within(args, kwargs)
+        write_back(move.plan, results[at], owners[at])
+    count_writes(decision.unreported_writes, args, kwargs)
+    if isinstance(decision, DynamicDecision):
+        return wrap_dynamic(cls, result, [*tensors_in([*args, *kwargs.values()])])
+    corrected = decision if first is None else _with_kernel_metadata(call, decision, result, *first)
+    if decision.view_copied:
+        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, corrected, args, kwargs))
+    return _wrapped(cls, result, corrected, args, kwargs)
+
+
+def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, Any]]:
+    """The local arguments after the redistributions that a decision asks for."""
+    local, named = [*call.local], {**call.named}
+    with purpose(decision.reason) if decision.reason else nullcontext():
+        for move in decision.moves:
+            (tensors, at), (owners, _) = move.within(local, named), move.within(call.args, call.kwargs)
+            tensors[at] = run_once(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
+    return local, named
+
+
+def cache_info() -> dict[str, int]:
+    """Number of remembered decisions per operator, over all policies."""
+    counts: Counter[str] = Counter()
+    for scope in current().alike.values():
+        counts.update({str(cache.op): len(cache.decisions) for cache in scope.decisions.values()})
+    return dict(counts)
+
+
+def clear_cache() -> None:
+    """Forget all decisions, whatever the policy."""
+    for scope in current().alike.values():
+        scope.decisions.clear()

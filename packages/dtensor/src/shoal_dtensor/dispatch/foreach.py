@@ -1,0 +1,92 @@
+"""Operators on lists that do the same to every element: one by one, or those of one mesh by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._torch import OpOverload, shares_memory
+
+__all__ = ["must_run_sequentially", "run_by_kind", "run_sequentially"]
+
+
+def must_run_sequentially(moved: Sequence[tuple[Any, Any]], written: Sequence[int | str], args: Sequence[Any]) -> bool:
+    """Whether a `foreach` call must take its elements one by one, because one writes what is redistributed for another.
+
+    Args:
+        moved: what is redistributed: each a list and the index in it, or all arguments and a position.
+        written: the positions of the lists that are written to; args: the arguments.
+    """
+    count = len(args[0])
+    targets = [tensor for place in written if isinstance(place, int) for tensor in args[place]]
+    tensors = [container[at] for container, at in moved]
+    return count > 1 and (
+        len({*map(id, targets)}) < len(targets)
+        or any(one is not other and shares_memory(one, other) for one in tensors for other in targets)
+    )
+
+
+def run_sequentially(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Run a `foreach` operator on one element of its lists after the other."""
+    count = len(args[0])
+
+    def element(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, list | tuple) and len(value) == count else value
+
+    for i in range(count):
+        op(*[element(value, i) for value in args], **{name: element(value, i) for name, value in kwargs.items()})
+
+
+def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """A function that runs a `foreach` operator by itself on the elements of each mesh, and on the plain ones.
+
+    An element is what the lists have at one position; plain tensors without dims go with any kind.  None if all
+    elements are of one kind, if an element is of two kinds, or if a tensor with dims is shared by all.
+
+    Args:
+        cls: the DTensor class.
+        op: the overload.
+        args, kwargs: its arguments.
+    """
+    values = [*args, *kwargs.values()]
+    count = len(next(value for value in values if isinstance(value, list | tuple)))
+    lists = [value for value in values if _is_walked(value, count)]
+    shared = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+    kinds = [{_kind(cls, v) for v in element if _has_kind(cls, v)} for element in zip(*lists, strict=True)]
+    groups: dict[Any, list[int]] = {None: [], **{kind: [] for own in kinds for kind in own}}
+    if shared or any(len(own) > 1 for own in kinds) or len(set().union(*kinds)) < 2:
+        return None
+    first = next(kind for kind in groups if kind is not None)
+    for i, own in enumerate(kinds):
+        groups[next(iter(own), first)].append(i)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = [None] * count
+        for group in filter(None, groups.values()):
+            chosen = [_chosen(value, group, count) for value in args]
+            result = op(*chosen, **{name: _chosen(value, group, count) for name, value in kwargs.items()})
+            for i, item in zip(group, result or (), strict=bool(result)):
+                results[i] = item
+        return results if op._schema.returns else None
+
+    return run
+
+
+def _has_kind(cls: Any, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (isinstance(value, cls) or value.ndim > 0)
+
+
+def _kind(cls: Any, tensor: Any) -> Any:
+    """The mesh of a DTensor; None of a plain tensor."""
+    return tensor._spec.mesh if isinstance(tensor, cls) else None
+
+
+def _is_walked(value: Any, count: int) -> bool:
+    """Whether a list has something for every element."""
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+def _chosen(value: Any, indices: Sequence[int], count: int) -> Any:
+    return [value[i] for i in indices] if _is_walked(value, count) else value

@@ -1,0 +1,207 @@
+"""Plain tensors among DTensors: which of them may count as replicated, and whether they are, on every rank.
+
+Torch's composite operators and gradient formulas hand tensors of their own to an operator beside DTensors: zeros,
+ranges, masks.  What a rank sees of such a tensor (who refers to it, who called the operator) only makes it a candidate.
+The ranks agree in one small collective: it counts as replicated if it is a candidate on every rank and has the same
+values on every rank, and is an error on every rank otherwise.  So no rank decides alone, and nothing that differs
+between ranks is ever taken for replicated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+
+from shoal_mesh import DeviceMesh, all_reduce, purpose
+
+from .._torch import FakeTensor, OpOverload, disabled_torch_function, in_backward, make_wrapper, pytree
+from ..errors import MixedTensorError
+from ..rules.language.op_schema import schema_of
+from ..scopes import current
+from .communication_policy import notice_of
+
+__all__ = ["is_candidate", "values_read", "verify_replicated"]
+
+
+def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool) -> None:
+    """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
+
+    Values that are not known yet (while tracing, on the meta device) are not compared.
+
+    Args:
+        mesh: of the DTensors beside them.
+        what: the operator, for the error.
+        tensors: the plain tensors.
+        candidates: whether this rank takes all of them for candidates.
+
+    Raises:
+        MixedTensorError: on every rank, if one of them is no candidate or differs, on any rank.
+        CommunicationForbiddenError: if the ranks would have to compare them where communication is forbidden.
+    """
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+    unknown = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    alone = unknown or mesh.size() == 1 or mesh.get_coordinate() is None
+    if not candidates and (alone or current().communication == "forbid"):
+        raise MixedTensorError(_mixed(what, shapes))
+    if alone:
+        return
+    need = f"  an all-reduce, in which the ranks compare a plain tensor of shape {shapes} that torch made"
+    notice = notice_of(what, [need], current())
+    if notice:
+        warnings.warn(notice, stacklevel=2)
+    digest = _digest(tensors)
+    mine = torch.tensor([digest, -digest, 0 if candidates else 1], dtype=torch.int64, device=mesh.device_type)
+    with purpose(f"{what}: comparison of plain tensors"):
+        highest, lowest, refused = all_reduce(mine, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
+    if refused:
+        raise MixedTensorError(_mixed(what, shapes))
+    if highest != -lowest:
+        raise MixedTensorError(
+            f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
+            f"of {mesh}, so it is not replicated. {_advice()}"
+        )
+
+
+def _advice() -> str:
+    if in_backward():
+        return (
+            "Hooks and autograd functions must return DTensors as gradients of DTensors: wrap what they return with "
+            "DTensor.from_local and its placements"
+        )
+    return (
+        "It was made inside a function of torch: from a plain argument, which must be a DTensor, or from random "
+        "numbers, for which the ranks' generators must be in step (check_random_state)"
+    )
+
+
+def _mixed(what: str, shapes: str) -> str:
+    # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
+    wrapped = what == "aten.cat.default" and not in_backward()
+    return (
+        f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with "
+        f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
+        + ("; for DistributedDataParallel of a module with both kinds, shoal_tp_styles.replicate" if wrapped else "")
+    )
+
+
+def _digest(tensors: Sequence[torch.Tensor]) -> int:
+    """A number of 62 bits that depends on shapes, dtypes and every bit of the values."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+        dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # contiguous also where a stride is 0
+        digest.update(f"{tuple(dense.shape)}{dense.dtype}".encode())
+        digest.update(dense.view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
+# They overwrite their first argument, whose memory torch may have left as it was.
+_OVERWRITING = frozenset({torch.ops.aten.copy_.default, torch.ops.aten.fill_.Tensor})
+
+
+def values_read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments whose values an operator reads: all but `out=` and what it overwrites."""
+    outs = schema_of(op).outs
+    return [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
+
+
+def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
+
+    Call it on the parameter of a function that got it from a loop over arguments: references are counted.
+
+    Args:
+        cls: the class of tensors that are not plain.
+        tensor: the plain tensor.
+    """
+    if sys.getrefcount(tensor) == _references_of_temporary() + 1:
+        base = tensor._base
+        if base is None or sys.getrefcount(base) == _BASE_REFERENCES:
+            return True
+    return (in_backward() and not isinstance(tensor, FakeTensor)) or _composed_by_torch(cls, tensor)
+
+
+def _references_of_base() -> int:
+    """References to what a view is of, held in a variable, when nothing else in Python refers to it; measured."""
+    view = torch.ones(2).view(2)
+    base = view._base
+    return sys.getrefcount(base)
+
+
+_BASE_REFERENCES = _references_of_base()  # at import: inside a dispatch, views do not tell what they are of
+
+
+@cache
+def _references_of_temporary() -> int:
+    """References to a tensor of torch's own C++ one call above `is_candidate`; measured: versions of Python differ."""
+    seen: list[int] = []
+
+    def look(tensor: torch.Tensor) -> None:
+        seen.append(sys.getrefcount(tensor))
+
+    class Probe(torch.Tensor):
+        __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+            cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            for index in args[1]:
+                look(index)
+            return args[0]
+
+    make_wrapper(Probe, (2,))[[0]]
+    return seen[0] if seen else -1
+
+
+# Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
+# tensor that they did not get as an argument, they have made.
+_COMPOSING = frozenset(
+    {
+        "torch._jit_internal",
+        "torch._linalg_utils",
+        "torch._lowrank",
+        "torch.functional",
+        "torch.masked._ops",
+        "torch.nn.functional",
+        "torch.nn.modules.linear_cross_entropy",
+    }
+)
+_PACKAGE = __name__.rpartition(".")[0]
+
+# Functions of these modules that set an argument which was left out: (function, argument).
+_SET_INSIDE = frozenset({("embedding_bag", "offsets")})
+
+
+def _composed_by_torch(cls: type, tensor: torch.Tensor) -> bool:
+    """Whether a Python function of torch's leads to the operator in dispatch and was given no plain tensors.
+
+    Whatever plain tensor such a function (the outermost, where they call each other) hands to an operator, it has made
+    itself.  With a plain tensor among its arguments, its result may follow from that.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (_module(frame).startswith(_PACKAGE) or frame.f_code.co_name == "__torch_dispatch__"):
+        frame = frame.f_back
+    if frame is None or _module(frame) not in _COMPOSING:
+        return False
+    while frame.f_back is not None and _module(frame.f_back) in _COMPOSING:
+        frame = frame.f_back
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS) + bool(code.co_flags & _NAMED)
+    names = [name for name in code.co_varnames[:count] if (code.co_name, name) not in _SET_INSIDE]
+    leaves = pytree.tree_leaves([frame.f_locals.get(name) for name in names])
+    return not any(isinstance(leaf, torch.Tensor) and not isinstance(leaf, cls) and leaf.ndim for leaf in leaves)
+
+
+_VARARGS, _NAMED = 4, 8  # flags of a code object: it takes *args, **kwargs
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

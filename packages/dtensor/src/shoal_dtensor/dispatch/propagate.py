@@ -1,0 +1,336 @@
+"""From an operator and the specs of its inputs to a `Decision`: what each input must become, what comes out.
+
+Nothing here touches values, and nothing here knows an operator by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from .._torch import Build, DataDependentError, OpOverload, decomposition_of, direct, shapes_of
+from ..errors import InPlaceError, MixedTensorError, NoRuleError, OperatorArgumentError, OperatorIndexError
+from ..layout.placements import Replicate
+from ..layout.spec import Spec
+from ..layout.tensor_meta import TensorMeta
+from ..redistribute.plan import plan
+from ..redistribute.steps import Plan
+from ..rules.language.empty_shards import local_function
+from ..rules.language.op_schema import schema_of
+from ..rules.language.rule import LocalCall, OpCall, Rule, flatten
+from ..scopes import Scope
+from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
+from .assign import Sharding, ShardingProblem, assign
+from .c10d import collective_on_shards, is_collective
+from .communication_policy import notice_of
+from .decision import (
+    CompositeDecision,
+    Decision,
+    DynamicDecision,
+    InputMove,
+    MovingDecision,
+    ResultKind,
+    SimpleDecision,
+)
+from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
+from .results import with_memory_order
+
+__all__ = ["Circumstances", "decide", "rule_of"]
+
+
+class Circumstances(NamedTuple):
+    """What a decision depends on besides the operator and its arguments.
+
+    Attributes:
+        scope: the policies that hold.
+        copies: flat indices of the inputs that are views whose storage is not their base's.
+        verifies_plain: whether plain tensors among the inputs are to be compared over the ranks in every call.
+    """
+
+    scope: Scope
+    copies: frozenset[int] = frozenset()
+    verifies_plain: bool = False
+
+
+def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
+    """The rule of an operator: innermost overlay first, then the standing tables."""
+    for table in scope.overlays:
+        if op in table:
+            rule: Rule = table[op]
+            return rule
+    from ..rules.all_rules import TABLE  # here: the first operator pays 0.15 s for the tables, `import` does not
+
+    return TABLE.get(op)
+
+
+def decide(
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    circumstances: Circumstances,
+) -> Decision:
+    """How to run `op`.
+
+    Args:
+        op: the overload.
+        args: its arguments, each tensor replaced by its `Spec`.
+        kwargs: its keyword arguments in schema order, likewise.
+        circumstances: what else the decision depends on.
+
+    Raises:
+        MixedTensorError: if the specs are of different meshes.
+        NoRuleError: if the operator has no rule and the policy is "error", or writes to sharded tensors unseen.
+        InPlaceError: if a written tensor is such a copy, or would have to change its shape.
+        CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
+    """
+    scope = circumstances.scope
+    rule = rule_of(op, scope)
+    if rule is None:
+        composite = collective_on_shards(op) if is_collective(op) else in_place_view(op) or decomposition_of(op)
+        if composite is not None:
+            return CompositeDecision(composite, circumstances.verifies_plain)
+        rule = _without_rule(op, scope)
+    specs = (*specs_in(args), *specs_in(tuple(kwargs.values())))
+    outs = tuple(specs_in(tuple(kwargs[name] for name in schema_of(op).outs if name in kwargs)))
+    inputs = specs[: len(specs) - len(outs)]
+    build = _without_memory(args, kwargs)
+    metas = _global_outputs(op, build, specs)
+    if len(outs) > len(metas) and not all(spec.is_replicated for spec in outs):
+        raise NoRuleError(
+            f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
+            f"pass replicated tensors, or use the form that returns its result"
+        )
+    check_outs(op, outs, metas)
+    tensors = tuple(spec.tensor_meta for spec in inputs)
+    call = OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, metas)
+    if rule is _LOCAL:
+        sharding = _as_first_input(call, inputs)
+    elif rule.each:
+        sharding = _sharding_of_each(rule, call, inputs)
+    else:
+        sharding = _sharding(rule, call, ShardingProblem(inputs, metas, call.fixed, outs, rule.unordered))
+    return _decision(rule, call, specs, sharding, circumstances, build)
+
+
+def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
+    """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
+    mesh, rows = _common_mesh(call.op, problem.specs + problem.outs), rule.rows_of(call)
+    if call.has_data_dependent_shape and not rule.dynamic:  # what ranks make of their shards would not fit together
+        rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
+    sharding = assign(rows, problem, mesh)
+    written = {index for index, _ in problem.fixed}
+    for relaxed in (_reduced, _replicated):  # the written tensors' layouts; the result is redistributed back
+        if sharding is None:
+            specs = tuple(relaxed(spec) if i in written else spec for i, spec in enumerate(problem.specs))
+            sharding = assign(rows, replace(problem, specs=specs, outs=tuple(map(relaxed, problem.outs))), mesh)
+    if sharding is None:
+        targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
+        raise InPlaceError(
+            f"{call.op} writes to {', '.join(map(repr, targets))}, but with the inputs "
+            f"{', '.join(map(repr, problem.specs))} no result can be written there; use the out-of-place form"
+        )
+    return sharding
+
+
+def _reduced(spec: Spec) -> Spec:
+    return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+
+
+def _replicated(spec: Spec) -> Spec:
+    return spec.with_(placements=[Replicate()] * spec.mesh.ndim)
+
+
+def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
+    """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
+    numbers, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
+    places = [numbered(value, numbers) for value in values]
+    count = max(len(value) for value in values if is_list(value))
+    decided: list[Spec | None] = [None] * len(inputs)
+    outputs: list[Spec | None] = [None] * len(call.outputs)
+    communicating: set[int] = set()
+    for i in range(count):
+        element = [value[i] if is_list(value) and value else value for value in values]
+        indices = [j for place in places for j in indices_at(place, i)]
+        results = range(i, len(call.outputs), count)
+        sub = OpCall(
+            call.op,
+            tuple(element[: len(call.args)]),
+            dict(zip(call.kwargs, element[len(call.args) :], strict=True)),
+            tuple(call.tensors[j] for j in indices),
+            tuple(call.outputs[j] for j in results),
+        )
+        fixed = tuple((j, None) for j in sub.written)
+        problem = ShardingProblem(tuple(inputs[j] for j in indices), sub.outputs, fixed, (), rule.unordered)
+        sharding = _sharding(rule, sub, problem)
+        communicating.update(sharding.communicating)
+        for j, spec in zip(indices, sharding.inputs, strict=True):
+            if decided[j] not in (None, spec):
+                raise MixedTensorError(f"{call.op}: the shared input {inputs[j]!r} would need two layouts")
+            decided[j] = spec
+        for j, spec in zip(results, sharding.outputs, strict=True):
+            outputs[j] = spec
+    final = tuple(spec or inputs[j] for j, spec in enumerate(decided))
+    return Sharding(final, tuple(spec for spec in outputs if spec is not None), tuple(sorted(communicating)))
+
+
+def _decision(  # what a decision is made of
+    rule: Rule, call: OpCall, specs: tuple[Spec, ...], sharding: Sharding, circumstances: Circumstances, build: Build
+) -> Decision:
+    """The decision that gives every input of a call the spec that its sharding asks for."""
+    wanted = (*sharding.inputs, *_specs_of_outs(sharding.outputs, specs[len(sharding.inputs) :]))
+    changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
+    plans = tuple((i, plan(a, b)) for i, a, b in changed)
+    places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())]
+    written = (*call.written, *range(len(sharding.inputs), len(specs)))
+    stored = (*written, *call.updated)
+    check_writes(call.op, specs, stored, circumstances.copies)
+    write_backs = tuple((i, plan(b, a)) for i, a, b in changed if i in stored)
+    scope = circumstances.scope
+    moving = any(way.collectives for _, way in plans)
+    what = f"{call.op}({', '.join(map(repr, specs))})" if moving or scope.communication != "allow" else ""
+    notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
+    aliased, kind = call.aliased, _result_kind(call)
+    run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
+    run = direct(call.op, build, call.outputs) if run is None else run
+    if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
+        run = with_overlap_fallback(run)
+    if kind is ResultKind.ONE and not call.schema.is_view and any(0 in a.stride for _, a, _ in changed):
+        run = with_memory_order(run, sharding.outputs[0])
+    unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
+    copied = call.schema.is_view and (
+        bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.copies
+    )
+    dynamic = rule.dynamic or call.has_data_dependent_shape
+    watched = scope.communication != "allow" and not sharding.communicating
+    if not (plans or dynamic or copied or notice or watched or circumstances.verifies_plain):
+        return SimpleDecision(run, kind, sharding.outputs, aliased, unreported)
+    return (DynamicDecision if dynamic else MovingDecision)(
+        run,
+        kind,
+        sharding.outputs,
+        aliased,
+        unreported,
+        moves=tuple(InputMove(*places[i], way) for i, way in plans),
+        write_backs=tuple(InputMove(*places[i], way) for i, way in write_backs),
+        view_copied=copied,
+        foreach=rule.each,
+        verifies_plain=circumstances.verifies_plain,
+        reason=what if moving else "",
+        notice=notice,
+        watched=what if watched else "",
+    )
+
+
+def _specs_of_outs(results: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
+    """The layouts in which `out=` arguments take results: their own, unless the results could not be given those."""
+    for i, out in enumerate(outs):
+        fits = i >= len(results) or results[i].shape != out.shape or results[i].same_layout(out)
+        yield out if fits else out.with_(placements=results[i].placements, shard_order=results[i].shard_order)
+
+
+def _result_kind(call: OpCall) -> ResultKind:
+    """What becomes of the result of a local call."""
+    schema, aliased = call.schema, call.aliased
+    if not call.outputs:
+        return ResultKind.NONE
+    if schema.is_list == (False,) and schema.returns_only_tensors:
+        if aliased == (None,):
+            return ResultKind.ONE
+        in_place = aliased == (0,) and isinstance(call.args[0], TensorMeta)
+        return ResultKind.FIRST if in_place else ResultKind.NESTED
+    is_new = all(index is None for index in aliased)
+    is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
+    return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
+
+
+def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh) -> list[str]:
+    """A line for everything that a call communicates: plans of its inputs, and its local function along mesh axes."""
+    moves = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
+    axes = [mesh.axis_names[axis] for axis in sharding.communicating if mesh.shape[axis] > 1]
+    return [*moves, f"  collectives of its local function along {', '.join(map(repr, axes))}"] if axes else moves
+
+
+_REPLICATE = Rule(lambda call: ())
+_LOCAL = Rule(lambda call: ())
+
+
+def _without_rule(op: OpOverload, scope: Scope) -> Rule:
+    if scope.unknown == "error":
+        raise NoRuleError(
+            f"{op} has no sharding rule and no decomposition; give it one with shoal_dtensor.register_rule, "
+            f"or allow replicated inputs with unknown_ops('replicate')"
+        )
+    if scope.unknown == "local":
+        return _LOCAL
+    warnings.warn(
+        f"{op} has no sharding rule and no decomposition: its inputs are replicated "
+        f"(unknown_ops('error') forbids this; shoal_dtensor.register_rule gives it a rule)",
+        stacklevel=2,
+    )
+    return _REPLICATE
+
+
+def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
+    """The `unknown_ops("local")` sharding: nothing moves, outputs have the layout of the first input."""
+    first = inputs[0]
+    for meta in call.outputs:
+        if meta.shape != first.shape:
+            raise NoRuleError(
+                f"{call.op} has no sharding rule, and unknown_ops('local') cannot tell the layout of an "
+                f"output of shape {tuple(meta.shape)} when its first input is {first!r}"
+            )
+    outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
+    return Sharding(inputs, outputs)
+
+
+def _without_memory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
+    """A function that makes the global arguments on a device, each tensor without memory."""
+
+    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return [_empty(value, device) for value in args], {name: _empty(v, device) for name, v in kwargs.items()}
+
+    return build
+
+
+def _global_outputs(op: OpOverload, build: Build, specs: Sequence[Spec]) -> tuple[TensorMeta, ...]:
+    """What the global tensor outputs are; none if that depends on data.
+
+    Raises:
+        OperatorArgumentError: if the operator refuses its arguments; OperatorIndexError: a dim or an index of them.
+    """
+    try:
+        result = shapes_of(op, build, specs[0].mesh.device_type)
+    except DataDependentError:
+        return ()
+    except (RuntimeError, ValueError) as error:
+        raise OperatorArgumentError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
+    except IndexError as error:
+        raise OperatorIndexError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
+    return tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
+
+
+def _empty(value: Any, device: torch.device) -> Any:
+    """An argument with tensors that have no memory."""
+    if isinstance(value, Spec):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, torch.Generator):
+        return None  # shapes do not depend on it, and kernels without memory refuse one
+    return [_empty(item, device) for item in value] if is_list(value) else value
+
+
+def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:
+    for spec in specs[1:]:
+        if spec.mesh is not specs[0].mesh and spec.mesh != specs[0].mesh:
+            raise MixedTensorError(
+                f"{op}: its inputs are on different meshes: {specs[0].mesh} and {spec.mesh}; "
+                f"redistribute one of them to the other's mesh first"
+            )
+    return specs[0].mesh

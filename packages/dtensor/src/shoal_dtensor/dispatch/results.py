@@ -1,0 +1,95 @@
+"""DTensors around what local functions return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._torch import around
+from ..layout.placements import Replicate
+from ..layout.tensor_meta import TensorMeta
+from ..redistribute.execution.memory_format import in_memory_order
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+
+__all__ = ["tensors_in", "with_kernel_metadata", "with_memory_order", "wrap", "wrap_all", "wrap_dynamic"]
+
+
+def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
+    """A DTensor around a local tensor with the layout of `spec`."""
+    return around(cls, local, spec, False)
+
+
+def wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], originals: Sequence[Any]) -> Any:
+    """Wrap every tensor of a result in order; an output that aliases a written input is that input itself."""
+    if isinstance(result, torch.Tensor):
+        spec, index = next(outputs)
+        return wrap(cls, result, spec) if index is None else originals[index]
+    if isinstance(result, list | tuple):
+        wrapped = [wrap_all(cls, item, outputs, originals) for item in result]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
+    return result
+
+
+def wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
+    """Wrap results whose shapes depend on data: every rank has computed the same ones.  Sparse ones stay plain."""
+    if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
+        return result
+    if isinstance(result, torch.Tensor):
+        spec = next(item._spec for item in originals if isinstance(item, cls))
+        everywhere = spec.with_(placements=(Replicate(),) * spec.mesh.ndim)
+        return wrap(cls, result, everywhere.with_(shape=result.shape, stride=result.stride(), dtype=result.dtype))
+    if isinstance(result, list | tuple):
+        return type(result)(wrap_dynamic(cls, item, originals) for item in result)
+    return result
+
+
+def with_kernel_metadata(
+    op: object, outputs: Sequence[Spec], aliased: Sequence[int | None], locals_: Sequence[torch.Tensor]
+) -> tuple[Spec, ...]:
+    """The specs of an operator's outputs, held against what its first call returned on this rank.
+
+    A replicated output is what the kernel says: for auxiliary outputs (of `embedding_bag`, for one) the meta kernel,
+    which predicted the shape, and the device's kernel need not agree.  So is the dtype of all outputs but the first
+    (torch 2.11 predicts float32 for attention's log-sums of float64).
+
+    Raises:
+        AssertionError: if a sharded or partial output is not what its spec says: the rule errs, and that must be seen.
+    """
+    specs = list(outputs)
+    for i, (spec, alias, local) in enumerate(zip(outputs, aliased, locals_, strict=True)):
+        if alias is not None or spec.coordinate is None:
+            continue
+        if local.shape == spec.local_shape and local.dtype == spec.dtype:
+            continue
+        if i and local.shape == spec.local_shape:
+            specs[i] = spec.with_(dtype=local.dtype)
+            continue
+        assert spec.is_replicated, (
+            f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
+            f"{spec!r} has {tuple(spec.local_shape)}; please report it"
+        )
+        specs[i] = spec.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype)
+    return tuple(specs)
+
+
+def with_memory_order(call: Callable[..., torch.Tensor], spec: Spec) -> Callable[..., torch.Tensor]:
+    """A local function whose result has the memory order of its global stride.
+
+    The stride is that of the global operands. One that is expanded has stride 0 and leaves the order to the others;
+    once moved it is an ordinary tensor, and kernels take the order of their first operand.
+    """
+    ordered = in_memory_order(spec)
+    return lambda *args, **kwargs: ordered(call(*args, **kwargs))
+
+
+def tensors_in(values: Any) -> Iterator[Any]:
+    """The tensors of a structure, in order."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size):
+            yield from tensors_in(value)

@@ -1,0 +1,1 @@
+"""How a tensor is placed on a mesh, as immutable values: no tensor, no communication."""

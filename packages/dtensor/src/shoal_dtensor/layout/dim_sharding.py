@@ -1,0 +1,347 @@
+"""How one tensor dim is sharded over mesh axes: integers only.
+
+A `DimSharding` lists the mesh axes that shard the dim, outermost first, and says where every shard begins and ends.
+Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one contiguous interval, so every rank
+holds one box of the global tensor.  Redistribution, random numbers, checkpoints and views all build on that.
+
+Shards of `torch.chunk` are two integers, length and step, whatever the number of ranks: shard `k` is
+`[k * step, (k + 1) * step)`, as far as the dim reaches.  Only ragged shardings have an entry per shard.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from shoal_mesh import constant_when_compiled
+
+from ..errors import PlacementError
+from .placements import Placement, Shard, StridedShard
+
+__all__ = ["DimSharding", "canonical_placements", "chunk_sizes", "normalize_placements", "order_of", "shard_dim"]
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
+    """Sizes of the `shards` that `torch.chunk` makes of `length` elements, divided only at multiples of `unit`.
+
+    Trailing shards are smaller, or empty when there are fewer units than shards.
+
+    Example:
+        >>> chunk_sizes(10, 4), chunk_sizes(2, 4), chunk_sizes(10, 2, unit=4)
+        ((3, 3, 3, 1), (1, 1, 0, 0), (8, 2))
+    """
+    return _sizes(length, _step(length, shards, unit), shards)
+
+
+def _step(length: int, shards: int, unit: int) -> int:
+    """Elements of the first shard: ceil-sized in units of `unit`."""
+    units = -(-length // unit)
+    return -(-units // shards) * unit
+
+
+def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
+    """Sizes of the shards: as many of `step` as there are, the rest, and empty ones.
+
+    7 elements, step 3, 4 shards: (3, 3, 1, 0)
+    """
+    full, rest = divmod(length, step) if step else (0, 0)
+    return ((step,) * full + (rest, *(0,) * shards))[:shards]
+
+
+@constant_when_compiled
+@dataclass(frozen=True, init=False)
+class DimSharding:
+    """One tensor dim, sharded over mesh axes.
+
+    7 elements over axes (0, 1) of sizes (2, 2): shard k = 2 * coordinate[0] + coordinate[1]
+
+        element     0 1 | 2 3 || 4 5 | 6
+        coordinate  0,0   0,1    1,0   1,1
+
+    Args:
+        axes: mesh axes that shard the dim, outermost first; empty when it is replicated.
+        axis_sizes: their sizes.
+        sizes: elements of every shard, row-major over `axes`; `(length,)` when it is replicated.
+
+    Attributes:
+        length: global number of elements.
+        step: elements of the longest shard.
+        ragged: elements of every shard where those are not `step` up to the end; None otherwise.
+
+    Example:
+        >>> sharding = DimSharding((0, 1), (2, 2), (2, 2, 2, 1))
+        >>> sharding.offsets, sharding.interval((1, 0)), sharding.step, sharding.ragged
+        ((0, 2, 4, 6), (4, 6), 2, None)
+    """
+
+    axes: tuple[int, ...]
+    axis_sizes: tuple[int, ...]
+    length: int
+    step: int
+    ragged: tuple[int, ...] | None
+
+    def __init__(self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
+        length, step = sum(sizes), sizes[0]
+        ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
+        self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
+
+    @classmethod
+    def chunks(cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int) -> DimSharding:
+        """The sharding in shards of `step` elements; the last non-empty one may be shorter.
+
+        Example:
+            >>> DimSharding.chunks((0,), (4,), 5, 2).sizes
+            (2, 2, 1, 0)
+        """
+        sharding: DimSharding = object.__new__(cls)
+        sharding._set(axes, axis_sizes, length, min(step, length), None)
+        return sharding
+
+    def _set(
+        self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int, ragged: tuple[int, ...] | None
+    ) -> None:
+        self.__dict__.update(axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, object]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"dim_sharding_{id(self)}"
+        return name, {name: self}
+
+    @cached_property
+    def shards(self) -> int:
+        """Number of shards, empty ones too."""
+        return prod(self.axis_sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of every shard: an entry per rank of the axes, so ask for one interval where that will do."""
+        return _sizes(self.length, self.step, self.shards) if self.ragged is None else self.ragged
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Global index of the first element of every shard."""
+        return (0, *accumulate(self.sizes[:-1]))
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all shards are equally large."""
+        return self.ragged is None and self.step * self.shards == self.length
+
+    def index(self, coordinate: Sequence[int]) -> int:
+        """The shard that the rank at a mesh coordinate holds."""
+        shard = 0
+        for axis, size in zip(self.axes, self.axis_sizes, strict=True):
+            shard = shard * size + coordinate[axis]
+        return shard
+
+    def interval_of(self, shard: int) -> tuple[int, int]:
+        """Global `[start, stop)` of a shard."""
+        if self.ragged is None:
+            return min(shard * self.step, self.length), min((shard + 1) * self.step, self.length)
+        start = self.offsets[shard]
+        return start, start + self.ragged[shard]
+
+    def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Global `[start, stop)` that the rank at a mesh coordinate holds."""
+        return self.interval_of(self.index(coordinate))
+
+    def size(self, coordinate: Sequence[int]) -> int:
+        """Number of elements that the rank at a mesh coordinate holds."""
+        start, stop = self.interval(coordinate)
+        return stop - start
+
+    def indices(self, coordinate: Sequence[int]) -> list[int]:
+        """Global indices of the elements that the rank at a mesh coordinate holds."""
+        return [*range(*self.interval(coordinate))]
+
+    def shard_with(self, index: int) -> int:
+        """The shard that has element `index`, which is below the length."""
+        return index // self.step if self.ragged is None else bisect_right(self.offsets, index) - 1
+
+    def scaled(self, unit: int) -> DimSharding:
+        """The same sharding where every element became `unit` elements."""
+        if unit == 1:
+            return self
+        if self.ragged is None:
+            return DimSharding.chunks(self.axes, self.axis_sizes, self.length * unit, self.step * unit)
+        return DimSharding(self.axes, self.axis_sizes, tuple(size * unit for size in self.ragged))
+
+    def divided(self, unit: int) -> DimSharding | None:
+        """The same sharding counted in units of `unit` elements; None if a shard is no integer number of units."""
+        if unit == 1:
+            return self
+        if self.ragged is None:
+            if self.step % unit or self.length % unit:
+                return None
+            return DimSharding.chunks(self.axes, self.axis_sizes, self.length // unit, self.step // unit)
+        if any(size % unit for size in self.ragged):
+            return None
+        return DimSharding(self.axes, self.axis_sizes, tuple(size // unit for size in self.ragged))
+
+    def outer(self, count: int) -> DimSharding:
+        """The sharding by the `count` outermost axes alone."""
+        axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
+        if self.ragged is None:
+            return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
+        starts = range(0, self.shards, inner)
+        return DimSharding(axes, axis_sizes, tuple(sum(self.ragged[i : i + inner]) for i in starts))
+
+    def chunked(self, axis: int, ways: int, unit: int = 1) -> DimSharding:
+        """Every shard sharded further by one more axis, as `torch.chunk` does it at multiples of `unit`.
+
+        7 elements over (2, 2): shards of 4 and 3, both in steps of 2, so every boundary is a multiple of 2.
+        10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
+        """
+        axes, axis_sizes = (*self.axes, axis), (*self.axis_sizes, ways)
+        if self.ragged is None:
+            step, last = _step(self.step, ways, unit), self.length % self.step if self.step else 0
+            aligned = self.step == self.length or step * ways == self.step
+            if aligned and (not last or min(_step(last, ways, unit), last) == min(step, last)):
+                return DimSharding.chunks(axes, axis_sizes, self.length, step)
+        return DimSharding(axes, axis_sizes, tuple(n for size in self.sizes for n in chunk_sizes(size, ways, unit)))
+
+    def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
+        """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
+        placements: dict[int, Shard] = {}
+        here = self.outer(0)
+        for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
+            default, here = here.chunked(axis, ways), self.outer(count)
+            placements[axis] = Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
+        return placements
+
+
+def shard_dim(
+    length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> DimSharding:
+    """The sharding of a dim of `length` elements by `axes`, outermost first, with their `Shard` placements.
+
+    Raises:
+        PlacementError: if explicit sizes do not add up to what the outer axes leave.
+    """
+    sharding = DimSharding.chunks((), (), length, length)
+    for axis in axes:
+        placement, ways = placements[axis], mesh_shape[axis]
+        assert isinstance(placement, Shard), "only Shard placements shard a dim"
+        if placement.sizes is None:
+            sharding = sharding.chunked(axis, ways, placement.multiple_of)
+            continue
+        sizes, shards = placement.sizes, sharding.sizes
+        if len(sizes) != len(shards) * ways:
+            raise PlacementError(
+                f"{placement!r} on mesh axis {axis}: expected {len(shards) * ways} sizes (the axis has {ways} "
+                f"coordinates, outer axes make {len(shards)} shards), got {len(sizes)}"
+            )
+        for i, outer in enumerate(shards):
+            inner = sizes[i * ways : (i + 1) * ways]
+            if sum(inner) != outer:
+                raise PlacementError(
+                    f"{placement!r} on mesh axis {axis}: sizes {inner} add up to {sum(inner)}, "
+                    f"but the outer axes leave {outer}"
+                )
+        sharding = DimSharding((*sharding.axes, axis), (*sharding.axis_sizes, ways), sizes)
+    return sharding
+
+
+def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> ShardOrder:
+    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless in `shard_order`).
+
+    Raises:
+        PlacementError: if `shard_order` names other axes than the placements do.
+    """
+    asked = dict(shard_order or ())
+    axes_of: dict[int, tuple[int, ...]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
+    for dim, axes in asked.items():
+        if sorted(axes) != list(axes_of.get(dim, ())):
+            raise PlacementError(
+                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but the placements "
+                f"{tuple(map(str, placements))} shard it by axes {axes_of.get(dim, ())}"
+            )
+    return tuple((dim, tuple(asked.get(dim, axes_of[dim]))) for dim in sorted(axes_of))
+
+
+def normalize_placements(
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    ndim: int,
+    shard_order: ShardOrder | None = None,
+) -> tuple[tuple[Placement, ...], ShardOrder]:
+    """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim.
+
+    Args:
+        placements: one per mesh axis, as a user wrote them.
+        mesh_shape: coordinates per mesh axis.
+        ndim: number of tensor dims.
+        shard_order: pairs (tensor dim, axes outermost first); dims left out are sharded in ascending axis order.
+
+    Raises:
+        PlacementError: if the number of placements, a dim, the order or a strided placement does not fit.
+    """
+    if len(placements) != len(mesh_shape):
+        raise PlacementError(
+            f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
+            f"{tuple(mesh_shape)}, got {len(placements)}: {list(placements)}"
+        )
+    resolved: list[Placement] = []
+    strided: dict[int, int] = {}
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            raise PlacementError(f"mesh axis {axis}: expected Shard, Replicate or Partial, got {placement!r}")
+        if isinstance(placement, Shard | StridedShard):
+            dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+            if not 0 <= dim < ndim:
+                raise PlacementError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+            if isinstance(placement, StridedShard) and placement.sizes is None:
+                strided[axis] = placement.split_factor
+                placement = Shard(dim)
+            else:
+                placement = placement.on_dim(dim)
+        resolved.append(placement)
+    order = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
+    if strided:
+        order = _order_of_strided(resolved, strided, mesh_shape) | order
+    return tuple(resolved), order_of(resolved, tuple(order.items()))
+
+
+def _order_of_strided(
+    placements: Sequence[Placement], strided: dict[int, int], mesh_shape: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Place each axis behind those to its right whose sizes multiply to its split factor."""
+    order: dict[int, tuple[int, ...]] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not isinstance(placement, Shard):
+            continue
+        before, factor, position = order.get(placement.dim, ()), 1, 0
+        while factor != strided.get(axis, 1) and position < len(before):
+            factor *= mesh_shape[before[position]]
+            position += 1
+        if factor != strided.get(axis, 1):
+            raise PlacementError(
+                f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis {axis}: the axes to its "
+                f"right that shard dim {placement.dim} have sizes {[mesh_shape[a] for a in before]}; "
+                f"no leading part of them multiplies to {strided[axis]}"
+            )
+        order[placement.dim] = (*before[:position], axis, *before[position:])
+    return order
+
+
+def canonical_placements(placements: Sequence[Placement], shardings: Sequence[object]) -> tuple[Placement, ...]:
+    """`placements` with explicit sizes dropped where they say what `torch.chunk` would do anyway."""
+    result = list(placements)
+    for dim, sharding in enumerate(shardings):
+        if isinstance(sharding, DimSharding) and any(
+            getattr(placements[axis], "sizes", None) is not None for axis in sharding.axes
+        ):
+            for axis, placement in sharding.placements(dim).items():
+                result[axis] = placement
+    return tuple(result)

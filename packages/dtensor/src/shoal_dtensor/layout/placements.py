@@ -1,0 +1,309 @@
+"""What a tensor looks like along one mesh axis: `Shard`, `Replicate` or `Partial`.
+
+Placements are data: immutable, interned (equal placements are the same object, so equality
+and hashing cost nothing) and free of any arithmetic; `dim_sharding` knows how big a shard is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from math import inf
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
+
+from shoal_mesh import constant_when_compiled
+
+from ..errors import PlacementError
+
+__all__ = ["PICKLED", "REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
+
+REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+
+
+class Placement:
+    """Base of the placements; never instantiated itself."""
+
+    __slots__ = ("__weakref__",)
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Placement]] = WeakValueDictionary()
+
+    @classmethod
+    def _intern(cls, fields: dict[str, Any]) -> Any:
+        key = (cls, *fields.values())
+        placement = Placement._interned.get(key)
+        if placement is None:
+            placement = object.__new__(cls)
+            for name, value in fields.items():
+                object.__setattr__(placement, name, value)
+            Placement._interned[key] = placement
+        return placement
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this axis shards a tensor dim (`dim`, when one is given)."""
+        return False
+
+    def is_replicate(self) -> bool:
+        """Whether every rank along this axis holds the same values."""
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether the value is the reduction (by `reduce_op`, when given) over this axis of what the ranks hold."""
+        return False
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How code that torch.compile generates spells it."""
+        return repr(self), {type(self).__name__: type(self)}
+
+    def __copy__(self) -> Placement:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placement:
+        return self
+
+
+@constant_when_compiled
+class Shard(Placement):
+    """The axis shards tensor dim `dim`; coordinate `i` holds the `i`-th shard.
+
+    Args:
+        dim: the tensor dim; negative counts from the end and is resolved when a tensor is known.
+        sizes: how many elements each coordinate holds (a ragged shard).  Left out, they are those
+            of `torch.chunk`: ceil-sized shards, trailing ones smaller or empty.  When outer
+            axes shard the same dim, `sizes` lists every shard so far, outermost axis slowest.
+        multiple_of: divide only at multiples of so many elements (attention heads, quantisation blocks).
+
+    Raises:
+        PlacementError: if a size is negative, `multiple_of` is below 1, or both are given.
+
+    Example:
+        >>> Shard(0), Shard(0, sizes=(3, 1)), Shard(-1, multiple_of=64)
+        (Shard(dim=0), Shard(dim=0, sizes=(3, 1)), Shard(dim=-1, multiple_of=64))
+        >>> Shard(0) is Shard(0)
+        True
+    """
+
+    __slots__ = ("dim", "multiple_of", "sizes")
+    __match_args__ = ("dim",)
+    dim: int
+    sizes: tuple[int, ...] | None
+    multiple_of: int
+
+    def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
+        if type(dim) is not int:
+            raise PlacementError(f"Shard: dim must be an int, got {dim!r}")
+        if sizes is not None:
+            sizes = tuple(int(size) for size in sizes)
+            if multiple_of != 1:
+                raise PlacementError(f"Shard: give sizes or multiple_of, not both (got {sizes} and {multiple_of})")
+            if any(size < 0 for size in sizes):
+                raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
+        if multiple_of < 1:
+            raise PlacementError(f"Shard: multiple_of must be at least 1, got {multiple_of}")
+        placement: Shard = cls._intern({"dim": dim, "sizes": sizes, "multiple_of": int(multiple_of)})
+        return placement
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def on_dim(self, dim: int) -> Shard:
+        """The same sharding of another tensor dim."""
+        return self if dim == self.dim else Shard(dim, sizes=self.sizes, multiple_of=self.multiple_of)
+
+    @staticmethod
+    def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+        """Elements of shard `rank` of `num_chunks`, and the index of its first one, as of `torch.chunk`.
+
+        Example:
+            >>> Shard.local_shard_size_and_offset(10, 4, 3)
+            (1, 9)
+        """
+        step = -(-curr_local_size // num_chunks)
+        offset = min(rank * step, curr_local_size)
+        return min(step, curr_local_size - offset), offset
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _shard, (self.dim, self.sizes, self.multiple_of)
+
+    def __repr__(self) -> str:
+        more = f", sizes={self.sizes}" if self.sizes is not None else ""
+        more += f", multiple_of={self.multiple_of}" if self.multiple_of != 1 else ""
+        return f"Shard(dim={self.dim}{more})"
+
+    def __str__(self) -> str:
+        more = f",{list(self.sizes)}" if self.sizes is not None else ""
+        more += f",x{self.multiple_of}" if self.multiple_of != 1 else ""
+        return f"S({self.dim}{more})"
+
+
+@constant_when_compiled
+class StridedShard(Placement):
+    """The axis shards tensor dim `dim` in several runs alike: what a reshape makes of a sharded dim behind another.
+
+    `(batch, sequence) -> (batch * sequence)` with the sequence sharded gives `StridedShard(0, split_factor=batch,
+    sizes=...)`: the dim is `split_factor` equal runs, of each of which coordinate `i` holds the `i`-th shard.
+
+    Without `sizes` it is torch's spelling of "axes to the right shard this dim first", for interchange: mesh axes to
+    its right whose sizes multiply to `split_factor` shard the dim before it does.  Specs translate that to an explicit
+    shard order.
+
+    Args:
+        dim: the tensor dim.
+        split_factor: number of runs.
+        sizes: elements of one run that each coordinate holds.
+
+    Raises:
+        PlacementError: if `split_factor` is below 1 or a size negative.
+    """
+
+    __slots__ = ("dim", "sizes", "split_factor")
+    __match_args__ = ("dim",)
+    dim: int
+    split_factor: int
+    sizes: tuple[int, ...] | None
+
+    def __new__(cls, dim: int, *, split_factor: int, sizes: Sequence[int] | None = None) -> StridedShard:
+        if split_factor < 1:
+            raise PlacementError(f"StridedShard: split_factor must be at least 1, got {split_factor}")
+        if sizes is not None:
+            sizes = tuple(int(size) for size in sizes)
+            if any(size < 0 for size in sizes):
+                raise PlacementError(f"StridedShard: sizes must not be negative, got {sizes}")
+        placement: StridedShard = cls._intern({"dim": int(dim), "split_factor": int(split_factor), "sizes": sizes})
+        return placement
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def on_dim(self, dim: int) -> StridedShard:
+        """The same sharding of another tensor dim."""
+        return self if dim == self.dim else StridedShard(dim, split_factor=self.split_factor, sizes=self.sizes)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _strided_shard, (self.dim, self.split_factor, self.sizes)
+
+    def __repr__(self) -> str:
+        more = f", sizes={self.sizes}" if self.sizes is not None else ""
+        return f"StridedShard(dim={self.dim}, split_factor={self.split_factor}{more})"
+
+    def __str__(self) -> str:
+        more = f",{list(self.sizes)}" if self.sizes is not None else ""
+        return f"SS({self.dim},{self.split_factor}{more})"
+
+
+@constant_when_compiled
+class Replicate(Placement):
+    """Every rank along the axis holds the same values: all that other axes leave of the tensor.
+
+    Example:
+        >>> Replicate() is Replicate()
+        True
+    """
+
+    __slots__ = ()
+
+    def __new__(cls) -> Replicate:
+        placement: Replicate = cls._intern({})
+        return placement
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Replicate, ()
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@constant_when_compiled
+class Partial(Placement):
+    """The value is the reduction over the axis of what its ranks hold; nobody has it yet.
+
+    Args:
+        reduce_op: one of `REDUCE_OPS`, or `norm` and an order: with `"norm2"` the value is the square root of the sum
+            of the squares of what the ranks hold, with `"norm3.5"` likewise for any order but 0 and 1 (sums) and the
+            infinities (extrema). What the ranks hold is not negative, unless all of them but one hold nothing.
+
+    Raises:
+        PlacementError: if the reduction is unknown.
+
+    Example:
+        >>> Partial(), Partial("max"), Partial("norm2.0")
+        (Partial('sum'), Partial('max'), Partial('norm2'))
+    """
+
+    __slots__ = ("reduce_op",)
+    __match_args__ = ("reduce_op",)
+    reduce_op: str
+
+    def __new__(cls, reduce_op: str = "sum") -> Partial:
+        if reduce_op not in REDUCE_OPS:
+            reduce_op = _norm_op(reduce_op)
+        placement: Partial = cls._intern({"reduce_op": reduce_op})
+        return placement
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Partial, (self.reduce_op,)
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op!r})"
+
+    def __str__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+@cache
+def norm_order(reduce_op: str) -> float | None:
+    """The order of a p-norm among the reductions; None for any other.
+
+    Example:
+        >>> norm_order("norm2"), norm_order("norm0.5"), norm_order("sum")
+        (2.0, 0.5, None)
+    """
+    return float(reduce_op[4:]) if str(reduce_op).startswith("norm") else None
+
+
+_SIMPLER = {0.0: "sum", 1.0: "sum", inf: "max", -inf: "min"}
+
+
+def _norm_op(name: str) -> str:
+    """The one spelling of a norm's name."""
+    try:
+        order = float(name.removeprefix("norm")) if str(name).startswith("norm") else None
+    except ValueError:
+        order = None
+    if order is None or order != order:
+        raise PlacementError(
+            f"Partial: reduce_op must be one of {', '.join(REDUCE_OPS)}, or norm and an order ('norm2'), got {name!r}"
+        )
+    if order in _SIMPLER:
+        raise PlacementError(f"Partial: {name!r} is Partial({_SIMPLER[order]!r})")
+    return f"norm{int(order) if order.is_integer() and abs(order) < 2**53 else order!r}"
+
+
+def _shard(dim: int, sizes: tuple[int, ...] | None, multiple_of: int) -> Shard:
+    return Shard(dim, sizes=sizes, multiple_of=multiple_of)
+
+
+def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = None) -> StridedShard:
+    return StridedShard(dim, split_factor=split_factor, sizes=sizes)
+
+
+PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of

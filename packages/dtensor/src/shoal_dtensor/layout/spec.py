@@ -1,0 +1,362 @@
+"""`Spec`: everything that is known about a DTensor besides its values.
+
+Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs
+hashes by identity, and whatever follows from a spec (shardings of dims, local shape, ...) is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+
+from shoal_mesh import DeviceMesh, constant_when_compiled
+
+from ..argument_types import check_mesh, check_type
+from ..errors import ArgumentTypeError, PlacementError
+from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normalize_placements, order_of
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_any_dim
+from .tensor_meta import Box, TensorMeta, contiguous_stride
+
+__all__ = ["Spec", "compute_local_shape_and_global_offset"]
+
+
+@constant_when_compiled
+class Spec:
+    """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
+
+    Args:
+        mesh: the device mesh.
+        placements: one per mesh axis; negative dims and torch's strided spelling are resolved.
+        shape: global shape.
+        stride: global stride in elements; contiguous when left out.
+        dtype: element type.
+        shard_order: pairs (tensor dim, mesh axes outermost first); ascending axes where left out.
+
+    Attributes:
+        dim_shardings: for each tensor dim, how the mesh shards it.
+        is_strided: whether a reshape folded a sharded dim behind another one, so that ranks hold no box (see
+            `StridedDimSharding`).
+        partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
+        coordinate: of this rank in the mesh; None if it is outside.
+        local_shape: of this rank's part; `(0,)` outside the mesh.
+        is_replicated: whether every rank of the mesh holds all of the tensor.
+        even: whether every rank's part has the same shape.
+        tensor_meta: global shape, stride and dtype.
+        device_mesh: the mesh, under torch's name.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh or the tensor.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> spec = Spec(abstract_mesh((2, 2), rank=3), (Shard(0), Replicate()), (5, 4))
+        >>> spec.local_shape, spec.local_offset, spec
+        (torch.Size([2, 4]), (3, 0), Spec(f32[5@(0)=[3, 2], 4] on (0=2, 1=2)))
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_boxes",
+        "coordinate",
+        "device_mesh",
+        "dim_shardings",
+        "dtype",
+        "even",
+        "is_replicated",
+        "is_strided",
+        "local_shape",
+        "mesh",
+        "ndim",
+        "partials",
+        "placements",
+        "shape",
+        "shard_order",
+        "stride",
+        "tensor_meta",
+    )
+    _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    shard_order: ShardOrder
+    dim_shardings: tuple[AnyDimSharding, ...]
+    is_strided: bool
+    partials: tuple[tuple[int, str], ...]
+    coordinate: tuple[int, ...] | None
+    local_shape: torch.Size
+    ndim: int
+    is_replicated: bool
+    even: bool
+    tensor_meta: TensorMeta
+    device_mesh: DeviceMesh
+
+    def __new__(
+        cls,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        shard_order: ShardOrder | None = None,
+    ) -> Spec:
+        try:
+            shape = torch.Size(shape)
+            stride = contiguous_stride(shape) if stride is None else tuple(stride)
+            key = (mesh, tuple(placements), shape, stride, dtype, shard_order)
+            spec = cls._interned.get(key)
+        except TypeError as error:
+            if any(isinstance(n, torch.SymInt) for n in (*shape, *(stride or ()))):
+                stride = None if stride is None else tuple(map(int, stride))
+                return cls(mesh, placements, tuple(map(int, shape)), stride, dtype, shard_order)
+            raise ArgumentTypeError(
+                f"Spec: expected placements and a shape of integers, got {placements!r} and {shape!r} ({error})"
+            ) from error
+        if spec is not None:
+            return spec
+        check_mesh("Spec", mesh)
+        check_type("Spec", "dtype", dtype, torch.dtype, "a torch.dtype")
+        check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")
+        if any(n < 0 for n in shape):
+            raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
+        asked = key
+        normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order)
+        axes_of = dict(order)
+        dim_shardings = tuple(shard_any_dim(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
+        canonical = canonical_placements(normal, dim_shardings)
+        order = tuple((dim, sharding.axes) for dim, sharding in enumerate(dim_shardings) if sharding.axes)
+        key = (mesh, canonical, shape, stride, dtype, order)
+        spec = cls._interned.get(key)
+        if spec is None:
+            spec = cls._make(mesh, canonical, TensorMeta(shape, stride, dtype), order, dim_shardings)
+            cls._interned[key] = spec
+        cls._interned[asked] = spec
+        return spec
+
+    @classmethod
+    def _make(
+        cls,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        meta: TensorMeta,
+        order: ShardOrder,
+        dim_shardings: tuple[AnyDimSharding, ...],
+    ) -> Spec:
+        shape, stride, dtype = meta
+        spec = object.__new__(cls)
+        put = object.__setattr__
+        put(spec, "mesh", mesh)
+        put(spec, "placements", placements)
+        put(spec, "shape", shape)
+        put(spec, "stride", stride)
+        put(spec, "dtype", dtype)
+        put(spec, "shard_order", order)
+        put(spec, "dim_shardings", dim_shardings)
+        put(spec, "is_strided", any(isinstance(sharding, StridedDimSharding) for sharding in dim_shardings))
+        put(spec, "ndim", len(shape))
+        put(spec, "is_replicated", all(type(placement) is Replicate for placement in placements))
+        put(spec, "even", all(sharding.even for sharding in dim_shardings))
+        put(spec, "tensor_meta", meta)
+        put(spec, "device_mesh", mesh)
+        partials = tuple((axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial))
+        put(spec, "partials", partials)
+        put(spec, "_boxes", {})
+        coordinate = mesh.get_coordinate()
+        put(spec, "coordinate", coordinate)
+        put(spec, "local_shape", torch.Size((0,)) if coordinate is None else spec.local_shape_at(coordinate))
+        return spec
+
+    def box(self, coordinate: Sequence[int]) -> Box:
+        """Per tensor dim, the global `(start, stop)` that the rank at a mesh coordinate holds.
+
+        Raises:
+            PlacementError: if the spec is strided.
+        """
+        boxes: dict[tuple[int, ...], Box] = object.__getattribute__(self, "_boxes")
+        key = tuple(coordinate)
+        box = boxes.get(key)
+        if box is None:
+            box = boxes[key] = tuple(self.dim_sharding(dim).interval(key) for dim in range(self.ndim))
+        return box
+
+    def dim_sharding(self, dim: int) -> DimSharding:
+        """How the mesh shards a tensor dim of which every rank holds one interval.
+
+        Raises:
+            PlacementError: if the dim is strided.
+        """
+        return interval_sharding(self.dim_shardings[dim])
+
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """Elements of every shard of a tensor dim of which every rank holds one interval.
+
+        Raises:
+            PlacementError: if the dim is strided.
+        """
+        return self.dim_sharding(dim).sizes
+
+    def offset(self, dim: int) -> int:
+        """Global index along a tensor dim of the first element that this rank holds.
+
+        Raises:
+            PlacementError: if the dim is strided.
+        """
+        return 0 if self.coordinate is None else self.dim_sharding(dim).interval(self.coordinate)[0]
+
+    @property
+    def local_offset(self) -> tuple[int, ...]:
+        """Global index of the first element of this rank's box; zeros outside the mesh."""
+        return (0,) if self.coordinate is None else tuple(start for start, _ in self.box(self.coordinate))
+
+    @property
+    def local_stride(self) -> tuple[int, ...]:
+        """Stride in elements of a dense shard of this rank: its dims in the memory order of the global tensor.
+
+        What a rank makes up for a shard that it cannot compute has it, so that views of it succeed as on other ranks.
+        """
+        if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
+            return contiguous_stride(self.local_shape)  # an expanded tensor; its shards are plain
+        stride, step = [0] * self.ndim, 1
+        for dim in sorted(range(self.ndim), key=lambda dim: (self.stride[dim], -dim)):
+            stride[dim] = step
+            step *= max(self.local_shape[dim], 1)
+        return tuple(stride)
+
+    def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
+        """Local shape on the rank at a mesh coordinate."""
+        return torch.Size(sharding.size(coordinate) for sharding in self.dim_shardings)
+
+    def same_layout(self, other: Spec) -> bool:
+        """Whether every rank holds the same box and the same partial values under both specs."""
+        return self is other or (
+            self.mesh == other.mesh and self.dim_shardings == other.dim_shardings and self.partials == other.partials
+        )
+
+    def with_(
+        self,
+        *,
+        placements: Sequence[Placement] | None = None,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> Spec:
+        """A spec that differs in what is given.
+
+        The shard order is kept for dims that the same axes still shard; a new shape without a stride is contiguous.
+        """
+        if placements is None:
+            placements = self.placements
+            order = shard_order or self.shard_order
+        else:
+            order = shard_order or _surviving_order(self.shard_order, placements, len(shape or self.shape))
+        if shape is not None and stride is None:
+            stride = contiguous_stride(shape)
+        return Spec(
+            self.mesh,
+            placements,
+            self.shape if shape is None else shape,
+            self.stride if stride is None else stride,
+            dtype or self.dtype,
+            order,
+        )
+
+    def with_dim_shardings(
+        self, dim_shardings: Sequence[AnyDimSharding | None], shape: Sequence[int], stride: Sequence[int]
+    ) -> Spec:
+        """The spec of another shape, its dims sharded so (None: replicated), partial over the same mesh axes."""
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        for axis, op in self.partials:
+            placements[axis] = Partial(op)
+        order = []
+        for dim, sharding in enumerate(dim_shardings):
+            if sharding is not None and sharding.axes:
+                order.append((dim, sharding.axes))
+                for axis, placement in sharding.placements(dim).items():
+                    placements[axis] = placement
+        return Spec(self.mesh, placements, shape, stride, self.dtype, tuple(order))
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"Spec is immutable: cannot set {name!r}; use with_()")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"Spec is immutable: cannot delete {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"spec_{id(self)}"
+        return name, {name: self}
+
+    def __copy__(self) -> Spec:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spec:
+        return self
+
+    def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
+        return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, self.shard_order)
+
+    def __repr__(self) -> str:
+        names = self.mesh.axis_names
+        dims = [
+            f"{n}@({','.join(names[a] for a in sharding.axes)}){_describe_sizes(sharding)}" if sharding.axes else str(n)
+            for n, sharding in zip(self.shape, self.dim_shardings, strict=True)
+        ]
+        partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
+        mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
+        return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of this rank's part of a tensor, and the global index of its first element.
+
+    Args:
+        global_shape: shape of the global tensor.
+        mesh: the mesh.
+        placements: one per mesh axis.
+
+    Raises:
+        PlacementError: if the placements do not fit.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> compute_local_shape_and_global_offset((5, 4), abstract_mesh((2,), rank=1), [Shard(0)])
+        ((2, 4), (3, 0))
+    """
+    spec = Spec(mesh, tuple(placements), global_shape)
+    return tuple(spec.local_shape), spec.local_offset
+
+
+def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:
+    """The entries of a shard order that still hold for new placements."""
+    resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard | StridedShard) and p.dim < 0 else p for p in placements]
+    now = dict(order_of(resolved))
+    return tuple((dim, axes) for dim, axes in order if sorted(axes) == list(now.get(dim, ())))
+
+
+def _describe_sizes(sharding: AnyDimSharding) -> str:
+    """How a sharding differs from an even one."""
+    if isinstance(sharding, StridedDimSharding):
+        return f" strided of {list(sharding.shape)}"
+    return "" if sharding.even else f"={list(sharding.sizes)}"
+
+
+def _short_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name

@@ -1,0 +1,166 @@
+"""How a tensor dim is sharded that was several dims before a reshape: integers only.
+
+`(batch, sequence) -> (batch * sequence)` with the sequence sharded leaves every rank one run of elements for each batch
+entry: no interval, so no `DimSharding`.  A `StridedDimSharding` says what it is: equal runs, each sharded alike.
+Operators to which the order along a dim does not matter (products, elementwise operators, reductions) work on it as on
+any sharded dim; unflattening makes a plain sharding of it again.  The idea is that of `_StridedShard` in torch; here
+uneven and nested shardings fold as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ..errors import PlacementError
+from .dim_sharding import DimSharding, shard_dim
+from .placements import Placement, Shard, StridedShard
+
+__all__ = ["AnyDimSharding", "StridedDimSharding", "fold_levels", "interval_sharding", "shard_any_dim"]
+
+
+@dataclass(frozen=True)
+class StridedDimSharding:
+    """One tensor dim of several that were folded into it, each sharded by itself.
+
+    (2, 6), its second dim over 2 ranks, as one dim of 12: one level of 2 runs, each sharded as 3 + 3
+
+        element  0 1 2 | 3 4 5 || 6 7 8 | 9 10 11
+        rank       0       1        0       1
+
+    Attributes:
+        levels: pairs (runs, sharding), runs ascending: the dim is `runs` equal runs, and each is sharded so.  Shards of
+            a level are multiples of the next level's runs.
+        length: elements of the dim.
+
+    Example:
+        >>> sharding = StridedDimSharding(((3, DimSharding((0,), (2,), (2, 1))),), 9)  # (3, 3), its second dim as 2 + 1
+        >>> sharding.size((0,)), sharding.size((1,)), sharding.shape
+        (6, 3, (3, 3))
+    """
+
+    levels: tuple[tuple[int, DimSharding], ...]
+    length: int
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """Mesh axes that shard the dim, the slowest level's first."""
+        return tuple(axis for _, sharding in self.levels for axis in sharding.axes)
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all ranks hold equally much."""
+        return all(sharding.even for _, sharding in self.levels)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The dims of which it was folded, those that no axis shards joined to the faster one before them."""
+        runs = [count for count, _ in self.levels]
+        starts = runs if runs[0] == 1 else [1, *runs]
+        return tuple(b // a for a, b in pairwise([*starts, self.length]))
+
+    def unfolded(self) -> tuple[DimSharding | None, ...]:
+        """How each of the dims in `shape` is sharded; None for replicated ones."""
+        inner = [self.length // runs for runs, _ in self.levels[1:]] + [1]
+        shardings = tuple(sharding.divided(unit) for (_, sharding), unit in zip(self.levels, inner, strict=True))
+        return shardings if self.levels[0][0] == 1 else (None, *shardings)
+
+    def size(self, coordinate: Sequence[int]) -> int:
+        """Number of elements that the rank at a mesh coordinate holds."""
+        held = 1
+        for n, sharding in zip(self.shape, self.unfolded(), strict=True):
+            held *= n if sharding is None else sharding.size(coordinate)
+        return held
+
+    def indices(self, coordinate: Sequence[int]) -> list[int]:
+        """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
+        positions = [0]
+        for n, sharding in zip(self.shape, self.unfolded(), strict=True):
+            start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
+            positions = [i * n + j for i in positions for j in range(start, stop)]
+        return positions
+
+    def level(self, runs: int) -> DimSharding | None:
+        """The sharding of one run, where the dim is taken as so many runs; None if no axis shards it so."""
+        return dict(self.levels).get(runs)
+
+    def runs_of(self, axis: int) -> int:
+        """In how many runs a mesh axis shards the dim."""
+        return next(runs for runs, sharding in self.levels if axis in sharding.axes)
+
+    def placements(self, dim: int) -> dict[int, Shard | StridedShard]:
+        """The placement on tensor dim `dim` that each of the axes has."""
+        by_axis: dict[int, Shard | StridedShard] = {}
+        for runs, sharding in self.levels:
+            for axis, placement in sharding.placements(dim, explicit=runs > 1).items():
+                strided = runs > 1 and placement.sizes is not None
+                by_axis[axis] = StridedShard(dim, split_factor=runs, sizes=placement.sizes) if strided else placement
+        return by_axis
+
+
+AnyDimSharding = DimSharding | StridedDimSharding
+
+
+def fold_levels(levels: Mapping[int, DimSharding], length: int) -> AnyDimSharding | None:
+    """A dim of `length` elements with these shardings (runs -> sharding of one run); None if they do not fit together.
+
+    Example:
+        >>> plain = DimSharding((0,), (2,), (6, 6))
+        >>> fold_levels({1: plain}, 12) is plain
+        True
+        >>> fold_levels({1: DimSharding((0,), (2,), (7, 5)), 4: DimSharding((1,), (2,), (2, 1))}, 12) is None
+        True
+    """
+    ascending = sorted(levels.items())
+    if len(ascending) == 1 and ascending[0][0] == 1:
+        return ascending[0][1]
+    lengths = [length // runs for runs, _ in ascending]
+    if any(runs * n != length or sharding.length != n for (runs, sharding), n in zip(ascending, lengths, strict=True)):
+        return None
+    for (_, sharding), inner in zip(ascending, lengths[1:], strict=False):
+        if sharding.divided(inner) is None:
+            return None
+    return StridedDimSharding(tuple(ascending), length)
+
+
+def shard_any_dim(
+    length: int, axes: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> AnyDimSharding:
+    """The sharding of a dim by `axes`, outermost first, as their `Shard` and `StridedShard` placements.
+
+    Raises:
+        PlacementError: if explicit sizes do not fit the dim, or each other.
+    """
+    by_runs: dict[int, list[int]] = {}
+    for axis in axes:
+        placement = placements[axis]
+        by_runs.setdefault(placement.split_factor if isinstance(placement, StridedShard) else 1, []).append(axis)
+    if list(by_runs) in ([], [1]):
+        return shard_dim(length, axes, placements, mesh_shape)
+    levels: dict[int, DimSharding] = {}
+    for runs, of_level in by_runs.items():
+        plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
+        levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)
+    sharding = fold_levels(levels, length)
+    if sharding is None:
+        asked = ", ".join(repr(placements[axis]) for axis in axes)
+        raise PlacementError(
+            f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit together"
+        )
+    return sharding
+
+
+def interval_sharding(sharding: AnyDimSharding) -> DimSharding:
+    """The same sharding, for those who need every rank to hold one interval.
+
+    Raises:
+        PlacementError: if ranks hold several runs.
+    """
+    if isinstance(sharding, DimSharding):
+        return sharding
+    raise PlacementError(
+        f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner ones sharded, so ranks "
+        f"do not hold one interval of it; redistribute it first"
+    )

@@ -1,0 +1,39 @@
+"""What is known of a tensor without a mesh: shape, stride and dtype, and boxes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Box", "TensorMeta", "contiguous_stride"]
+
+Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
+
+
+class TensorMeta(NamedTuple):
+    """Shape, stride (in elements) and dtype of a global tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major stride in elements.
+
+    Example:
+        >>> contiguous_stride((2, 3, 4))
+        (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

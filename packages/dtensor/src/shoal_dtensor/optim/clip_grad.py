@@ -1,0 +1,156 @@
+"""Clipping gradients at the speed of plain tensors: norms and products of local shards, and one collective.
+
+`torch.nn.utils.clip_grad_norm_` gives the same numbers with one collective too, but passes every gradient through
+dispatch twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_mesh import all_reduce, purpose
+
+from ..argument_types import check_type
+from ..dispatch.results import wrap
+from ..layout.placements import Replicate
+from ..layout.spec import Spec
+from ..redistribute.execution.coalesce import run_all
+from ..redistribute.plan import plan
+from ..tensor.dtensor import DTensor
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients in place so that the norm of all of them together is at most `max_norm`.
+
+    Gradients may have any layout, on several meshes, and some may be plain (those count as replicated). All ranks of a
+    mesh must pass gradients of the same layouts.
+
+    Args:
+        parameters: what has gradients; others are passed over.
+        max_norm: the largest norm that is left as it is.
+        norm_type: its order, positive, or infinity.
+        error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
+        foreach: whether to use foreach operators; by default where the device has them.
+
+    Returns:
+        The norm before, a plain tensor, the same on every rank.
+
+    Raises:
+        RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
+        ValueError: if the order is not positive.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     weight = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
+        ...     weight.grad = distribute_tensor(torch.tensor([3.0, 4.0]), weight.device_mesh, [Shard(0)])
+        ...     clip_grad_norm_([weight], 1.0), weight.grad.to_local()
+        (tensor(5.), tensor([0.6000, 0.8000]))
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the others")
+    check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), "tensors")
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    owners = [owner for owner in owners if owner.grad is not None]
+    _finish_partial(owners)
+    grads: list[Any] = [owner.grad for owner in owners]
+    shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    if not shards:
+        return torch.tensor(0.0)
+    total = _total(grads, shards, order, foreach)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
+            f"error_if_nonfinite=False scales by it all the same"
+        )
+    nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
+    return total
+
+
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """What torch takes for a parameter: something with a gradient."""
+
+    grad: Tensor
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class _Contribution:
+    """What this rank adds to the norm: `counted` (which gradients), and `axes` to reduce over, by mesh."""
+
+    counted: dict[Any, list[int]]
+    axes: dict[Any, tuple[int, ...]]
+    dtype: torch.dtype
+
+
+def _finish_partial(owners: Sequence[Tensor]) -> None:
+    """Finish gradients that are still partial."""
+    partial: list[Any] = [o for o in owners if isinstance(o.grad, DTensor) and o.grad._spec.partials]
+    if not partial:
+        return
+    specs = [owner.grad._spec for owner in partial]
+    ways = [plan(s, s.with_(placements=[Replicate() if p.is_partial() else p for p in s.placements])) for s in specs]
+    for owner, way, local in zip(partial, ways, run_all(ways, [o.grad._local_tensor for o in partial]), strict=True):
+        owner.grad = wrap(DTensor, local, way.dst)
+
+
+def _total(grads: Sequence[Any], shards: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients together."""
+    own = _contribution(tuple(grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads))
+    totals = []
+    for mesh, counted in own.counted.items():
+        mine = [shard for i in counted if (shard := shards[i]).numel()]
+        value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
+        value = value.double()  # as for partial norms: squares must not overflow
+        value = value if order == inf else value * value if order == 2 else value.pow(order)
+        if own.axes[mesh]:
+            with purpose("clip_grad_norm_"):
+                value = all_reduce(value, mesh.comm(own.axes[mesh]), "max" if order == inf else "sum")
+        totals.append(value)
+    total = reduce(torch.maximum if order == inf else torch.add, totals)
+    total = total if order == inf else total.sqrt() if order == 2 else total.pow(1 / order)
+    return total.to(own.dtype)
+
+
+@lru_cache(maxsize=64)
+def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
+    """A gradient that is replicated along an axis is counted by the axis's first coordinate."""
+    dtypes = [item.dtype if isinstance(item, Spec) else item for item in gradients]
+    meshes = dict.fromkeys(item.mesh if isinstance(item, Spec) else None for item in gradients)
+    counted: dict[Any, list[int]] = {mesh: [] for mesh in meshes}
+    axes: dict[Any, tuple[int, ...]] = dict.fromkeys(meshes, ())
+    for mesh in meshes:
+        sharded = {i: _sharding_axes(s) for i, s in enumerate(gradients) if isinstance(s, Spec) and s.mesh == mesh}
+        coordinate = None if mesh is None else mesh.get_coordinate()
+        if coordinate is None:
+            continue
+        axes[mesh] = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
+        for i, sharding in sharded.items():
+            if not any(coordinate[axis] for axis in axes[mesh] if axis not in sharding):
+                counted[mesh].append(i)
+    if None in meshes:
+        counted[None] = [i for i, item in enumerate(gradients) if not isinstance(item, Spec)]
+    return _Contribution(counted, axes, reduce(torch.promote_types, dtypes))
+
+
+def _sharding_axes(spec: Spec) -> set[int]:
+    return {axis for sharding in spec.dim_shardings for axis in sharding.axes if spec.mesh.shape[axis] > 1}

@@ -1,0 +1,1 @@
+"""Running a plan on this rank: kernels, packed buffers, async and coalesced collectives."""

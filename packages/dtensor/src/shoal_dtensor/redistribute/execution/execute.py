@@ -1,0 +1,173 @@
+"""`run(plan, local)`: executes a plan on this rank.  Decides nothing.
+
+The first run of a plan resolves every step to one function of the local tensor, all sizes and
+communicators known; later runs only call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import (
+    Comm,
+    DeviceMesh,
+    Pending,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_to_all,
+    all_to_all_v,
+    comm_over,
+    reduce_scatter,
+    reduce_scatter_v,
+)
+
+from ..steps import Plan
+from .kernels import Collective, Kernel, kernel
+from .memory_format import in_memory_order, memory_order
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["InFlight", "bind", "closing", "comm_of", "identity", "kernels_of", "run", "start"]
+
+Stage = Callable[[Tensor], Tensor]
+
+REMEMBERED = 4096  # plans, as many as `plan` remembers
+
+
+def run(plan: Plan, local: Tensor) -> Tensor:
+    """This rank's local tensor under `plan.dst`, given the one under `plan.src`.
+
+    The result never shares memory with `local`, except that a plan without steps returns `local` itself.
+    A rank outside the mesh gets back what it passed.
+    """
+    for stage in _program(plan):
+        local = stage(local)
+    return local
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _program(plan: Plan) -> tuple[Stage, ...]:
+    """The stages of a plan on this rank."""
+    stages = [_stage(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
+    last = closing(plan)
+    return (*stages,) if last is identity else (*stages, last)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
+    """What this rank does in each step; nothing outside the mesh."""
+    return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
+
+
+def closing(plan: Plan) -> Stage:
+    """What remains after the last step: a slice becomes a tensor of its own, memory order follows the global stride."""
+    if not plan.steps or plan.dst.coordinate is None:
+        return identity
+    order = memory_order(plan.dst)
+    if not plan.slices:
+        return identity if order is None else in_memory_order(plan.dst)
+    if order is None:
+        return _copy
+    back = sorted(range(plan.dst.ndim), key=order.__getitem__)
+    return lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
+    """One step as a function of the local tensor."""
+    prepare, finish = work.prepare, work.finish
+    if work.collective is None:
+        return identity if finish is None else lambda local: finish(local, local)
+    call = bind(work.collective, mesh)
+    if finish is None:
+        return call if prepare is None else lambda local: call(prepare(local))
+    if prepare is None:
+        return lambda local: finish(call(local), local)
+    return lambda local: finish(call(prepare(local)), local)
+
+
+def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
+    """A collective as a function of the buffer alone; `more` is passed on (`async_op`)."""
+    comm = comm_of(collective, mesh)
+    dim, op, sizes = collective.dim, collective.op, collective.sizes
+    match collective.kind:
+        case "all_gather":
+            return lambda buffer: all_gather(buffer, comm, dim, **more)
+        case "all_gather_v":
+            return lambda buffer: all_gather_v(buffer, comm, sizes, dim, **more)
+        case "reduce_scatter":
+            return lambda buffer: reduce_scatter(buffer, comm, dim, op, **more)
+        case "reduce_scatter_v":
+            return lambda buffer: reduce_scatter_v(buffer, comm, sizes, dim, op, **more)
+        case "all_reduce":
+            return lambda buffer: all_reduce(buffer, comm, op, **more)
+        case "all_to_all":
+            joined = collective.receives[0]
+            return lambda buffer: all_to_all(buffer, comm, dim, joined, **more)
+    assert collective.kind == "all_to_all_v", f"unknown collective {collective.kind}"
+    receives = collective.receives
+    return lambda buffer: all_to_all_v(buffer, comm, sizes, receives, **more)
+
+
+def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
+    """The communicator that a collective runs over."""
+    return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
+
+
+def identity(local: Tensor) -> Tensor:
+    """The local tensor as it is."""
+    return local
+
+
+def _copy(local: Tensor) -> Tensor:
+    """A contiguous tensor of its own: a slice must not keep the whole alive."""
+    return local.clone(memory_format=torch.contiguous_format)
+
+
+class InFlight:
+    """A redistribution that is under way; `wait()` gives the new local tensor."""
+
+    __slots__ = ("_finish", "_local", "_pending")
+
+    def __init__(self, pending: Pending | Tensor, local: Tensor, finish: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._pending, self._local, self._finish = pending, local, finish
+
+    def wait(self) -> Tensor:
+        """Block until the data are there; again: the same tensor."""
+        pending = self._pending
+        if isinstance(pending, Tensor):
+            return pending
+        self._pending = result = self._finish(pending.wait(), self._local)
+        del self._local, self._finish
+        return result
+
+
+def start(plan: Plan, local: Tensor) -> InFlight:
+    """Like `run`, but the last collective is only started: its result is needed first by `wait()`."""
+    kernels = kernels_of(plan)
+    calls = [(i, work.collective) for i, work in enumerate(kernels) if work.collective is not None]
+    if not calls:
+        return InFlight(run(plan, local), local, _first)
+    last, call = calls[-1]
+    program = _program(plan)
+    local = _through(program[:last], local)
+    work = kernels[last]
+    pending = bind(call, plan.steps[last].src.mesh, async_op=True)(work.prepare(local) if work.prepare else local)
+    finish = work.finish or _first
+    return InFlight(pending, local, lambda got, held: _through(program[last + 1 :], finish(got, held)))
+
+
+def _through(stages: Sequence[Stage], local: Tensor) -> Tensor:
+    for stage in stages:
+        local = stage(local)
+    return local
+
+
+def _first(got: Tensor, local: Tensor) -> Tensor:
+    return got

@@ -1,0 +1,373 @@
+"""What a step is on one rank: prepare a buffer, one collective, finish.
+
+`kernel(step, coordinate)` resolves a step to integers once.  `prepare` and `finish` work on plain
+local tensors and know no communication; the collective between them is data.  So the same kernels
+run over process groups (`run`), merged with others (`coalesce`) and in one process for all
+ranks (`shoal_dtensor.testing.simulate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import pack_blocks, unpack_blocks
+
+from ...layout.placements import norm_order
+from ...layout.tensor_meta import Box
+from ..blocks import Blocks, adjacent_rows, box_of, exchange_blocks, intersect, regular, shape_of, slices_of, volume
+from ..reductions import identity_of, powers, root
+from ..steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    MakePartial,
+    ReduceScatter,
+    Reshape,
+    Scale,
+    Slice,
+    Step,
+    Transfer,
+)
+from .packing import grid_of, join, split
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
+__all__ = [
+    "Collective",
+    "Kernel",
+    "blocks_of",
+    "kernel",
+    "members",
+    "transfer_boxes",
+    "transfer_kernel",
+]
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """One call of shoal_mesh's collectives.
+
+    Attributes:
+        kind: name of the function: all_gather, all_gather_v, reduce_scatter, reduce_scatter_v, all_reduce,
+            all_to_all, all_to_all_v.
+        axes: mesh axes of the communicator, in the order of its members.
+        dim: tensor dim of the blocks; of all_to_all the dim that is split.
+        op: reduction.
+        sizes: lengths of the members' blocks (of all_to_all_v: elements sent to each).
+        receives: of all_to_all_v: elements received from each; of all_to_all: the dim that is joined.
+        ranks: global ranks of the communicator where it is not along axes of one mesh.
+    """
+
+    kind: str
+    axes: tuple[int, ...]
+    dim: int = 0
+    op: str = "sum"
+    sizes: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """A step on one rank.
+
+    Attributes:
+        prepare: local tensor -> buffer to communicate; None if it is the local tensor.
+        collective: None for a local step: then `finish` does all.
+        finish: (what the collective gave, local tensor) -> new local tensor; None if it is the result already.
+    """
+
+    prepare: Callable[[Tensor], Tensor] | None = None
+    collective: Collective | None = None
+    finish: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
+    """What the rank at a coordinate of the step's mesh does; nothing if it is outside (None), but for a transfer."""
+    if coordinate is None and type(step) is not Transfer:
+        return Kernel()
+    return _KERNELS[type(step)](step, coordinate)
+
+
+def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
+    """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Shard, Spec
+        >>> members(Spec(abstract_mesh((2, 2, 2)), [Shard(0)] * 3, (8,)), (2, 0), (0, 1, 0))
+        [(0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
+    """
+    coordinates = []
+    for position in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
+        along = dict(zip(axes, position, strict=True))
+        coordinates.append(tuple(along.get(axis, i) for axis, i in enumerate(coordinate)))
+    return coordinates
+
+
+def _boxes(spec: Spec, step: AllGather | ReduceScatter, coordinate: Coordinate) -> list[Box]:
+    """The boxes of the ranks along a step's axes; where all have the same shape, this rank's stands for them."""
+    even = all(spec.dim_sharding(dim).even for dim in step.dims)
+    return [spec.box(c) for c in ([coordinate] if even else members(spec, step.axes, coordinate))]
+
+
+def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
+    """Who sends what to whom in an exchange, members counted along the step's axes."""
+    group = members(step.src, step.axes, coordinate)
+    before = [step.src.box(c) for c in group]
+    after = [step.dst.box(c) for c in group]
+    return exchange_blocks(group.index(coordinate), before, after)
+
+
+def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
+    before, after = step.src.box(coordinate), step.dst.box(coordinate)
+    narrowed = [
+        (d, j - i, k - j) for d, ((i, m), (j, k)) in enumerate(zip(before, after, strict=True)) if (i, m) != (j, k)
+    ]
+
+    def finish(local: Tensor, _: Tensor) -> Tensor:
+        for dim, start, length in narrowed:
+            local = local.narrow(dim, start, length)
+        return local
+
+    return Kernel(finish=finish)
+
+
+def _reshape(step: Reshape, coordinate: Coordinate) -> Kernel:
+    shape = step.dst.local_shape_at(coordinate)
+    return Kernel(finish=lambda local, _: local.reshape(shape))
+
+
+def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
+    """R or S -> P: every element is held once along the axes; or as often as it was, if the reduction ignores that."""
+    before, after = step.src.box(coordinate), step.dst.box(coordinate)
+    ops = {axis: op for axis, op in step.dst.partials if axis in step.axes}
+    sharded = {axis for dim in range(step.src.ndim) for axis in step.src.dim_sharding(dim).axes}
+    value = identity_of(next(iter(ops.values())), step.dst.dtype)
+    factor = prod(step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg" and axis in sharded)
+    shape, own = shape_of(after), intersect(before, after)
+    once = [axis for axis, op in ops.items() if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)]
+    if own is None or any(coordinate[axis] for axis in once):
+        return Kernel(finish=lambda local, _: local.new_full(shape, value))
+    source, target = slices_of(own, before), slices_of(own, after)
+
+    def finish(local: Tensor, _: Tensor) -> Tensor:
+        local = local[source]
+        if own == after:
+            return local.clone(memory_format=torch.contiguous_format) if factor == 1 else local * factor
+        out = local.new_full(shape, value)
+        out[target] = local if factor == 1 else local * factor
+        return out
+
+    return Kernel(finish=finish)
+
+
+def _scale(step: Scale, coordinate: Coordinate) -> Kernel:
+    factor, divisor = step.factor, step.divisor
+    if divisor == 1:
+        return Kernel(finish=lambda local, _: local * factor)
+    return Kernel(finish=lambda local, _: local * (factor / divisor))
+
+
+def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
+    boxes = _boxes(step.src, step, coordinate)
+    local_box = step.dst.box(coordinate)
+    shape = shape_of(local_box)
+    if not volume(local_box):
+        return Kernel(finish=lambda local, _: local.new_empty(shape))
+    if len(step.dims) == 1:
+        dim = step.dims[0]
+        sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
+        if len(set(sizes)) == 1:
+            return Kernel(collective=Collective("all_gather", step.axes, dim=dim))
+        return Kernel(collective=Collective("all_gather_v", step.axes, dim=dim, sizes=sizes))
+    counts = tuple(map(volume, boxes))
+    if regular(boxes):
+        grid = grid_of(step.src, step.dst, step.dims)
+        return Kernel(
+            prepare=_flatten,
+            collective=Collective("all_gather", step.axes),
+            finish=lambda got, _: join(got, grid, shape_of(boxes[0]), step.dims).reshape(shape),
+        )
+
+    def finish(got: Tensor, _: Tensor) -> Tensor:
+        out = got.new_empty(shape)
+        unpack_blocks(got, [out[slices_of(box, local_box)] for box in boxes])
+        return out
+
+    return Kernel(_flatten, Collective("all_gather_v", step.axes, sizes=counts), finish)
+
+
+def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
+    boxes = _boxes(step.dst, step, coordinate)
+    local_box, shape = step.src.box(coordinate), shape_of(step.dst.box(coordinate))
+    if not volume(local_box):
+        return Kernel(finish=lambda local, _: local.new_empty(shape))
+    divide = _division(step.divisor, step.src.dtype)
+    if len(step.dims) == 1:
+        dim = step.dims[0]
+        sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
+        if len(set(sizes)) == 1:
+            return Kernel(collective=Collective("reduce_scatter", step.axes, dim=dim, op=step.op), finish=divide)
+        collective = Collective("reduce_scatter_v", step.axes, dim=dim, op=step.op, sizes=sizes)
+        return Kernel(collective=collective, finish=divide)
+
+    def finish(got: Tensor, local: Tensor) -> Tensor:
+        got = got.view(shape)
+        return got if divide is None else divide(got, local)
+
+    if regular(boxes):
+        grid = grid_of(step.dst, step.src, step.dims)
+        return Kernel(
+            prepare=lambda local: split(local, grid, shape, step.dims),
+            collective=Collective("reduce_scatter", step.axes, op=step.op),
+            finish=finish,
+        )
+    where = [slices_of(box, local_box) for box in boxes]
+    collective = Collective("reduce_scatter_v", step.axes, op=step.op, sizes=tuple(map(volume, boxes)))
+    return Kernel(lambda local: pack_blocks([local[w] for w in where]), collective, finish)
+
+
+def _all_reduce(step: AllReduce, coordinate: Coordinate) -> Kernel:
+    if not volume(step.src.box(coordinate)):
+        return Kernel(finish=lambda local, _: local.clone())
+    collective = Collective("all_reduce", step.axes, op=step.op)
+    return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
+
+
+def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel:
+    """A reduction; that of a norm is a sum of powers, of which the root is taken."""
+    kernel_of = _reduce_scatter if isinstance(step, ReduceScatter) else _all_reduce
+    order, dtype = norm_order(step.op), step.src.dtype
+    if order is None:
+        return kernel_of(step, coordinate)  # type: ignore[arg-type]  # the function for this type was chosen above
+    work = kernel_of(replace(step, op="sum"), coordinate)  # type: ignore[arg-type]  # the same
+    if work.collective is None:
+        return work
+    prepare, finish = work.prepare, work.finish or _first
+
+    def prepared(local: Tensor) -> Tensor:
+        parts = powers(local, order)
+        return parts if prepare is None else prepare(parts)
+
+    return Kernel(prepared, work.collective, lambda got, local: root(finish(got, local), order, dtype))
+
+
+def _first(got: Tensor, _: Tensor) -> Tensor:
+    return got
+
+
+def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
+    shape = shape_of(step.dst.box(coordinate))
+    if not volume(step.dst.box(coordinate)):
+        return Kernel(finish=lambda local, _: local.new_empty(shape))
+    return Kernel(collective=Collective("all_to_all", step.axes, dim=step.dst_dim, receives=(step.src_dim,)))
+
+
+def _exchange(step: Exchange, coordinate: Coordinate) -> Kernel:
+    group = members(step.src, step.axes, coordinate)
+    blocks = blocks_of(step, coordinate)
+    collective = Collective("all_to_all_v", step.axes, **_counts(blocks, len(group)))
+    return Kernel(*_moves(blocks, step.src.box(coordinate), step.dst.box(coordinate), collective))
+
+
+def _transfer(step: Transfer, coordinate: Coordinate | None) -> Kernel:
+    """`coordinate` is not used: a rank may be on either mesh, so it is known by its global rank."""
+    return transfer_kernel(step, step.src.mesh.get_rank())
+
+
+def transfer_kernel(step: Transfer, rank: int) -> Kernel:
+    """What a global rank does in a transfer; nothing if it is on neither mesh."""
+    if rank not in step.ranks:
+        return Kernel()
+    me = step.ranks.index(rank)
+    before, after = transfer_boxes(step)
+    blocks = exchange_blocks(me, before, after)
+    collective = Collective("all_to_all_v", (), ranks=step.ranks, **_counts(blocks, len(step.ranks)))
+    mine, wanted = before[me], after[me]
+    nothing: Box = ((0, 0),)
+    return Kernel(*_moves(blocks, nothing if mine is None else mine, nothing if wanted is None else wanted, collective))
+
+
+def transfer_boxes(step: Transfer) -> tuple[list[Box | None], list[Box | None]]:
+    """The boxes that the ranks of a transfer have and shall have; None where they are not in the mesh."""
+    return [box_of(step.src, rank) for rank in step.ranks], [box_of(step.dst, rank) for rank in step.ranks]
+
+
+def _counts(blocks: Blocks, size: int) -> dict[str, Any]:
+    """Elements sent to and received from each of `size` members."""
+    sends, receives = [0] * size, [0] * size
+    for member, box in blocks.sends:
+        sends[member] += volume(box)
+    for member, box in blocks.receives:
+        receives[member] += volume(box)
+    return {"sizes": tuple(sends), "receives": tuple(receives)}
+
+
+def _moves(
+    blocks: Blocks, before: Box, after: Box, collective: Collective
+) -> tuple[Callable[[Tensor], Tensor], Collective, Callable[[Tensor, Tensor], Tensor]]:
+    """Packing, the exchange and unpacking of blocks."""
+    shape, kept = shape_of(after), blocks.kept
+    boxes = [box for _, box in blocks.receives]
+    where = [slices_of(box, before) for _, box in blocks.sends]
+    places = [slices_of(box, after) for box in boxes]
+    source, target = (slices_of(kept, before), slices_of(kept, after)) if kept is not None else ((), ())
+    arrives_in_order = kept is None and (not boxes or adjacent_rows(boxes, after) == (0, shape[0] if shape else 1))
+
+    def prepare(local: Tensor) -> Tensor:
+        return pack_blocks([local[w] for w in where], like=local)
+
+    def finish(got: Tensor, local: Tensor) -> Tensor:
+        if arrives_in_order:
+            return got.view(shape)
+        out = local.new_empty(shape)
+        if kept is not None:
+            out[target] = local[source]
+        unpack_blocks(got, [out[place] for place in places])
+        if not places and torch.compiler.is_compiling():
+            # A compiler drops a collective whose result this rank does not use; the other ranks need its blocks.
+            out.view(-1)[:0].copy_(got)
+        return out
+
+    return prepare, collective, finish
+
+
+def _flatten(local: Tensor) -> Tensor:
+    return local.reshape(-1)
+
+
+def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
+    if divisor == 1:
+        return None
+    if dtype.is_floating_point or dtype.is_complex:
+        return lambda got, _: got.div_(divisor)
+    return lambda got, _: got.floor_divide_(divisor)
+
+
+_COUNTED = frozenset({"sum", "product", "bxor"})  # reductions that count a value as often as it occurs
+
+
+_KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
+    Slice: _slice,
+    Reshape: _reshape,
+    MakePartial: _make_partial,
+    Scale: _scale,
+    AllGather: _all_gather,
+    ReduceScatter: _reducing,
+    AllReduce: _reducing,
+    AllToAll: _all_to_all,
+    Exchange: _exchange,
+    Transfer: _transfer,
+}

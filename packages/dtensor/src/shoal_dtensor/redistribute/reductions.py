@@ -1,0 +1,69 @@
+"""What a reduction does to values: what it ignores, and p-norms as powers, a sum and a root.
+
+The powers of a norm travel as float64, so that squares of what fits the type do not overflow (torch's own norm of
+float32 values from 2e19 on is infinite).  In float64 itself they overflow where the plain norm does.  The sign is kept
+beside the power: a value that one rank holds alone comes back as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import RedistributeError
+from ..layout.placements import norm_order
+
+__all__ = ["identity_of", "powers", "root", "wire_itemsize"]
+
+
+def powers(part: Tensor, order: float) -> Tensor:
+    """What is summed up.
+
+    Raises:
+        RedistributeError: if the tensor is not of real floating-point numbers.
+    """
+    if not part.is_floating_point():
+        raise RedistributeError(f"a partial norm is of floating-point numbers, got {part.dtype}")
+    wide = part.double()
+    return wide * wide.abs() if order == 2 else wide.abs().pow_(order).copysign_(wide)
+
+
+def root(total: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    """The norm, from the sum of the powers."""
+    size = total.abs()
+    return (size.sqrt_() if order == 2 else size.pow_(1 / order)).copysign_(total).to(dtype)
+
+
+def wire_itemsize(op: str, dtype: torch.dtype) -> int:
+    """Bytes of an element while it is reduced.
+
+    Example:
+        >>> wire_itemsize("norm2", torch.bfloat16), wire_itemsize("sum", torch.bfloat16)
+        (8, 2)
+    """
+    return dtype.itemsize if norm_order(op) is None else torch.float64.itemsize
+
+
+def identity_of(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The value that a reduction ignores.
+
+    Example:
+        >>> identity_of("sum", torch.float32), identity_of("min", torch.int8), identity_of("band", torch.int32)
+        (0, 127, -1)
+    """
+    order = norm_order(op)
+    if order is not None:
+        return 0.0 if order > 0 else float("inf")
+    if op in ("sum", "avg", "bor", "bxor"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op in ("min", "band")
+    if op == "band":
+        return -1 if dtype.is_signed else torch.iinfo(dtype).max
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    if dtype.is_complex:
+        raise RedistributeError(f"{op} is not defined for {dtype}")
+    return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min

@@ -1,0 +1,1 @@
+"""Which plan is cheapest: the states between two layouts, the moves between them, and the search."""

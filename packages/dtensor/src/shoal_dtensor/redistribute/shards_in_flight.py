@@ -1,0 +1,163 @@
+"""Redistributions of local shards that run beside computation: started together, waited for later.
+
+`run_all` finishes what it starts.  Here the first round of collectives (for most plans the only one) is under way when
+the call returns.  What later rounds need is not there yet, so they run when the results are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import Comm, Pending
+
+from ..layout.spec import Spec
+from .execution.coalesce import Task, key_of, merge, split
+from .execution.execute import bind, closing, comm_of, kernels_of
+from .execution.kernels import Collective
+from .plan import plan
+from .steps import AllGather, ReduceScatter
+
+__all__ = ["ShardsInFlight", "redistribute_shards"]
+
+
+class ShardsInFlight:
+    """Local tensors under way to other layouts; `wait()` gives them, again and again the same."""
+
+    __slots__ = ("_messages", "_results", "_tasks")
+
+    def __init__(self, tasks: list[Task]) -> None:
+        self._tasks = tasks
+        self._messages = _round(tasks)
+        self._results: list[Tensor] | None = None
+
+    def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
+        """The local tensors in their new layouts, in the order in which they were given.
+
+        Args:
+            memory: gives the tensors to write the results to, of their shapes and dtypes, each with memory of its own;
+                called when what the collectives have received is here. Fresh tensors when left out.
+        """
+        if self._results is not None:
+            return self._results
+        out: Sequence[Tensor] = ()
+        while self._messages:
+            for message in self._messages:
+                message.receive()
+            if memory is not None and not out:
+                out = memory()
+            places = dict(zip(map(id, self._tasks), out, strict=False))
+            while self._messages:  # each is dropped with what it received before the next is taken apart
+                self._messages.pop(0).deliver(places)
+            self._messages = _round(self._tasks)
+        results = [closing(task.plan)(task.local) for task in self._tasks]
+        if memory is not None:
+            for tensor, result in zip(out := out or memory(), results, strict=True):
+                if tensor is not result:
+                    tensor.copy_(result)
+            results = list(out)
+        self._results, self._tasks = results, []
+        return results
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """One collective under way for tasks at steps of one kind.
+
+    Attributes:
+        active: the tasks that this rank exchanges something for, `idle` the others.
+        calls: the active tasks' collectives, and `shapes` the shapes of their buffers.
+        comm: what it runs over; None if this rank takes no part.
+        pending: the collective.
+    """
+
+    active: list[Task]
+    idle: list[Task]
+    calls: list[Collective]
+    shapes: list[torch.Size]
+    comm: Comm | None
+    pending: Pending | None
+
+    def receive(self) -> None:
+        """Block until the collective is done."""
+        if self.pending is not None:
+            self.pending.wait()
+
+    def deliver(self, places: dict[int, Tensor]) -> None:
+        """Give every task its part; where it is the task's result, in its place if it has one."""
+        for task in self.idle:
+            task.step_alone()
+        if self.comm is None or self.pending is None:
+            return
+        got = self.pending.wait()
+        if len(self.calls) == 1:
+            self.active[0].finish(got)
+            return
+        into = [places.get(id(task)) if task.gives_result else None for task in self.active]
+        shards = split(self.calls, self.shapes, got, self.comm.size, self.comm.rank, into)
+        for task, shard in zip(self.active, shards, strict=True):
+            task.finish(shard)
+
+
+def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> ShardsInFlight:
+    """`src -> dst` of many local shards together, in as few collectives as possible, beside what follows.
+
+    For modules that hold local tensors themselves; DTensors have `redistribute`, and `coalesce()` for many. It is not
+    differentiable. All ranks pass the same moves in the same order.
+
+    Args:
+        shards: this rank's local tensors, each of its source's local shape. They must not be written to before the
+            results are there.
+        moves: for each, the spec that it has and the spec that it is to have: of one global shape and dtype.
+
+    Raises:
+        RedistributeError: if a move is impossible.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import Replicate, Shard, Spec
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     moves = [(Spec(mesh, [Shard(0)], (n,)), Spec(mesh, [Replicate()], (n,))) for n in (2, 4)]
+        ...     in_flight = redistribute_shards([torch.zeros(1), torch.zeros(2)], moves)  # one all-gather
+        ...     [tuple(tensor.shape) for tensor in in_flight.wait()]
+        [(2,), (4,)]
+    """
+    ways = [plan(src, dst) for src, dst in moves]
+    tasks = [Task(way, shard, kernels_of(way)) for way, shard in zip(ways, shards, strict=True)]
+    return ShardsInFlight(tasks)
+
+
+def _round(tasks: Sequence[Task]) -> list[_Message]:
+    """Start the next collective of every task, those of one kind together."""
+    waiting: dict[object, list[Task]] = {}
+    for task in tasks:
+        step = task.advance()
+        if step is not None:
+            waiting.setdefault(key_of(task, step), []).append(task)
+    return [_start(together) for together in waiting.values()]
+
+
+def _start(tasks: list[Task]) -> _Message:
+    """One collective for tasks at steps of one kind, started."""
+    calls = [(task, call) for task in tasks if (call := task.call) is not None]
+    idle = [task for task in tasks if task.call is None]  # this rank has nothing to exchange in their step
+    step = tasks[0].plan.steps[tasks[0].at]
+    active, merged = [task for task, _ in calls], [call for _, call in calls]
+    buffers = [task.buffer() for task in active]
+    shapes = [buffer.shape for buffer in buffers]
+    if not calls:
+        return _Message(active, idle, merged, shapes, None, None)
+    comm = comm_of(merged[0], step.src.mesh)
+    call, flat = (merged[0], buffers[0]) if len(calls) == 1 else merge(merged, buffers, comm.size)
+    if isinstance(step, AllGather | ReduceScatter) and flat is not buffers[0]:
+        # The step needs no more of the local tensors.  Gradients of a unit are as large as what travels of them.
+        for task in active:
+            task.local = task.local.new_empty(0)
+    pending = bind(call, step.src.mesh, async_op=True)(flat)
+    return _Message(active, idle, merged, shapes, comm, pending)

@@ -1,0 +1,162 @@
+"""The order in which one device fills a global tensor, and the place of a rank's box in it.  Integers only.
+
+torch's random kernels walk a tensor in memory order: dims by descending stride, whatever their names.  The walk is a
+flat range; `stretches` says which parts of a stretch of it belong to a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from torch import Tensor
+
+from ..layout.spec import Spec
+from ..layout.tensor_meta import Box
+
+__all__ = ["MemoryOrder", "Stretch", "dims_by_stride", "is_contiguous", "memory_order_of", "stretches"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOrder:
+    """A global tensor in memory order, and one rank's box of it.
+
+    Attributes:
+        order: the tensor's dims, slowest first.
+        shape: global extents, in that order.
+        box: the rank's `(start, stop)` per dim, in that order.
+        contiguous: whether the global tensor is row-major; torch's normal kernel differs for tensors that are not.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    box: Box
+    contiguous: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the global tensor."""
+        return prod(self.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box is the global tensor."""
+        return all(start == 0 and stop == n for (start, stop), n in zip(self.box, self.shape, strict=True))
+
+    @property
+    def empty(self) -> bool:
+        """Whether the box has no elements."""
+        return any(start >= stop for start, stop in self.box)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The shortest flat range `[first, last + 1)` of the walk that has the whole box; `(0, 0)` for an empty box."""
+        if self.empty:
+            return 0, 0
+        first = last = 0
+        for (start, stop), n in zip(self.box, self.shape, strict=True):
+            first, last = first * n + start, last * n + stop - 1
+        return first, last + 1
+
+    def arranged(self, local: Tensor) -> Tensor:
+        """A view of the rank's local tensor with its dims in walking order."""
+        return local.permute(self.order)
+
+
+@lru_cache(maxsize=1024)
+def memory_order_of(spec: Spec) -> MemoryOrder:
+    """Where this rank's box is under `spec`, and the order of filling; an empty box for a rank outside the mesh."""
+    contiguous = is_contiguous(spec.shape, spec.stride)
+    if spec.coordinate is None:
+        return MemoryOrder((0,), (spec.shape.numel(),), ((0, 0),), contiguous)
+    order = dims_by_stride(spec.shape, spec.stride)
+    box = spec.box(spec.coordinate)
+    return MemoryOrder(order, tuple(spec.shape[dim] for dim in order), tuple(box[dim] for dim in order), contiguous)
+
+
+def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dims by descending stride; dims of one element go first, because where they stand does not matter.
+
+    Example:
+        >>> dims_by_stride((2, 3, 4), (1, 8, 2))
+        (1, 2, 0)
+    """
+    return tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] > 1, -stride[dim] if shape[dim] > 1 else 0)))
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor of that shape and stride is row-major; strides of one-element dims do not count."""
+    if 0 in shape:
+        return True
+    step = 1
+    for n, s in zip(reversed(shape), reversed(stride), strict=True):
+        if n != 1 and s != step:
+            return False
+        step *= n
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of the walk that is a box itself, and the part of it that is wanted.
+
+    Attributes:
+        start: flat index of the stretch's first element, counted from the start of the range asked for.
+        shape: extents of the stretch.
+        source: the wanted part, as slices of the stretch.
+        target: the same part, as slices of the wanted box.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+
+    def copy(self, flat: Tensor, target: Tensor, back: bool = False) -> None:
+        """Copy the part from the 1-D tensor that holds the range asked for, or, `back`, into it."""
+        stretch = flat[self.start : self.start + prod(self.shape)].view(self.shape)[self.source]
+        if back:
+            stretch.copy_(target[self.target])
+        else:
+            target[self.target].copy_(stretch)
+
+
+def stretches(shape: Sequence[int], box: Box, start: int, stop: int) -> Iterator[Stretch]:
+    """The parts of `box` in the flat range `[start, stop)` of a row-major walk over `shape`.
+
+    A range of a walk over n dims is at most 2n - 1 boxes: partial rows at both ends and whole rows between them.
+    """
+    for base, block in _blocks(tuple(shape), start, stop):
+        wanted = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, box, strict=True)]
+        if all(a < b for a, b in wanted):
+            yield Stretch(
+                base,
+                tuple(b - a for a, b in block),
+                tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(wanted, block, strict=True)),
+                tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(wanted, box, strict=True)),
+            )
+
+
+def _blocks(shape: tuple[int, ...], start: int, stop: int, base: int = 0) -> Iterator[tuple[int, Box]]:
+    """The boxes that a flat range is made of, in order, each with its distance from the range's first element."""
+    if not shape:
+        yield base, ()
+        return
+    inner = prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        for at, block in _blocks(shape[1:], head, tail, base):
+            yield at, ((first, first + 1), *block)
+        return
+    if head:
+        for at, block in _blocks(shape[1:], head, inner, base):
+            yield at, ((first, first + 1), *block)
+        base, first = base + inner - head, first + 1
+    if first < last:
+        yield base, ((first, last), *((0, n) for n in shape[1:]))
+        base += (last - first) * inner
+    if tail:
+        for at, block in _blocks(shape[1:], 0, tail, base):
+            yield at, ((last, last + 1), *block)

@@ -1,0 +1,71 @@
+"""The standing rules: all family tables, one line each."""
+
+from __future__ import annotations
+
+from .index.data_dependent import DATA_DEPENDENT
+from .index.gather_scatter import GATHER_SCATTER
+from .index.indexing import INDEXING
+from .language.rule import Table
+from .language.rule_tables import merge
+from .math.argmax import ARGMAX
+from .math.creation import CREATION
+from .math.cumulative import CUMULATIVE
+from .math.linalg import LINALG
+from .math.matmul import MATMUL
+from .math.pointwise import POINTWISE
+from .math.random_ops import RANDOM
+from .math.reduction import REDUCTION
+from .math.searching import SEARCHING
+from .math.sorting import SORTING
+from .nn.attention import ATTENTION
+from .nn.batch_norm import BATCH_NORM
+from .nn.convolution import CONVOLUTION
+from .nn.embedding import EMBEDDING
+from .nn.group_norm import GROUP_NORM
+from .nn.layer_norm import LAYER_NORM
+from .nn.loss import LOSS
+from .nn.optimizer import OPTIMIZER
+from .nn.planes import PLANES
+from .nn.pooling import POOLING
+from .nn.resampling import RESAMPLING
+from .nn.softmax import SOFTMAX
+from .shape.concat_pad import CONCAT_PAD
+from .shape.diagonal import DIAGONAL
+from .shape.roll_repeat import ROLL_REPEAT
+from .shape.slicing import SLICING
+from .shape.views import VIEWS
+
+__all__ = ["TABLE"]
+
+TABLE: Table = merge(
+    argmax=ARGMAX,
+    attention=ATTENTION,
+    batch_norm=BATCH_NORM,
+    concat_pad=CONCAT_PAD,
+    convolution=CONVOLUTION,
+    creation=CREATION,
+    cumulative=CUMULATIVE,
+    data_dependent=DATA_DEPENDENT,
+    diagonal=DIAGONAL,
+    embedding=EMBEDDING,
+    gather_scatter=GATHER_SCATTER,
+    group_norm=GROUP_NORM,
+    indexing=INDEXING,
+    layer_norm=LAYER_NORM,
+    linalg=LINALG,
+    loss=LOSS,
+    matmul=MATMUL,
+    optimizer=OPTIMIZER,
+    planes=PLANES,
+    pointwise=POINTWISE,
+    pooling=POOLING,
+    random=RANDOM,
+    reduction=REDUCTION,
+    resampling=RESAMPLING,
+    roll_repeat=ROLL_REPEAT,
+    searching=SEARCHING,
+    slicing=SLICING,
+    softmax=SOFTMAX,
+    sorting=SORTING,
+    views=VIEWS,
+)

@@ -1,0 +1,1 @@
+"""Moving shards inside an operator: halos, ranges and transposed shards."""

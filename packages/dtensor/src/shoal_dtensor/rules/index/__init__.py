@@ -1,0 +1,1 @@
+"""Rules of operators that look up or write by index, and of data-dependent shapes."""

@@ -1,0 +1,121 @@
+"""Sharding of operators that select by values: nonzero, unique, masked_select; and masked_scatter, the way back.
+
+Each rank has its own results.  Every rank gathers them all, in global order, so the result is replicated and as long as
+on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..language.local_ops import sharding_axes
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule_tables import family
+from .gathered_results import assumed_result_bytes, gathered, global_positions, in_global_order
+
+__all__ = ["DATA_DEPENDENT"]
+
+
+def replicated(call: OpCall) -> Iterator[Row]:
+    """Every element on every rank."""
+    yield from ()
+
+
+def nonzero(call: OpCall) -> Iterator[Row]:
+    traffic = assumed_result_bytes(call)
+    yield from (call.row(self=S(d), traffic=traffic) for d in range(call["self"].ndim))
+
+
+def _nonzero(decided: LocalCall) -> LocalFunction | None:
+    spec, axes = decided["self"], sharding_axes(decided["self"])
+    if not axes:
+        return None
+    return lambda x: in_global_order(spec, axes, global_positions(spec, x.nonzero()))[0]
+
+
+def unique(call: OpCall) -> Iterator[Row]:
+    """Where each element is among the unique ones (`return_inverse`) is as large as the input, which is gathered."""
+    if not call.get("return_inverse"):
+        yield from nonzero(call)
+
+
+def _unique(decided: LocalCall) -> LocalFunction | None:
+    """Values = unique of the values of all shards; counts = sums over shards."""
+    spec, axes = decided["self"], sharding_axes(decided["self"])
+    if not axes:
+        return None
+    counted, count = bool(decided.call.get("return_counts")), len(decided.call.schema.returns)
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        values, counts = torch.unique(x, return_counts=True)
+        values, counts = gathered(spec, axes, values, counts)
+        values, inverse = torch.unique(values, return_inverse=True)
+        total = torch.zeros(len(values), dtype=counts.dtype, device=x.device).index_add_(0, inverse, counts)
+        nothing = x.new_empty(0, dtype=torch.int64)
+        return (values, nothing, total if counted else nothing)[:count]
+
+    return run
+
+
+def masked_select(call: OpCall) -> Iterator[Row]:
+    if call["self"].shape == call["mask"].shape:
+        traffic = assumed_result_bytes(call)
+        yield from (call.row(self=S(d), mask=S(d), traffic=traffic) for d in range(call["self"].ndim))
+
+
+def _masked_select(decided: LocalCall) -> LocalFunction | None:
+    spec, axes = decided["self"], sharding_axes(decided["self"])
+    if not axes:
+        return None
+
+    def run(x: Tensor, mask: Tensor) -> Tensor:
+        return in_global_order(spec, axes, global_positions(spec, mask.nonzero()), x[mask])[1]
+
+    return run
+
+
+def masked_scatter(call: OpCall) -> Iterator[Row]:
+    """The target is broadcast to the mask's shape; dims that are as long in both may be sharded."""
+    (result,), target = call.outputs, call["self"]
+    new = result.ndim - target.ndim
+    for d, n in enumerate(target.shape):
+        if n == result.shape[d + new]:
+            yield call.row(self=S(d), out=S(d + new))
+
+
+def _masked_scatter(decided: LocalCall) -> LocalFunction | None:
+    """The mask is replicated: every rank counts on it how many elements were taken before each of its own."""
+    spec, is_written = decided.outputs[0], bool(decided.call.written)
+    if not sharding_axes(spec):
+        return None
+
+    def run(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        mask = mask.expand(spec.shape)
+        taken = (mask.reshape(-1).cumsum(0) - 1).view(spec.shape)
+        for d, (start, held) in enumerate(zip(spec.local_offset, spec.local_shape, strict=True)):
+            mask, taken = mask.narrow(d, start, held), taken.narrow(d, start, held)
+        result = x if is_written else x.expand(spec.local_shape).clone()
+        result[mask] = source.reshape(-1)[taken[mask]]
+        return result
+
+    return run
+
+
+DATA_DEPENDENT: Table = family(
+    {
+        "nonzero.default": Rule(nonzero, _nonzero, dynamic=True),
+        "masked_select.default": Rule(masked_select, _masked_select, dynamic=True),
+        "_unique2.default _unique.default": Rule(unique, _unique, dynamic=True),
+        # Neighbours and whole slices are compared.
+        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, dynamic=True),
+        "nonzero_static.default": Rule(replicated),
+        # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
+        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, dynamic=True),
+        "masked_scatter.default masked_scatter_.default": Rule(masked_scatter, _masked_scatter),
+        "masked_scatter_backward.default": Rule(replicated),
+    }
+)

@@ -1,0 +1,185 @@
+"""Sharding of reads and writes along one dim: gather, index_select; scatter and its family, index_add, index_copy.
+
+Reading along a sharded dim, every rank looks up what falls into its shard and leaves zeros for the rest, a partial sum.
+Writing, the written tensor keeps its sharding, and every rank writes what falls into its shard; adding is linear, so
+sharded sources leave a partial sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout.tensor_meta import TensorMeta
+from ..language.index_bounds import local_positions
+from ..language.local_ops import in_every_form
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
+from ..language.rule_tables import family
+
+__all__ = ["GATHER_SCATTER", "lookup_partial"]
+
+aten = torch.ops.aten
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def lookup_partial(source: TensorMeta) -> P:
+    """What lookups that leave zeros for the elements of other ranks add up to."""
+    return P("max" if source.dtype == torch.bool else "sum")
+
+
+def gather(call: OpCall) -> Iterator[Row]:
+    source, index = call["self"], call["index"]
+    if source.ndim and index.ndim:
+        dim = call.dim()
+        for d in range(source.ndim):
+            # An index that is shorter in a dim reads only the first rows there: shards would not match.
+            if d != dim and source.shape[d] == index.shape[d]:
+                yield call.row(self=S(d), index=S(d), out=S(d))
+        yield call.row(index=S(dim), out=S(dim))
+        yield call.row(self=S(dim), out=lookup_partial(source))
+    yield from call.keeping_partials("self")
+
+
+def index_select(call: OpCall) -> Iterator[Row]:
+    source = call["self"]
+    if source.ndim:
+        dim = call.dim()
+        yield from (call.row(self=S(d), out=S(d)) for d in range(source.ndim) if d != dim)
+        if call["index"].ndim:
+            yield call.row(index=S(0), out=S(dim))
+        yield call.row(self=S(dim), out=lookup_partial(source))
+    yield from call.keeping_partials("self")
+
+
+def _lookup(decided: LocalCall) -> LocalFunction | None:
+    """Element below = sum over shards of (element if it is in the shard, else 0)."""
+    call, spec, shape = decided.call, decided["self"], decided.outputs[0].local_shape
+    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    per_element = "gather" in call.op.__name__
+
+    def run(x: Tensor, dim_: int, index: Tensor, **kwargs: Any) -> Tensor:
+        positions, is_local = local_positions(index, spec, dim)
+        if 0 in x.shape:
+            return x.new_zeros(shape)
+        if not per_element:
+            is_local = is_local.reshape(-1, *[1] * (spec.ndim - dim - 1))
+        elements: Tensor = (aten.gather if per_element else aten.index_select).default(x, dim, positions)
+        return elements.masked_fill_(~is_local, 0)
+
+    return in_every_form(call, run)
+
+
+# --- scatter: an index for every element ------------------------------------------------------------------------------
+
+
+def scatter(call: OpCall) -> Iterator[Row]:
+    target, index = call["self"], call["index"]
+    if not (target.ndim and index.ndim):
+        return
+    dim, sources = call.dim(), [call["src"]] if isinstance(call.get("src"), TensorMeta) else []
+    for d in range(target.ndim):
+        # A shorter index writes only the first rows of a dim: shards would not match.
+        if d != dim and all(t.shape[d] == target.shape[d] for t in (index, *sources)):
+            entries: dict[str, Any] = dict.fromkeys(call.places, S(d))
+            yield call.row(**entries, out=S(d))
+    yield call.row(self=S(dim), out=S(dim))
+
+
+def scatter_add(call: OpCall) -> Iterator[Row]:
+    """Linear in target and source together."""
+    yield from scatter(call)
+    yield call.row(self=P("sum"), src=P("sum"), out=P("sum"))
+    index, source = call["index"], call["src"]
+    if call["self"].ndim and index.ndim and index.shape[d := call.dim()] == source.shape[d]:
+        yield call.row(self=P("sum"), index=S(d), src=S(d), out=P("sum"))
+
+
+def _scatter(decided: LocalCall) -> LocalFunction | None:
+    """What falls outside the shard goes to one more position at its end, which is then dropped."""
+    call, spec = decided.call, decided["self"]
+    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    functional = _functional(call)
+    held = spec.local_shape[dim]
+
+    def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        positions, is_local = local_positions(index, spec, dim)
+        spare = x.new_ones((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+        positions = positions.masked_fill(~is_local, held)
+        result: Tensor = functional(torch.cat([x, spare], dim), dim, positions, *args, **kwargs)
+        return result.narrow(dim, 0, held).contiguous()
+
+    return in_every_form(call, run)
+
+
+def _functional(call: OpCall) -> Callable[..., Tensor]:
+    """The functional form of an in-place or `out=` scatter operator, of the same overload."""
+    name, _, overload = call.op.__name__.partition(".")
+    packet = getattr(aten, name.removesuffix("_"))
+    overloads = {"out": "default", "src_out": "src", "value_out": "value", "two_out": "two"}
+    overloads |= {"reduce_out": "reduce", "value_reduce_out": "value_reduce"}
+    functional: Callable[..., Tensor] = getattr(packet, overloads.get(overload, overload or "default"))
+    return functional
+
+
+# --- index_*: one index for whole slices ------------------------------------------------------------------------------
+
+
+def index_copy(call: OpCall) -> Iterator[Row]:
+    """`index_fill` has a value without dims where the others have a source."""
+    target = call["self"]
+    if not target.ndim:
+        return
+    dim = call.dim()
+    for d in range(target.ndim):
+        if d != dim:
+            sources: dict[str, Any] = {"source": S(d)} if "source" in call.places else {}
+            yield call.row(self=S(d), out=S(d), **sources)
+    yield call.row(self=S(dim), out=S(dim))
+
+
+def index_add(call: OpCall) -> Iterator[Row]:
+    """Linear in target and source together."""
+    yield from index_copy(call)
+    yield call.row(self=P("sum"), source=P("sum"), out=P("sum"))
+    if call["index"].ndim and call["self"].ndim and call["source"].ndim:
+        yield call.row(self=P("sum"), index=S(0), source=S(call.dim()), out=P("sum"))
+
+
+def _write_slices(decided: LocalCall) -> LocalFunction | None:
+    """Only the slices that fall into the shard are written."""
+    call, spec = decided.call, decided["self"]
+    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    op, has_source = call.op, "source" in call.places
+
+    def run(x: Tensor, dim_: int, index: Tensor, value: Any, **kwargs: Any) -> Any:
+        positions, is_local = local_positions(index.reshape(-1), spec, dim)
+        if has_source:
+            source = value if value.ndim else value.reshape([1] * x.ndim)
+            value = source.index_select(dim, is_local.nonzero().squeeze(1))
+        return op(x, dim, positions[is_local], value, **kwargs)
+
+    return run
+
+
+_SCATTER = Rule(scatter, _scatter)
+
+GATHER_SCATTER: Table = family(
+    {
+        "gather": Rule(gather, _lookup),
+        "index_select": Rule(index_select, _lookup),
+        "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
+        "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
+        "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
+        "scatter_add": Rule(scatter_add, _scatter),
+        "index_add": Rule(index_add, _write_slices),
+        "index_copy index_fill": Rule(index_copy, _write_slices),
+    }
+)

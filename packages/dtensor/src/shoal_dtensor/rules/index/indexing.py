@@ -1,0 +1,308 @@
+"""Sharding of `x[indices]` and `x[indices] = values` with index tensors, and of `take` and `put`.
+
+Dims that are not indexed keep their sharding.  Along an indexed dim every rank looks up the indices that fall into its
+shard: reading leaves a partial sum with zeros elsewhere, writing reaches the one rank that has the element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layout.spec import Spec
+from ...layout.tensor_meta import TensorMeta
+from ..language.index_bounds import from_the_front, local_positions
+from ..language.local_ops import sharding_axes
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from ..language.rule_tables import family
+from .gather_scatter import lookup_partial
+from .gathered_results import assumed_result_bytes, global_positions, in_global_order
+
+__all__ = ["INDEXING"]
+
+aten = torch.ops.aten
+
+
+class IndexedDims(NamedTuple):
+    """Where the dims of `x[indices]` come from.
+
+    Of an x of shape (2, 3, 4, 5), `x[:, i, j]` with i and j of shape (6, 7) has the shape (2, 6, 7, 5): `indexed` is
+    ((1,), (2,)), `kept` is ((0, 0), (3, 3)), `first` is 1 and `ndim` is 2.
+
+    Attributes:
+        indexed: for each index tensor, in order, the dims of x that it stands for (a mask stands for several).
+        kept: pairs (dim of x, dim of the result) of the other dims.
+        first: where the indices' common dims begin in the result.
+        ndim: how many common dims the indices have.
+    """
+
+    indexed: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, int], ...]
+    first: int
+    ndim: int
+
+
+def _is_mask(index: TensorMeta | Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def indexed_dims(source: TensorMeta, indices: Sequence[TensorMeta | None]) -> IndexedDims:
+    """The dims of `source[indices]`; masks count as the one-dimensional index tensors that they become."""
+    indexed: list[tuple[int, ...]] = []
+    dim = ndim = 0
+    for index in indices:
+        span = 1 if index is None or not _is_mask(index) else index.ndim
+        if index is not None:
+            indexed.append(tuple(range(dim, dim + span)))
+            ndim = max(ndim, 1 if _is_mask(index) else index.ndim)
+        dim += span
+    taken = [d for dims in indexed for d in dims]
+    together = all(b == a + 1 for a, b in pairwise(taken))
+    first = taken[0] if together and taken else 0
+    others = [d for d in range(source.ndim) if d not in taken]
+    kept = tuple((d, i if i < first else i + ndim) for i, d in enumerate(others))
+    return IndexedDims(tuple(indexed), kept, first, ndim)
+
+
+def _aligned(meta: TensorMeta, dim: int, ndim: int) -> Entry:
+    """The entry of a tensor that is broadcast to `ndim` dims of which `dim` is sharded."""
+    own = dim - (ndim - meta.ndim)
+    return S(own) if own >= 0 and meta.shape[own] != 1 else R
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def index(call: OpCall) -> Iterator[Row]:
+    source, *indices = call.tensors
+    where = indexed_dims(source, call["indices"])
+    if any(map(_is_mask, indices)):
+        yield from _masked(call, where) if len(indices) == 1 else ()
+        return
+    yield from (call.row(self=S(d), out=S(o)) for d, o in where.kept)
+    for j in range(where.ndim):
+        if call.outputs[0].shape[where.first + j] != 1:
+            yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
+    yield from (call.row(self=S(d), out=lookup_partial(source)) for dims in where.indexed for d in dims)
+    yield from call.keeping_partials("self")
+
+
+def _masked(call: OpCall, where: IndexedDims) -> Iterator[Row]:
+    """The length of `x[mask]` is data-dependent: every rank gathers the elements of all."""
+    if not where.first:
+        traffic = assumed_result_bytes(call)
+        yield from (call.row(self=S(d), indices=S(d), traffic=traffic) for d in where.indexed[0])
+
+
+def _read_masked(decided: LocalCall) -> LocalFunction | None:
+    mask = decided.inputs[1]
+    axes = sharding_axes(mask)
+    if not axes:
+        return None
+
+    def run(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        index = indices[0]
+        assert index is not None, "the mask is the first index"
+        return in_global_order(mask, axes, global_positions(mask, index.nonzero()), x[index])[1]
+
+    return run
+
+
+def _index(decided: LocalCall) -> LocalFunction | None:
+    """Element below = sum over shards of (element if all its indices are in the shard, else 0)."""
+    call, spec = decided.call, decided["self"]
+    where = indexed_dims(call["self"], call["indices"])
+    if any(map(_is_mask, call.tensors[1:])):
+        return _read_masked(decided) if len(decided.inputs) == 2 else None
+    sharded = {n: dims[0] for n, dims in enumerate(where.indexed) if spec.dim_shardings[dims[0]].axes}
+    if not sharded:
+        return None
+    op, shape, first, ndim = call.op, decided.outputs[0].local_shape, where.first, where.ndim
+    tail = len(shape) - first - ndim
+
+    def run(x: Tensor, indices: Sequence[Tensor | None], *args: Any) -> Any:
+        is_local = torch.ones((), dtype=torch.bool, device=x.device)
+        positions, n = list(indices), -1
+        for i, index in enumerate(indices):
+            n += index is not None
+            if index is not None and n in sharded:
+                positions[i], is_in_dim = local_positions(index, spec, sharded[n])
+                is_local = is_local & is_in_dim
+        if 0 in x.shape:
+            return x.new_zeros(shape)
+        return op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
+
+    return run
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def index_put(call: OpCall) -> Iterator[Row]:
+    """Written is `self`: rows shard it, and values alike where they are as wide."""
+    source, *indices, values = call.tensors
+    where = indexed_dims(source, call["indices"])
+    ndim = source.ndim - sum(map(len, where.indexed)) + where.ndim
+    yield from (call.row(self=S(d), values=_aligned(values, o, ndim), out=S(d)) for d, o in where.kept)
+    if _same_everywhere(call, where):
+        yield from (call.row(self=S(d), indices=S(j), out=S(d)) for j, d in enumerate(where.indexed[0]))
+    yield from (call.row(self=S(d), out=S(d)) for dims in where.indexed for d in dims)
+    if call["accumulate"]:
+        yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
+        yield from () if any(map(_is_mask, indices)) else _accumulated(call, where, ndim)
+
+
+def _accumulated(call: OpCall, where: IndexedDims, ndim: int) -> Iterator[Row]:
+    """Indices and values sharded alike: each rank adds its own, a partial sum."""
+    _, *indices, values = call.tensors
+    for j in range(where.ndim):
+        of_indices = all(index.ndim == where.ndim and index.shape[j] != 1 for index in indices)
+        if of_indices and values.ndim == ndim and values.shape[where.first + j] != 1:
+            yield call.row(self=P("sum"), indices=S(j), values=S(where.first + j), out=P("sum"))
+
+
+def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
+    """Whether a single mask says where one value goes that does not depend on the place."""
+    _, *indices, values = call.tensors
+    if len(indices) != 1 or not _is_mask(indices[0]):
+        return False
+    behind = call.tensors[0].ndim - where.indexed[0][-1] - 1
+    return values.ndim <= behind or values.shape[-1 - behind] == 1
+
+
+def _put_one_value(decided: LocalCall, dims: Sequence[int]) -> LocalFunction:
+    """One value wherever a mask is true: each rank takes the elements of the mask that belong to its shard."""
+    op, spec, mask = decided.call.op, decided.inputs[0], decided.inputs[1]
+    sharded = [(j, d) for j, d in enumerate(dims) if spec.dim_shardings[d].axes]
+    place = next(i for i, index in enumerate(decided.call["indices"]) if index is not None)
+
+    def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
+        own = indices[place]
+        assert own is not None, "the mask is where the call had it"
+        for j, d in sharded:  # the mask has at least what x has, but for a rank without elements of x
+            size = spec.local_shape[d]
+            own = own.narrow(j, spec.local_offset[d] - mask.local_offset[j] if size else 0, size)
+        return op(x, [*indices[:place], own, *indices[place + 1 :]], values, *args)
+
+    return run
+
+
+def _index_put(decided: LocalCall) -> LocalFunction | None:
+    """Of all positions to write to, those in this rank's shard."""
+    call, spec = decided.call, decided.inputs[0]
+    where = indexed_dims(call["self"], call["indices"])
+    dims = [d for group in where.indexed for d in group]
+    sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
+    if not sharded:
+        return None
+    if _same_everywhere(call, where):
+        return _put_one_value(decided, dims)
+    op, first = call.op, where.first
+    ndim = spec.ndim - len(dims) + where.ndim
+
+    def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
+        positions = list(aten.broadcast_tensors.default(_as_integers(indices)))
+        shape, is_local = positions[0].shape, torch.ones_like(positions[0], dtype=torch.bool)
+        for n in sharded:
+            positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
+            is_local &= is_in_dim
+        common = range(first, first + len(shape))
+        others = (*range(first), *range(first + len(shape), ndim))
+        chosen = values.expand(*_value_shape(values, ndim, first, shape)).permute(*common, *others)[is_local]
+        target: list[Tensor | None] = [None] * x.ndim
+        for n, d in enumerate(dims):
+            target[d] = positions[n][is_local]
+        return op(x, target, chosen.movedim(0, first) if first else chosen, *args)
+
+    return run
+
+
+def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor]:
+    """Index tensors with every mask replaced by where it is true, one tensor per dim."""
+    integers: list[Tensor] = []
+    for index in indices:
+        if index is not None:
+            integers += index.nonzero().unbind(1) if _is_mask(index) else [index]
+    return integers
+
+
+def _value_shape(values: Tensor, ndim: int, first: int, positions: Sequence[int]) -> list[int]:
+    """`values`' shape with all dims, its indexed ones as wide as the positions."""
+    shape = [1] * (ndim - values.ndim) + list(values.shape)
+    return [positions[d - first] if first <= d < first + len(positions) else n for d, n in enumerate(shape)]
+
+
+# --- flat indices -----------------------------------------------------------------------------------------------------
+
+
+def take(call: OpCall) -> Iterator[Row]:
+    source, index = call["self"], call["index"]
+    yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
+    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim))
+    yield from call.keeping_partials("self")
+
+
+def _flat_positions(spec: Spec) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """From flat global indices to flat local ones and whether they are local.
+
+    Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.
+    """
+
+    def run(index: Tensor) -> tuple[Tensor, Tensor]:
+        rest = from_the_front(index, spec.shape.numel())
+        position, is_local, step = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool), 1
+        for size, held, offset in zip(*map(reversed, (spec.shape, spec.local_shape, spec.local_offset)), strict=True):
+            in_dim = rest % size - offset
+            is_local &= (in_dim >= 0) & (in_dim < held)
+            position, rest, step = position + in_dim * step, rest // size, step * held
+        return position.masked_fill_(~is_local, 0), is_local
+
+    return run
+
+
+def _take(decided: LocalCall) -> LocalFunction | None:
+    """Element below = sum over shards of (element if it is in the shard, else 0)."""
+    spec = decided["self"]
+    if not sharding_axes(spec):
+        return None
+    locate = _flat_positions(spec)
+
+    def run(x: Tensor, index: Tensor, *args: Any) -> Any:
+        position, is_local = locate(index)
+        return aten.take.default(x, position).masked_fill_(~is_local, 0) if x.numel() else x.new_zeros(index.shape)
+
+    return run
+
+
+def put(call: OpCall) -> Iterator[Row]:
+    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
+    if call["accumulate"]:
+        yield call.row(self=P("sum"), source=P("sum"), out=P("sum"))
+
+
+def _put(decided: LocalCall) -> LocalFunction | None:
+    op, spec = decided.call.op, decided["self"]
+    if not sharding_axes(spec):
+        return None
+    locate = _flat_positions(spec)
+
+    def run(x: Tensor, index: Tensor, source: Tensor, *args: Any) -> Any:
+        position, is_local = locate(index)
+        return op(x, position[is_local], source.reshape(index.shape)[is_local], *args)
+
+    return run
+
+
+INDEXING: Table = family(
+    {
+        "index.Tensor _unsafe_index.Tensor": Rule(index, _index),
+        "index_put.default index_put_.default": Rule(index_put, _index_put),
+        "_index_put_impl_.default _unsafe_index_put.default": Rule(index_put, _index_put),
+        "take.default": Rule(take, _take),
+        "put.default put_.default": Rule(put, _put),
+    }
+)

@@ -1,0 +1,1 @@
+"""How a rule is written: rows, factor notation, tables, and what local functions share."""

@@ -1,0 +1,57 @@
+"""Global indices as a rank sees them that holds an interval of the indexed dim."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
+__all__ = ["check_bounds", "from_the_front", "local_positions"]
+
+
+def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
+    """Refuse indices into `length` elements that are out of range.
+
+    A rank looks up only the indices that fall into its shard, so no kernel would notice one that falls nowhere.  Ranks
+    with empty shards check too: all ranks with the same indices raise.
+
+    Args:
+        index: global indices; is_valid: for each of them whether it is in range.
+
+    Raises:
+        IndexError: if one is not; on an accelerator the device reports it later, as plain indexing does.
+    """
+    message = f"out of bounds for a dim of {length} elements"
+    if index.device.type != "cpu":
+        torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
+    elif not is_valid.all():
+        raise IndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")
+
+
+def from_the_front(index: Tensor, length: int) -> Tensor:
+    """Indices into `length` elements, those that count from the end (-1 is the last) counted from the front.
+
+    Raises:
+        IndexError: see `check_bounds`.
+
+    Example:
+        >>> from_the_front(torch.tensor([-1, 2]), 5)
+        tensor([4, 2])
+    """
+    check_bounds(index, (index >= -length) & (index < length), length)
+    return torch.where(index < 0, index + length, index)
+
+
+def local_positions(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
+    """The local positions of global indices into a sharded dim, and whether they are local; others get position 0.
+
+    Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the first is not local.
+    """
+    start, held = spec.offset(dim), spec.local_shape[dim]
+    position = from_the_front(index, spec.shape[dim]) - start
+    is_local = (position >= 0) & (position < held)
+    return position.masked_fill(~is_local, 0), is_local

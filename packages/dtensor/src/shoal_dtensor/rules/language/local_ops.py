@@ -1,0 +1,107 @@
+"""What local functions share: replaced arguments, reductions over sharding axes, `out=` and in-place forms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shoal_mesh import all_reduce
+
+from .op_call import LocalCall, LocalFunction, OpCall
+from .rows import Traffic
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
+__all__ = [
+    "all_reduce_traffic",
+    "all_reduced",
+    "drop_dims",
+    "in_every_form",
+    "sharding_axes",
+    "with_arguments",
+    "zeros",
+]
+
+
+def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
+    """The mesh axes that shard any of the tensor dims `dims` (all of them when left out), ascending."""
+    chosen = range(spec.ndim) if dims is None else dims
+    return tuple(sorted({axis for dim in chosen for axis in spec.dim_shardings[dim].axes}))
+
+
+def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
+    """`tensor` reduced over mesh axes of `spec`'s mesh; itself when there are none."""
+    return all_reduce(tensor, spec.mesh.comm(axes), op) if axes else tensor
+
+
+def all_reduce_traffic(nbytes: float) -> Traffic:
+    """The traffic of a row that all-reduces `nbytes` bytes: a reduce-scatter and an all-gather.
+
+    Example:
+        >>> all_reduce_traffic(100)(4)
+        150.0
+    """
+    return lambda ranks: 2 * nbytes * (ranks - 1) / ranks
+
+
+def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:
+    """The operator with some of its arguments, by schema name, replaced by `changes`."""
+    op = call.op
+    places = {name: i for i, name in enumerate((*call.schema.inputs, *call.schema.outs))}
+    positions = tuple((places[name], name, value) for name, value in changes.items())
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        changed = list(args)
+        for place, name, value in positions:
+            if place < len(changed):
+                changed[place] = value
+            else:
+                kwargs[name] = value
+        return op(*changed, **kwargs)
+
+    return run
+
+
+def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
+    """`function`, written for the functional form, in the form of the operator (`out=`, in-place, or as it is)."""
+    outs = call.schema.outs
+    if call.rewritten:
+        return lambda x, *args, **kwargs: x.copy_(function(x, *args, **kwargs))
+    if not outs:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        targets = [kwargs.pop(name) for name in outs]
+        results = function(*args, **kwargs)
+        for target, result in zip(targets, [results] if isinstance(results, Tensor) else results, strict=True):
+            target.copy_(result)
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    return run
+
+
+def zeros(decided: LocalCall) -> LocalFunction:
+    """What a rank without elements adds to sums: zeros; None for the outputs that `output_mask` leaves out."""
+    specs = iter(decided.outputs)
+    mask = decided.call.get("output_mask") or [True] * len(decided.outputs)
+    wanted = [next(specs) if present else None for present in mask]
+
+    def run(first: Tensor, *_: Any, **__: Any) -> Any:
+        results = [
+            None if s is None else first.new_empty_strided(s.local_shape, s.local_stride, dtype=s.dtype).zero_()
+            for s in wanted
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return in_every_form(decided.call, run)
+
+
+def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:
+    """`tensor`, reduced over `dims` with `keepdim=True`, without those dims unless `keepdim`."""
+    if keepdim:
+        return tensor
+    gone = set(dims)
+    return tensor.reshape([n for dim, n in enumerate(tensor.shape) if dim not in gone])

@@ -1,0 +1,283 @@
+"""Rules written as factors: `product("m k, k n -> m n")`.
+
+Each operand lists its dims; a name is a factor of the operator.  Sharding a factor shards every
+operand that has it.  A factor that only inputs have is summed over, so sharding it leaves the outputs partial.
+`...` stands for the broadcast dims that operands share, aligned at the right.  `(h d)` is one dim made of
+two factors, the first varying slowest.  The notation is einsum's; the idea of factors is Shardy's
+(openxla/shardy, sharding rules) and the parser's shape einops'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from ...errors import ShoalTensorError
+from ...layout.tensor_meta import TensorMeta
+from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
+
+__all__ = [
+    "NotationError",
+    "Partials",
+    "Pattern",
+    "factor_rows",
+    "keeps_digits",
+    "linear_rows",
+    "parse",
+    "pointwise",
+    "product",
+    "unrounded",
+]
+
+ELLIPSIS = "..."
+Dim = tuple[str, ...]
+
+
+class NotationError(ShoalTensorError, ValueError):
+    """A pattern cannot be read, or does not fit the operands of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A parsed pattern: for each operand its dims, each a tuple of factor names, slowest first."""
+
+    text: str
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Pattern:
+    """The operands of a pattern.
+
+    Raises:
+        NotationError: if the pattern has no single arrow, unbalanced brackets or a repeated factor in one operand.
+
+    Example:
+        >>> parse("b (h d), d -> b h").inputs
+        ((('b',), ('h', 'd')), (('d',),))
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise NotationError(f"pattern {text!r}: expected inputs -> outputs with one arrow")
+    inputs, outputs = (tuple(_operand(part, text) for part in side.split(",")) for side in sides)
+    return Pattern(text, inputs, outputs)
+
+
+def _operand(part: str, text: str) -> tuple[Dim, ...]:
+    dims: list[Dim] = []
+    group: list[str] | None = None
+    for token in part.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group is not None:
+            dims.append(tuple(group))
+            group = None
+        elif token in "()":
+            raise NotationError(f"pattern {text!r}: brackets do not match in {part.strip()!r}")
+        elif token != ELLIPSIS and not token.isidentifier():
+            raise NotationError(f"pattern {text!r}: {token!r} is no factor name")
+        elif group is not None:
+            group.append(token)
+        else:
+            dims.append((token,))
+    names = [name for dim in dims for name in dim]
+    if group is not None or len(names) != len(set(names)):
+        why = "brackets do not match" if group is not None else "a factor is repeated"
+        raise NotationError(f"pattern {text!r}: {why} in {part.strip()!r}")
+    return tuple(dims)
+
+
+def _spread(dims: tuple[Dim, ...], ndim: int, pattern: Pattern) -> list[Dim]:
+    """Replace `...` by one factor per dim it stands for, named from the right so that operands align."""
+    free = ndim - len(dims) + ((ELLIPSIS,) in dims)
+    if free < 0 or (free != 0 and (ELLIPSIS,) not in dims):
+        raise NotationError(f"pattern {pattern.text!r}: an operand of {len(dims)} dims got a tensor of {ndim}")
+    result: list[Dim] = []
+    for dim in dims:
+        result += [(f"...{i}",) for i in reversed(range(free))] if dim == (ELLIPSIS,) else [dim]
+    return result
+
+
+def factor_rows(
+    pattern: Pattern,
+    inputs: Sequence[TensorMeta],
+    outputs: Sequence[TensorMeta],
+    *,
+    replicated: Sequence[str] = (),
+    reduce: str = "sum",
+) -> list[Row]:
+    """One row per factor that may be sharded.
+
+    Args:
+        pattern: the parsed pattern.
+        inputs: global tensor inputs; outputs: global tensor outputs.
+        replicated: factors that must not be sharded; `"..."` names all broadcast dims.
+        reduce: how a factor that only inputs have is reduced.
+
+    Raises:
+        NotationError: if the pattern does not fit the operands.
+    """
+    if len(inputs) != len(pattern.inputs) or len(outputs) != len(pattern.outputs):
+        raise NotationError(
+            f"pattern {pattern.text!r}: fits {len(pattern.inputs)} inputs and {len(pattern.outputs)} outputs, "
+            f"got {len(inputs)} and {len(outputs)}"
+        )
+    operands = [_spread(dims, t.ndim, pattern) for dims, t in zip(pattern.inputs, inputs, strict=True)]
+    results = [_spread(dims, t.ndim, pattern) for dims, t in zip(pattern.outputs, outputs, strict=True)]
+    sizes = _factor_sizes(pattern, [*operands, *results], [*inputs, *outputs])
+    rows = []
+    for name in dict.fromkeys(name for dims in operands for dim in dims for name in dim):
+        if name in replicated or (name.startswith(ELLIPSIS) and ELLIPSIS in replicated):
+            continue
+        entries = [_entry(dims, t, name, sizes) for dims, t in zip(operands, inputs, strict=True)]
+        results_entries = [_entry(dims, t, name, sizes) for dims, t in zip(results, outputs, strict=True)]
+        if None in entries or None in results_entries:
+            continue
+        reduced = [P(reduce) if entry is R else entry for entry in results_entries]
+        rows.append(Row(tuple(e for e in entries if e), tuple(e for e in reduced if e)))
+    return rows
+
+
+def _factor_sizes(pattern: Pattern, dims: Sequence[list[Dim]], tensors: Sequence[TensorMeta]) -> dict[str, int]:
+    """The extent of every factor; broadcast operands (size 1) do not count."""
+    sizes: dict[str, int] = {}
+    for operand, tensor in zip(dims, tensors, strict=True):
+        for dim, n in zip(operand, tensor.shape, strict=True):
+            if len(dim) == 1:
+                known = sizes.get(dim[0], 1)
+                if known not in (1, n) and n != 1:
+                    raise NotationError(f"pattern {pattern.text!r}: factor {dim[0]!r} has sizes {known} and {n}")
+                sizes[dim[0]] = n if known == 1 else known
+    for operand, tensor in zip(dims, tensors, strict=True):
+        for dim, n in zip(operand, tensor.shape, strict=True):
+            unknown = [name for name in dim if name not in sizes]
+            if len(unknown) == 1:
+                known = prod(sizes[name] for name in dim if name in sizes)
+                sizes[unknown[0]] = n // known if known else 0
+            elif unknown:
+                raise NotationError(f"pattern {pattern.text!r}: the sizes of {', '.join(unknown)} do not follow")
+    return sizes
+
+
+def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]) -> Entry | None:
+    """The placement of an operand when factor `name` is sharded; None if its shards would not be contiguous."""
+    for i, dim in enumerate(dims):
+        if name in dim:
+            position = dim.index(name)
+            if prod(sizes[other] for other in dim[:position]) != 1:
+                return None
+            broadcast = tensor.shape[i] == 1 and sizes[name] != 1
+            return R if broadcast else S(i, prod(sizes[other] for other in dim[position + 1 :]))
+    return R
+
+
+def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
+    """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial."""
+    return [
+        Row(tuple(P(op) if j == i else R for j in range(inputs)), (P(op),) * outputs)
+        for i in linear
+        if i < inputs
+        for op in ("sum", "avg")
+    ]
+
+
+def unrounded(rows: Sequence[Row], call: OpCall) -> list[Row]:
+    """The rows in which no partial sum takes on a dtype of fewer digits.
+
+    There each addend would be rounded, and where addends cancel the sum would be far off: 1e9 + 1 and -1e9 are 1, and 0
+    once both are float32.
+    """
+    kinds = [meta.dtype for meta in call.tensors]
+    targets = [meta.dtype for meta in call.outputs] or [kinds[i] for i in call.written]
+    return [
+        row
+        for row in rows
+        if all(
+            keeps_digits(kind, target)
+            for entry, kind in zip(row.inputs, kinds, strict=True)
+            if entry is P("sum") or entry is P("avg")
+            for target in targets
+        )
+    ]
+
+
+def keeps_digits(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a number of the first dtype is as exact in the second."""
+    floating = [kind.is_floating_point or kind.is_complex for kind in (source, target)]
+    if all(floating):
+        return torch.finfo(target).eps <= torch.finfo(source).eps
+    return not any(floating)
+
+
+def product(
+    text: str,
+    *,
+    linear: Sequence[int] = (),
+    replicated: str = "",
+    reduce: str = "sum",
+    local: Callable[[LocalCall], LocalFunction | None] | None = None,
+    skip_empty: bool = False,
+) -> Rule:
+    """The rule that a pattern describes.
+
+    Args:
+        text: the pattern.
+        linear: operands in which the operator is linear: a partial sum there gives partial sums.
+        replicated: factors, space-separated, that must not be sharded.
+        reduce: how factors that only inputs have are reduced.
+        local, skip_empty: see `Rule`.
+
+    Example:
+        >>> rule = product("m k, k n -> m n", linear=(0, 1))
+        >>> import torch
+        >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
+        >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
+        >>> [row.outputs[0] for row in rule.rows(call)][:3]
+        [S(0), Partial('sum'), S(1)]
+    """
+    pattern, fixed = parse(text), tuple(replicated.split())
+
+    def rows(call: OpCall) -> list[Row]:
+        rows = factor_rows(pattern, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
+        return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
+
+    return Rule(rows, local, unordered=local is None, skip_empty=skip_empty)
+
+
+Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
+"""Given a call, pairs of input entries and the entry of every output, with partial values among them."""
+
+
+def pointwise(
+    *,
+    linear: Sequence[int] = (),
+    jointly: bool = False,
+    monotone: bool = False,
+    partial: Partials | None = None,
+) -> Rule:
+    """The rule of an elementwise operator with broadcasting: every dim may be sharded, in all operands alike.
+
+    Args:
+        linear: operands in which it is linear when the others are fixed (`mul`: each; `neg`: the only one).
+        jointly: whether it is linear in all tensor operands together, with no constant term (`real`, `add` without
+            numbers): partial sums in, partial sums out.
+        monotone: for one operand: whether it never decreases, so that it commutes with partial `max` and `min`.
+        partial: further rows with partial values.
+    """
+
+    def rows(call: OpCall) -> list[Row]:
+        count = len(call.tensors)
+        outputs = call.outputs or tuple(call.tensors[i] for i in call.written)
+        pattern = parse(", ".join([ELLIPSIS] * count) + " -> " + ", ".join([ELLIPSIS] * len(outputs)))
+        result = factor_rows(pattern, call.tensors, outputs) + linear_rows(linear, count, len(outputs))
+        ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone and count == 1 else ())
+        result += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
+        result += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
+        return unrounded(result, call)
+
+    return Rule(rows, by_value=False, unordered=True)

@@ -1,0 +1,283 @@
+"""One call of an operator as a rule sees it: global shapes and arguments, and how to write a row about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..._torch import OpOverload, unmarked_writes
+from ...errors import ShoalTensorError
+from ...layout.placements import REDUCE_OPS
+from ...layout.tensor_meta import TensorMeta
+from .op_schema import OpSchema, schema_of
+from .rows import ANY_NORM, Entry, P, R, Row, Traffic
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
+__all__ = ["LocalCall", "LocalFunction", "OpCall", "RowError", "flatten"]
+
+
+class RowError(ShoalTensorError, ValueError):
+    """A row names an argument that the operator does not have, or gives a list the wrong number of entries."""
+
+
+LocalFunction = Callable[..., Any]
+_ALL_PARTIALS = (*map(P, REDUCE_OPS), ANY_NORM)
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an operator on global tensors, values left out.
+
+    Attributes:
+        op: the overload.
+        args: positional arguments, each tensor replaced by its `TensorMeta`.
+        kwargs: keyword arguments, likewise.
+        tensors: the tensor inputs that the operator reads, flattened in schema order; `out=` arguments are not among
+            them (the propagator gives them the layout of the outputs), so a rule serves the functional and the out
+            form.
+        outputs: the global tensor outputs, flattened; empty when the shapes are data-dependent.
+
+    Example:
+        `call["dim"]` is the argument named `dim` of the operator's schema, or its default.
+    """
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    tensors: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+
+    @cached_property
+    def schema(self) -> OpSchema:
+        """What the operator's schema says."""
+        return schema_of(self.op)
+
+    @cached_property
+    def bound(self) -> dict[str, Any]:
+        """All arguments by name, with defaults; `out=` arguments where they are given."""
+        schema = self.schema
+        return {**schema.defaults, **dict(zip(schema.positional, self.args, strict=False)), **self.kwargs}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.bound[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The argument named `name`, or `default` if the schema has none."""
+        return self.bound.get(name, default)
+
+    def dim(self, name: str = "dim", of: int = 0) -> int:
+        """The dim argument `name`, resolved to a non-negative dim of tensor input `of`."""
+        ndim = max(self.tensors[of].ndim, 1)
+        value = self.bound[name]
+        return int(value) % ndim
+
+    def dims(self, name: str = "dim", of: int = 0) -> tuple[int, ...]:
+        """The dims argument `name` (an int, a list, or None or empty for all), resolved and ascending."""
+        ndim = self.tensors[of].ndim
+        value = self.bound.get(name)
+        if value is None or (isinstance(value, list | tuple) and not value):
+            return tuple(range(ndim))
+        values = value if isinstance(value, list | tuple) else (value,)
+        return tuple(sorted({int(v) % max(ndim, 1) for v in values} if ndim else ()))
+
+    # --- which tensor is which argument ---------------------------------------------------------------------------
+
+    @cached_property
+    def places(self) -> dict[str, range]:
+        """For each argument that is read: the indices of its tensors in `tensors`; none for None and numbers."""
+        places, start = {}, 0
+        for name in self.schema.inputs:
+            value = self.bound.get(name)
+            stop = start + (sum(1 for _ in flatten(value)) if isinstance(value, TensorMeta | list | tuple) else 0)
+            places[name], start = range(start, stop), stop
+        return places
+
+    @cached_property
+    def results(self) -> dict[str, range]:
+        """For each result: the indices of its tensors among the outputs.
+
+        Results are named as the schema's returns.  An operator that returns nothing and writes to its inputs has
+        these for results.  Those that a mask argument leaves out have no index.
+        """
+        schema = self.schema
+        if not schema.returns:
+            names, count = schema.written, len(self.written)
+            sizes = [len(self.places[name]) for name in names]
+            names = ("out",) if len(names) == 1 else tuple(f"out{i}" for i in range(len(names)))
+        else:
+            names, count = schema.returns, len(self.outputs)
+            sizes = [1] * len(names)
+            if any(schema.is_list):
+                sizes = [count] if len(names) == 1 else [count // len(names)] * len(names)
+            elif 0 < count < len(names):
+                mask = self.get("output_mask") or self.get("grad_input_mask")
+                names, mask = (names, mask) if mask else (tuple(f"out{i}" for i in range(count)), [True] * count)
+                sizes = [int(wanted) for wanted in mask]
+        ends = [0]
+        for size in sizes:
+            ends.append(ends[-1] + size)
+        return {name: range(a, b) for name, (a, b) in zip(names, pairwise(ends), strict=True)}
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Indices (into `tensors`) of the inputs that the operator reads and writes (in-place operators)."""
+        return tuple(i for name in self.schema.written for i in self.places[name])
+
+    @cached_property
+    def updated(self) -> tuple[int, ...]:
+        """Indices of the inputs that the operator writes although its schema does not say so: running statistics.
+
+        Their layout is no constraint.  What is not sharded as a row asks is redistributed, written, and sent back.
+        """
+        if not self.get("training", True):
+            return ()
+        return tuple(i for name in unmarked_writes(self.op) for i in self.places[name])
+
+    @cached_property
+    def rewritten(self) -> tuple[int, ...]:
+        """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
+        owners, written = self.schema.returned_inputs, self.schema.written
+        return tuple(i for i, owner in enumerate(owners) if owner in written)
+
+    @property
+    def fixed(self) -> tuple[tuple[int, int | None], ...]:
+        """Pairs (input, output): the inputs written in place, each with the output that it is, or None."""
+        owner_of = {self.schema.returned_inputs[i]: i for i in self.rewritten}
+        return tuple((i, owner_of.get(name)) for name in self.schema.written for i in self.places[name])
+
+    @cached_property
+    def aliased(self) -> tuple[int | None, ...]:
+        """For each output the flat index of the tensor that it is, or None.
+
+        Indices beyond the inputs are `out=` arguments: of an operator with two inputs, 2 is the first.
+        """
+        index = {name: place[0] for name, place in self.places.items() if len(place) == 1}
+        index |= {name: len(self.tensors) + i for i, name in enumerate(self.schema.outs)}
+        owners = [index.get(owner) if owner else None for owner in self.schema.returned_inputs]
+        return tuple(owners) if len(owners) == len(self.outputs) else (None,) * len(self.outputs)
+
+    @property
+    def has_data_dependent_shape(self) -> bool:
+        """Whether the operator returns tensors whose shapes depend on values."""
+        return bool(self.schema.returns) and not self.outputs
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def row(
+        self,
+        /,
+        *,
+        even: bool = False,
+        traffic: Traffic | None = None,
+        ordered: bool = False,
+        **entries: Entry | Sequence[Entry],
+    ) -> Row:
+        """A row with entries by argument name; what is not named is replicated.
+
+        Inputs have the names of the schema's arguments; an entry for one that is None or a number is ignored.
+        Results have the names of the schema's returns; a single unnamed one is `out`, several are `out0`, `out1`, ...,
+        and `out` names all results that have no entry of their own.  A list of tensors takes one entry for all, or a
+        sequence with one for each.  If an argument and a result have the same name, the argument is meant.
+
+        Args:
+            even: whether every shard must have the same size.
+            traffic: if the local function communicates: the bytes that each rank receives, given the number of ranks.
+            ordered: see `Row`.
+            entries: `S(dim)`, `R` or `P(op)` by name.
+
+        Raises:
+            RowError: if the operator has no argument and no result of that name.
+
+        Example:
+            >>> import torch
+            >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
+            >>> from shoal_dtensor.rules import S
+            >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
+            >>> row = call.row(self=S(1), mat2=S(0), out=P("sum"))
+            >>> [entry.dim for entry in row.inputs], row.outputs
+            ([1, 0], (Partial('sum'),))
+        """
+        inputs, outputs = self._slots
+        if not entries.keys() <= self.schema.entry_names:
+            unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
+            raise RowError(
+                f"{self.op}: a row names {unknown}, but the arguments are "
+                f"{', '.join(self.schema.inputs)} and the results {', '.join(self.results) or 'none'}"
+            )
+        given: list[Entry] = []
+        for name, count in inputs:
+            self._add(given, name, entries.get(name, R), count)
+        everything = R if "out" in self.places else entries.get("out", R)
+        results: list[Entry] = []
+        for i, (name, count) in enumerate(outputs):
+            entry = entries.get(f"out{i}", everything)
+            self._add(results, name, entry if name == "out" or name in self.places else entries.get(name, entry), count)
+        return Row(tuple(given), tuple(results), even, traffic, ordered)
+
+    @cached_property
+    def _slots(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Names and numbers of the tensors that rows have entries for: inputs that are tensors, and all results."""
+        inputs = [(name, len(place)) for name, place in self.places.items() if place]
+        return inputs, [(name, len(place)) for name, place in self.results.items()]
+
+    def _add(self, row: list[Entry], name: str, given: Entry | Sequence[Entry], count: int) -> None:
+        """Append the entries of `count` tensors, given one for all or a sequence."""
+        if not isinstance(given, list | tuple):
+            row += [given] * count  # type: ignore[list-item]  # the only sequences are lists and tuples
+            return
+        if len(given) != count:
+            raise RowError(f"{self.op}: {name!r} is a list of {count} tensors, got {len(given)} entries")
+        row += given
+
+    def linear(self, *names: str) -> Iterator[Row]:
+        """For each argument named: the rows in which it alone, and the results, are partial sums or averages."""
+        for name in names:
+            if self.places[name]:
+                yield from self.keeping_partials(name, ops=("sum", "avg"))
+
+    def keeping_partials(self, *names: str, ops: Sequence[str] = REDUCE_OPS) -> Iterator[Row]:
+        """The rows in which these arguments and all results are partial alike.
+
+        For operators that only move elements: those commute with every reduction (partial norms included, unless
+        `ops` says which reductions they commute with).
+        """
+        together = {i for name in names for i in self.places[name]}
+        count = sum(len(place) for place in self.results.values())
+        for partial in _ALL_PARTIALS if ops is REDUCE_OPS else map(P, ops):
+            yield Row(tuple([partial if i in together else R for i in range(len(self.tensors))]), (partial,) * count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalCall:
+    """A call whose sharding is decided, as seen by the rank that runs it.
+
+    Attributes:
+        call: the global call.
+        inputs: spec of every tensor input as the local function gets it (after redistribution), flattened.
+        outputs: spec of every tensor output, flattened.
+    """
+
+    call: OpCall
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+
+    def __getitem__(self, name: str) -> Spec:
+        """The spec of the tensor argument `name`."""
+        (index,) = self.call.places[name]
+        return self.inputs[index]
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """The tensors (or `TensorMeta`s) in an argument or result, in order; lists are walked, None is skipped."""
+    if isinstance(value, Tensor | TensorMeta):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flatten(item)

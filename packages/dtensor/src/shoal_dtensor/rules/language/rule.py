@@ -1,0 +1,106 @@
+"""How an operator may be sharded: a row function, and where needed the local function that runs on shards.
+
+A rule reads global shapes and arguments and yields rows; a row says how each tensor input and output is placed along
+one mesh axis.  Rules know no mesh, cost or communication: the propagator gives each mesh axis one row and prices what
+the inputs need to get there.
+
+Row functions are generators, named after the operator, and name arguments as the operator's schema does:
+
+    def index_select(call: OpCall) -> Iterator[Row]:
+        dim = call.dim()
+        for d in range(call["self"].ndim):
+            if d != dim:
+                yield call.row(self=S(d), out=S(d))
+        yield call.row(index=S(0), out=S(dim))
+
+- An argument without entry is replicated (`R`), so rows name only what is sharded or partial.  Entries for optional
+  tensors that are None are ignored: one row function serves calls with and without a bias.
+- Results are named as the schema's returns (`values`, `indices`, `grad_input`).  A single unnamed one is `out`,
+  several are `out0`, `out1`, ...; `out=` stands for all of them.  Entries for results that a mask argument leaves out
+  are ignored too.
+- Lists of tensors (`cat`, `split`) take one entry for all, or a sequence with one each.
+- `yield from call.linear("grad")` gives the rows of an operator that is linear in that argument.
+- `traffic=lambda ranks: nbytes` marks a row whose local function communicates, with the bytes each rank receives.
+- The same function serves the functional, the in-place and the `out=` form; for operators that only write to their
+  inputs (`_foreach_add_`) `out` means what is written.
+
+The rank with an empty shard: `Rule(..., skip_empty=True)` where the kernel refuses empty tensors.  The local function
+need not think of them then, unless it communicates.
+
+Converting `Row((S(d), R, *rest), (S(d),))`: find the arguments' names in the schema, write only what is not R
+(`call.row(self=S(d), out=S(d))`), drop tuples of names, `present`/`entries`/output masks, and `or_empty`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ..._torch import OpOverload
+from .op_call import LocalCall, LocalFunction, OpCall, RowError, flatten
+from .rows import ANY_NORM, Entry, P, R, Row, S, ShardingMap, Traffic, with_norms
+
+__all__ = [
+    "ANY_NORM",
+    "Entry",
+    "LocalCall",
+    "LocalFunction",
+    "OpCall",
+    "P",
+    "R",
+    "Row",
+    "RowError",
+    "Rule",
+    "S",
+    "ShardingMap",
+    "Table",
+    "Traffic",
+    "flatten",
+    "with_norms",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """How an operator may be sharded.
+
+    Attributes:
+        rows: the rows for a call; the row where everything is replicated is always implied.
+        local: for operators whose local call differs from the global one (shape arguments, offsets, masks,
+            uneven means): given the decided call, the function to run instead of the operator, with the
+            operator's own arguments (tensors local); None to run the operator itself.
+        skip_empty: whether a rank that has an empty shard runs nothing, because the kernel refuses empty tensors or has
+            no neutral value for them.  It contributes what leaves the reduction of each output as it is (0 to a sum,
+            -inf to a maximum).  Rows that communicate run on every rank all the same.
+        by_value: whether numbers among the arguments influence `rows` or `local`.  Where they do not (pointwise
+            and optimizer operators), only their types key the cache, so a learning rate adds no entry per step.
+        each: for `foreach` operators: lists are walked in step, and `rows` describes one element's call.
+        dynamic: whether output shapes are data-dependent; the local function's outputs are then taken as they come.
+        copies: for view operators: whether the local function's result does not alias its input.
+        unordered: whether only the sizes of shards matter, not where in the dim they are, to every row whose entries
+            are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
+    """
+
+    rows: Callable[[OpCall], Iterable[Row]]
+    local: Callable[[LocalCall], LocalFunction | None] | None = None
+    by_value: bool = True
+    each: bool = False
+    dynamic: bool = False
+    copies: bool = False
+    unordered: bool = False
+    skip_empty: bool = False
+
+    def rows_of(self, call: OpCall) -> list[Row]:
+        """The rows for a call.
+
+        An operator that writes to inputs and returns nothing keeps those in which every written input already has the
+        placement of the result.
+        """
+        rows = list(self.rows(call))
+        if call.schema.returns or not call.written:
+            return rows
+        kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]
+        return [replace(row, outputs=()) for row in kept]
+
+
+Table = dict[OpOverload, Rule]

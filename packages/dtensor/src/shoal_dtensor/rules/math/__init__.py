@@ -1,0 +1,1 @@
+"""Rules of arithmetic: pointwise, products, reductions, sorting, creation and random numbers."""

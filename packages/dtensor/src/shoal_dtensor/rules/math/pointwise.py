@@ -1,0 +1,343 @@
+"""Sharding of elementwise operators, on one mesh axis.
+
+Every dim may be sharded, in all operands alike (the rows of `pointwise`).  What differs is what happens to partial
+values: linear operators pass partial sums on, increasing ones partial extrema, and choosing ones (`where`, `copy_`) any
+reduction that gives `x` for equal values `x`.  Scalars never influence a row, only whether an operand is a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...layout.placements import REDUCE_OPS
+from ...layout.tensor_meta import TensorMeta
+from ..language.local_ops import all_reduced, sharding_axes, with_arguments
+from ..language.notation import keeps_digits, pointwise
+from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from ..language.rule_tables import family
+
+__all__ = ["POINTWISE"]
+
+PartialRows = list[tuple[tuple[Entry, ...], Entry]]
+IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
+
+
+def _only(call: OpCall, index: int, op: str) -> tuple[Entry, ...]:
+    return tuple(P(op) if i == index else R for i in range(len(call.tensors)))
+
+
+def _all(call: OpCall, op: str) -> tuple[Entry, ...]:
+    return (P(op),) * len(call.tensors)
+
+
+def _number_operands(call: OpCall) -> int:
+    """How many of the first two operands are numbers (or lists of them, for `foreach` operators)."""
+    values = [call.get(name) for name in call.schema.inputs[:2]]
+    firsts = [value[0] if isinstance(value, list) and value else value for value in values]
+    return sum(isinstance(value, int | float | complex) for value in firsts)
+
+
+def _offset(decided: LocalCall) -> LocalFunction | None:
+    """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0.
+
+    Theirs is of the number's type, which has a say in the dtype of the result.
+    """
+    call, result = decided.call, decided.outputs[0]
+    axes = [axis for axis, op in result.partials if op == "sum"]
+    name = next(
+        (name for name in ("other", "value", "self") if isinstance(call.get(name), int | float | complex)), None
+    )
+    if not axes or name is None or result.coordinate is None or not any(result.coordinate[axis] for axis in axes):
+        return None
+    return with_arguments(call, **{name: type(call[name])(0)})
+
+
+def _sums(call: OpCall) -> PartialRows:
+    """`a + b`: partial sums on both sides; an average on one side and a fixed value on the other.
+
+    Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the rank that has the
+    maximum, and in floats an all-infinite shard gives inf - inf.
+    """
+    listed = bool(_number_operands(call)) and call.op.__name__.startswith("_foreach")  # `_offset` is for one tensor
+    rows: PartialRows = [(_all(call, op), P(op)) for op in (("avg",) if listed else ("sum", "avg"))]
+    if len(call.tensors) == 2:
+        rows += [(_only(call, i, "avg"), P("avg")) for i in (0, 1)]
+    return rows
+
+
+def _reversed_difference(call: OpCall) -> PartialRows:
+    return [(_all(call, op), P(op)) for op in (("avg",) if _number_operands(call) else ("sum", "avg"))]
+
+
+def _negated(call: OpCall) -> PartialRows:
+    """The smallest integer has no negative, and unsigned ones wrap: only floats are decreasing."""
+    is_floating = call.tensors[0].dtype.is_floating_point
+    return [((P("max"),), P("min")), ((P("min"),), P("max"))] if is_floating else []
+
+
+def _kept(call: OpCall) -> PartialRows:
+    """Values unchanged: any reduction still to be done stays to be done."""
+    return [((partial,), partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
+
+
+def _converted(call: OpCall) -> PartialRows:
+    """`to`: partial values stay as they are where the conversion is exact or increasing.
+
+    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off.
+    """
+    (source,), (target,) = call.tensors, call.outputs
+    rows: PartialRows = [((P(op),), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
+    return [*rows, *([((ANY_NORM,), ANY_NORM)] if _keeps_norms(source, target) else [])]
+
+
+def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
+    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
+    if source.dtype == target.dtype:
+        return True
+    if op in ("max", "min"):
+        return target.dtype.is_floating_point and not source.dtype.is_complex
+    floating = source.dtype.is_floating_point or source.dtype.is_complex
+    return op in ("sum", "avg") and floating and keeps_digits(source.dtype, target.dtype)
+
+
+def _keeps_norms(source: TensorMeta, target: TensorMeta) -> bool:
+    """Whether partial norms, which are real, may be converted."""
+    return all(_commutes(op, source, target) for op in ("sum", "max"))
+
+
+def _result(call: OpCall) -> TensorMeta:
+    return (call.outputs or call.tensors)[0]
+
+
+def _chosen(call: OpCall, first: int, count: int) -> PartialRows:
+    """One of `count` operands from `first` on is chosen for every element, whatever the values."""
+    before, after = (R,) * first, (R,) * (len(call.tensors) - first - count)
+    rows: PartialRows = []
+    chosen = range(first, first + count)
+    kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], _result(call))] for op in REDUCE_OPS}
+    if count > 1 or not _fills_with_number(call):
+        rows += [((*before, *(P(op),) * count, *after), P(op)) for op in REDUCE_OPS if len(kept[op]) == count]
+    for op in IDEMPOTENT:
+        rows += [(_only(call, i, op), P(op)) for i in kept[op]]
+    return list(dict.fromkeys(rows))
+
+
+def _fills_with_number(call: OpCall) -> bool:
+    return any(isinstance(value, int | float | complex) for value in call.bound.values())
+
+
+def _where(call: OpCall) -> PartialRows:
+    return _chosen(call, 1, len(call.tensors) - 1)
+
+
+def _masked_fill(call: OpCall) -> PartialRows:
+    rows: PartialRows = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    if len(call.tensors) == 2:
+        rows.append(((P("sum"), R), P("sum")))
+    if len(call.tensors) == 3:
+        ops = [op for op in REDUCE_OPS if _commutes(op, call.tensors[2], _result(call))]
+        rows += [((P(op), R, P(op)), P(op)) for op in ops]
+        rows += [((R, R, P(op)), P(op)) for op in ops if op in IDEMPOTENT]
+    return rows
+
+
+def _copied(call: OpCall) -> PartialRows:
+    """`copy_`: the source's values, so any reduction may wait if the target has the same one."""
+    return _replaced(call) + [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+
+
+def _replaced(call: OpCall) -> PartialRows:
+    """Values taken from the second tensor."""
+    if len(call.tensors) != 2:
+        return []
+    target, source = call.tensors
+    # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
+    return [(_all(call, op), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
+
+
+def _filled(call: OpCall) -> PartialRows:
+    """`fill`: old values do not matter."""
+    rows: PartialRows = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    if len(call.tensors) == 1:
+        rows.append(((P("sum"),), P("sum")))
+    return rows + _replaced(call)
+
+
+def _zeroed(call: OpCall) -> PartialRows:
+    return [((P(op),), P(op)) for op in REDUCE_OPS if op != "bxor"]
+
+
+def _extremum(op: str) -> Rule:
+    """The larger (smaller) of two values, each fixed or a partial `op`; not `fmax`, which drops a NaN that wins."""
+
+    def rows(call: OpCall) -> PartialRows:
+        return [(_all(call, op), P(op)), *((_only(call, i, op), P(op)) for i in range(len(call.tensors)))]
+
+    return pointwise(partial=rows)
+
+
+def _bits(op: str) -> Rule:
+    """Bitwise `op` of two partial values that are to be reduced with the same `op`."""
+    return pointwise(partial=lambda call: [] if _number_operands(call) else [(_all(call, op), P(op))])
+
+
+def _multiplied(call: OpCall) -> PartialRows:
+    return [] if _number_operands(call) else [(_all(call, "product"), P("product"))]
+
+
+def _ternary_sum(call: OpCall) -> PartialRows:
+    """`a + value * b * c`: linear in `a` and `b` together, or in `a` and `c`."""
+    if len(call.tensors) != 3:
+        return []
+    rows: PartialRows = []
+    for op in ("sum", "avg"):
+        rows += [((P(op), P(op), R), P(op)), ((P(op), R, P(op)), P(op))]
+    return [*rows, ((P("avg"), R, R), P("avg"))]
+
+
+def _ternary_quotient(call: OpCall) -> PartialRows:
+    """`a + value * b / c`: linear in `a` and `b` together."""
+    rows: PartialRows = [((P(op), P(op), R), P(op)) for op in ("sum", "avg")]
+    return [*rows, ((P("avg"), R, R), P("avg"))]
+
+
+def _blended(call: OpCall) -> PartialRows:
+    """`lerp(a, b, w)`: linear in `a` and `b` together; fixed points keep averages."""
+    rest = (R,) * (len(call.tensors) - 2)
+    rows: PartialRows = [((P(op), P(op), *rest), P(op)) for op in ("sum", "avg")]
+    return [*rows, ((P("avg"), R, *rest), P("avg")), ((R, P("avg"), *rest), P("avg"))]
+
+
+def _divided(call: OpCall) -> PartialRows:
+    """True division is linear in the dividend; rounded division is not."""
+    if call.get("rounding_mode") is not None or not isinstance(call[call.schema.inputs[0]], TensorMeta):
+        return []
+    rest = (R,) * (len(call.tensors) - 1)
+    return [((P(op), *rest), P(op)) for op in ("sum", "avg")]
+
+
+def _of_real_gradients(call: OpCall) -> PartialRows:
+    """Linear in the gradient, but for integers, to which the result is rounded."""
+    ops = ("sum", "avg") if call.tensors[0].dtype.is_floating_point else ()
+    return [(_only(call, 0, op), P(op)) for op in ops]
+
+
+def equal(call: OpCall) -> Iterator[Row]:
+    if call["self"].shape == call["other"].shape:
+        yield from (call.row(self=S(d), other=S(d), traffic=lambda ranks: 8) for d in range(call["self"].ndim))
+
+
+def _equal(decided: LocalCall) -> LocalFunction:
+    """Equal if the shards of every rank are."""
+    op = decided.call.op
+    axes = tuple(sorted({axis for spec in decided.inputs for axis in sharding_axes(spec)}))
+
+    def run(a: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        same = torch.tensor(int(op(a, *args, **kwargs)), device=a.device)
+        return bool(all_reduced(same, decided.inputs[0], axes, "min").item())
+
+    return run
+
+
+_PLAIN = pointwise()
+_RISING = pointwise(monotone=True)
+_LINEAR = pointwise(linear=(0,))
+_LINEAR_RISING = pointwise(linear=(0,), monotone=True)
+_KEPT = pointwise(partial=_kept)
+_SUM = replace(pointwise(partial=_sums), local=_offset)
+_EACH_GRADIENT = pointwise(linear=(0,))  # backward operators: linear in the gradient, their first operand
+
+_RULES: dict[str, Rule] = {
+    # -- values unchanged or converted
+    "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous": _KEPT,
+    "_to_copy": pointwise(partial=_converted),
+    "positive": _KEPT,
+    "copy_ copy": pointwise(partial=_copied),
+    "fill": replace(pointwise(partial=_filled), local=_offset),
+    "zero": pointwise(partial=_zeroed),
+    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_where),
+    "where.Scalar": _PLAIN,
+    "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
+    # -- linear
+    "add sub": _SUM,
+    "rsub": pointwise(partial=_reversed_difference),
+    "neg": pointwise(linear=(0,), partial=_negated),
+    "mul": pointwise(linear=(0, 1), partial=_multiplied),
+    "div true_divide divide": pointwise(partial=_divided),
+    "lerp": pointwise(partial=_blended),
+    "addcmul": pointwise(partial=_ternary_sum),
+    "addcdiv": pointwise(partial=_ternary_quotient),
+    "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
+    # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
+    "_conj": replace(_LINEAR, local=lambda decided: torch.conj_physical, copies=True),
+    "_neg_view": replace(_LINEAR, local=lambda decided: torch.neg, copies=True),
+    "rad2deg deg2rad": _LINEAR_RISING,
+    # -- increasing for all real numbers
+    "relu relu6 exp exp2 expm1 tanh sigmoid atan asinh erf sinh ceil floor trunc sign": _RISING,
+    "hardtanh hardsigmoid special_ndtr special_expit round": _RISING,
+    "maximum max.other max.out": _extremum("max"),
+    "minimum min.other min.out": _extremum("min"),
+    "bitwise_and __and__ __iand__": _bits("band"),
+    "bitwise_or __or__ __ior__": _bits("bor"),
+    "bitwise_xor __xor__ __ixor__": _bits("bxor"),
+    "clamp clip clamp_min clamp_max": pointwise(monotone=True),
+    # -- nothing but sharding
+    "abs acos acosh angle arccos asin arcsin atanh arctanh arctan2 atan2 cos cosh digamma erfc erfinv frac": _PLAIN,
+    "i0 lgamma log log10 log1p log2 logit mvlgamma nan_to_num polygamma reciprocal rsqrt sgn signbit sin": _PLAIN,
+    "sinc sqrt square tan isfinite isinf isnan isneginf isposinf logical_not bitwise_not frexp": _PLAIN,
+    "eq ne lt le gt ge logical_and logical_xor bitwise_left_shift bitwise_right_shift": _PLAIN,
+    "__lshift__ __ilshift__ __rshift__ __irshift__ copysign float_power floor_divide fmod gcd heaviside": _PLAIN,
+    "hypot igamma igammac lcm ldexp logaddexp logaddexp2 nextafter pow remainder xlogy complex polar": _PLAIN,
+    "_prelu_kernel _prelu_kernel_backward special_gammaln special_psi": _PLAIN,
+    "celu elu gelu hardshrink hardswish leaky_relu log_sigmoid log_sigmoid_forward mish selu silu": _PLAIN,
+    "softshrink softplus threshold logical_or fmax fmin": _PLAIN,
+    "special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr": _PLAIN,
+    "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v": _PLAIN,
+    "special_chebyshev_polynomial_w special_erfcx special_hermite_polynomial_h special_hermite_polynomial_he": _PLAIN,
+    "special_i0e special_i1 special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p": _PLAIN,
+    "special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0": _PLAIN,
+    "special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0": _PLAIN,
+    "special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t": _PLAIN,
+    "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v": _PLAIN,
+    "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta": _PLAIN,
+    # -- backward, linear in the incoming gradient
+    "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward": _EACH_GRADIENT,
+    "hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward mish_backward": _EACH_GRADIENT,
+    "sigmoid_backward silu_backward softplus_backward softshrink_backward tanh_backward": _EACH_GRADIENT,
+    "threshold_backward native_dropout_backward": _EACH_GRADIENT,
+    "infinitely_differentiable_gelu_backward": pointwise(partial=_of_real_gradients),
+    "_masked_scale": _EACH_GRADIENT,
+    "rrelu_with_noise_backward": _EACH_GRADIENT,
+    # -- one Python value: `item()` of a partial or sharded tensor is that of the global one
+    "equal allclose": Rule(equal, _equal),
+    "_local_scalar_dense": Rule(lambda call: ()),
+}
+
+_FOREACH = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf erfc exp expm1 "
+    "floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow reciprocal round rsqrt sigmoid sign "
+    "sin sinh sqrt sub tan tanh trunc zero"
+)
+_RULE_OF = {name: rule for names, rule in _RULES.items() for name in names.split()}
+
+
+def _with_numbers(rule: Rule) -> Rule:
+    """`rule` for operators whose last tensor holds a number for each element of the lists."""
+
+    def rows(call: OpCall) -> Iterator[Row]:
+        for row in rule.rows(replace(call, tensors=call.tensors[:-1])):
+            yield replace(row, inputs=(*row.inputs, R))
+
+    return replace(rule, rows=rows)
+
+
+_LISTS = {f"_foreach_{n}": replace(_RULE_OF[n], each=True, local=None) for n in _FOREACH.split()}
+_TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
+
+POINTWISE: Table = family(_RULES) | family(
+    _LISTS | {f"{n}.Tensor {n}_.Tensor": _with_numbers(_LISTS[n]) for n in _TERNARY}
+)

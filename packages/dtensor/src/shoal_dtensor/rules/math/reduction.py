@@ -1,0 +1,261 @@
+"""Sharding of reductions, on one mesh axis.
+
+A dim that is kept stays sharded.  Sharding a reduced dim leaves a partial value where the reduction has a partial form.
+Mean and variance divide by the global count, so uneven shards are right.  Log-sum-exp finishes with an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout.placements import Partial, norm_order
+from ..language.local_ops import all_reduced, drop_dims, in_every_form, sharding_axes
+from ..language.notation import unrounded
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
+from ..language.rule_tables import family
+
+__all__ = ["REDUCTION", "reduced_dims"]
+
+
+def reduced_dims(call: OpCall) -> tuple[int, ...]:
+    """The dims that the call reduces."""
+    if call.get("dim") == [] and not call.get("keepdim") and call.outputs[0].ndim == call.tensors[0].ndim:
+        return ()
+    return call.dims()
+
+
+def _rows(call: OpCall, result: Entry | None, traffic: Traffic | None = None, **results: Entry) -> Iterator[Row]:
+    """One row per input dim; sharding a reduced dim gives `result` (some by name), or no row if that is None."""
+    reduced, keepdim = reduced_dims(call), bool(call.get("keepdim", False))
+    named: dict[str, Any] = results
+    for d in range(call["self"].ndim):
+        if d not in reduced:
+            yield call.row(self=S(d), out=S(d if keepdim else d - sum(other < d for other in reduced)))
+        elif result is not None:
+            yield call.row(self=S(d), out=result, traffic=traffic, **named)
+
+
+def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
+    """Sharding a reduced dim leaves `P(op)`; the partial values `passed` in pass through."""
+
+    def rows(call: OpCall) -> Iterator[Row]:
+        yield from _rows(call, P(op))
+        yield from unrounded([*call.keeping_partials("self", ops=passed)], call)
+
+    return Rule(rows, skip_empty=skip_empty)
+
+
+def _result_bytes(call: OpCall) -> int:
+    return sum(prod(output.shape) * output.dtype.itemsize for output in call.outputs)
+
+
+def _count(decided: LocalCall) -> int:
+    """How many global elements go into one result."""
+    return prod(decided.inputs[0].shape[dim] for dim in reduced_dims(decided.call))
+
+
+def _shards_reduced(decided: LocalCall) -> bool:
+    return bool(sharding_axes(decided.inputs[0], reduced_dims(decided.call)))
+
+
+# --- mean, variance ---------------------------------------------------------------------------------------------------
+
+
+def mean(call: OpCall) -> Iterator[Row]:
+    yield from _rows(call, P("sum"))
+    yield from unrounded([*call.linear("self")], call)
+
+
+def _mean(decided: LocalCall) -> LocalFunction | None:
+    """The mean is the sum over ranks of (local sum / global count)."""
+    if not _shards_reduced(decided):
+        return None
+    dims, count = list(reduced_dims(decided.call)), _count(decided)
+    keepdim, dtype = bool(decided.call.get("keepdim", False)), decided.outputs[0].dtype
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+    return in_every_form(decided.call, run)
+
+
+def var(call: OpCall) -> Iterator[Row]:
+    """Variance as partial sum, mean replicated (it is all-reduced on the way)."""
+    yield from _rows(call, R, lambda ranks: _result_bytes(call), out0=P("sum"))
+
+
+def std(call: OpCall) -> Iterator[Row]:
+    yield from _rows(call, R, lambda ranks: 2 * _result_bytes(call))
+
+
+def _correction(call: OpCall) -> float:
+    if "unbiased" in call.bound:
+        return float(call["unbiased"])
+    given = call.get("correction")
+    return 1.0 if given is None else float(given)
+
+
+def _deviations(decided: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], float]:
+    """A function giving this rank's sum of squared deviations and the global mean, dims kept; and the divisor.
+
+    The global mean comes first: the sum over ranks of (x - mean)^2 then is the sum over all elements.
+    """
+    spec, dims, count = decided.inputs[0], list(reduced_dims(decided.call)), _count(decided)
+    axes = sharding_axes(spec, dims)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
+        distance = x - mean
+        # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
+        square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
+        return square.sum(dims, keepdim=True), mean
+
+    return run, max(count - _correction(decided.call), 0.0)
+
+
+def _divided(squares: Tensor, divisor: float) -> Tensor:
+    return squares / divisor if divisor else squares / torch.zeros((), dtype=squares.dtype, device=squares.device)
+
+
+def _moments(finish: Callable[[Tensor, LocalCall, float], Tensor]) -> Callable[[LocalCall], LocalFunction | None]:
+    """The local function of variance or deviation: `finish` takes the local squares to the result."""
+
+    def local(decided: LocalCall) -> LocalFunction | None:
+        if not _shards_reduced(decided):
+            return None
+        deviations, divisor = _deviations(decided)
+        dims, keepdim = reduced_dims(decided.call), bool(decided.call.get("keepdim", False))
+        with_mean = len(decided.outputs) == 2
+
+        def run(x: Tensor, *_: Any, **__: Any) -> Any:
+            squares, mean = deviations(x)
+            result = drop_dims(finish(squares, decided, divisor), dims, keepdim)
+            return (result, drop_dims(mean, dims, keepdim)) if with_mean else result
+
+        return in_every_form(decided.call, run)
+
+    return local
+
+
+def _variance(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
+    """The variance is the sum over ranks of (local squares / divisor)."""
+    return _divided(squares, divisor)
+
+
+def _deviation(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
+    """The root is taken of the sum over ranks, so that is all-reduced first."""
+    spec = decided.inputs[0]
+    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(decided.call))), divisor).sqrt()
+
+
+# --- products, norms --------------------------------------------------------------------------------------------------
+
+
+def product_of_elements(call: OpCall) -> Iterator[Row]:
+    """No collective multiplies complex numbers: their reduced dims are not sharded."""
+    is_complex = call.outputs[0].dtype.is_complex
+    yield from _rows(call, None if is_complex else P("product"))
+    yield from call.keeping_partials("self", ops=("product",))
+
+
+def renorm(call: OpCall) -> Iterator[Row]:
+    """Every slice along its dim has a norm of its own."""
+    yield call.row(self=S(call.dim()), out=S(call.dim()))
+
+
+def _order(call: OpCall) -> float:
+    given = call.get("ord", call.get("p", 2))
+    return 2.0 if given is None else float(given)
+
+
+def norm(call: OpCall) -> Iterator[Row]:
+    """A norm over a sharded dim is a partial norm, and so is a norm of partial norms of its own order."""
+    partial = _partial_norm(_order(call))
+    yield from _rows(call, partial)
+    if norm_order(partial.reduce_op) is not None:
+        yield call.row(self=partial, out=partial)
+
+
+def _partial_norm(order: float) -> Partial:
+    simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
+    return P(simple.get(order) or f"norm{order!r}")
+
+
+def _norms(decided: LocalCall) -> LocalFunction | None:
+    """The operator itself, unless this rank has no elements of a tensor whose extremum is asked for."""
+    order, op = float(decided.call["ord"]), decided.call.op
+    if 0 <= order < inf or all(0 not in spec.local_shape for spec in decided.inputs):
+        return None
+    dtypes, neutral = [spec.dtype for spec in decided.outputs], 0.0 if order > 0 else inf
+
+    def run(shards: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        return [
+            op([shard], *args, **kwargs)[0] if shard.numel() else shard.new_full((), neutral, dtype=dtype)
+            for shard, dtype in zip(shards, dtypes, strict=True)
+        ]
+
+    return run
+
+
+# --- log-sum-exp ------------------------------------------------------------------------------------------------------
+
+
+def logsumexp(call: OpCall) -> Iterator[Row]:
+    """Complex numbers have no maximum to subtract."""
+    is_complex = call.outputs[0].dtype.is_complex
+    yield from _rows(call, None if is_complex else R, lambda ranks: 2 * _result_bytes(call))
+
+
+def _logsumexp(decided: LocalCall) -> LocalFunction | None:
+    """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
+    if not _shards_reduced(decided):
+        return None
+    spec, dims, keepdim = decided.inputs[0], reduced_dims(decided.call), bool(decided.call.get("keepdim", False))
+    axes, dtype = sharding_axes(spec, dims), decided.outputs[0].dtype
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        x = x.to(dtype)
+        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
+        top = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+        top = all_reduced(top, spec, axes, "max")
+        top = torch.where(top.isfinite(), top, 0)
+        total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
+        return drop_dims(total.log() + top, dims, keepdim)
+
+    return in_every_form(decided.call, run)
+
+
+# --- segments ---------------------------------------------------------------------------------------------------------
+
+
+def segment_reduce(call: OpCall) -> Iterator[Row]:
+    """Segments are along `axis`; lengths have the dims before it, all of which the kernel reads."""
+    for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
+        values: dict[str, Any] = {name: S(d) for name in ("grad", "output", "data") if name in call.bound}
+        yield call.row(out=S(d), **values)
+
+
+REDUCTION: Table = family(
+    {
+        "sum": _reduction("sum", "sum", "avg"),
+        "nansum count_nonzero": _reduction("sum"),
+        "mean": Rule(mean, _mean),
+        "prod": Rule(product_of_elements),
+        "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
+        "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
+        "renorm": Rule(renorm),
+        "any": _reduction("max"),
+        "all": _reduction("min"),
+        "var var_mean": Rule(var, _moments(_variance)),
+        "std std_mean": Rule(std, _moments(_deviation)),
+        "linalg_vector_norm norm": Rule(norm, skip_empty=True),
+        "_foreach_norm": Rule(norm, _norms, each=True),
+        "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp),
+    },
+    unordered=True,
+) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})

@@ -1,0 +1,1 @@
+"""Rules of neural network operators: normalisation, convolution, pooling, attention, losses, optimizers."""

@@ -1,0 +1,150 @@
+"""Sharding of fused scaled-dot-product attention: by batch and by head, forward and backward.
+
+Where several query heads share a head of keys, they go along with it.  Queries may also be sharded along their sequence
+while keys and values are replicated; where a causal mask asks for positions, only the kernel that takes a mask instead.
+Kernels whose random state is an output (dropout inside) run replicated: their streams cannot be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout.tensor_meta import TensorMeta
+from ..language.local_ops import sharding_axes
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from ..language.rule_tables import family
+
+__all__ = ["ATTENTION"]
+
+QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
+KEY_SIDE = ("key", "value")
+MASKS = ("attn_mask", "attn_bias", "dropout_mask")
+GRADIENTS = ("query", "key", "value", "attn_bias")
+
+
+def _entry(call: OpCall, name: str, dim: int, group: int) -> Entry:
+    """The entry of argument `name` when dim `dim` of the query is sharded; masks broadcast from the right.
+
+    Args:
+        group: query heads per head of keys: of 8 and 4 heads, 2 query heads are one step.
+    """
+    meta, query = call[name], call["query"]
+    if name in MASKS:
+        own = dim - (query.ndim - meta.ndim)
+        return S(own, group) if own >= 0 and meta.shape[own] != 1 else R
+    if name in KEY_SIDE and dim < query.ndim - 2:
+        return S(dim)
+    return S(dim, group) if name in QUERY_SIDE and meta.ndim > dim else R
+
+
+def _batch_and_heads(call: OpCall) -> list[tuple[int, int]]:
+    """Dims of the query that may be sharded, batch and heads, each with the query heads per head of keys."""
+    query, key, value = call["query"].shape, call["key"].shape, call["value"].shape
+    if call.get("dropout_p"):
+        return []
+    alike = [d for d in range(len(query) - 2) if key[d] == value[d] and key[d] and query[d] % key[d] == 0]
+    return [(d, query[d] // key[d]) for d in alike if query[d] == key[d] or d == len(query) - 3]
+
+
+def _sequence(call: OpCall) -> list[tuple[int, int]]:
+    """The dim along which queries follow each other, if it may be sharded."""
+    query, masked = call["query"], "attn_mask" in call.bound
+    dim = query.ndim - 2
+    if call.get("dropout_p") or (call["is_causal"] and not masked):
+        return []
+    if "logsumexp" in call.bound:  # other kernels take the longest sequence as a number or pad the log-sum
+        return [(dim, 1)] if masked else []
+    alike = all(_is_bookkeeping(m, call) or m.shape[dim] == query.shape[dim] for m in call.outputs)
+    return [(dim, 1)] if alike else []
+
+
+def _is_bookkeeping(meta: TensorMeta, call: OpCall) -> bool:
+    """Whether an output is random state or sequence lengths rather than attention."""
+    return meta.ndim < int(call["query"].ndim) - 1
+
+
+def _inputs(call: OpCall, dim: int, group: int) -> dict[str, Any]:
+    return {name: _entry(call, name, dim, group) for name, place in call.places.items() if place}
+
+
+def attention(call: OpCall) -> Iterator[Row]:
+    for d, group in (*_batch_and_heads(call), *_sequence(call)):
+        results = {f"out{i}": R if _is_bookkeeping(m, call) else S(d, group) for i, m in enumerate(call.outputs)}
+        yield call.row(**_inputs(call, d, group) | results)
+
+
+def attention_backward(call: OpCall) -> Iterator[Row]:
+    """Gradients are sharded as their inputs; those of replicated ones are summed; a mask that broadcasts has no row."""
+    present = dict(zip(GRADIENTS, call.results.values(), strict=False))
+    for d, group in (*_batch_and_heads(call), *_sequence(call)):
+        inputs = _inputs(call, d, group)
+        broadcast = inputs.get("attn_bias", R) is R or call["attn_bias"].ndim < call["query"].ndim
+        if not (present.get("attn_bias") and broadcast):
+            entries = [inputs.get(name, R) for name in present]
+            yield call.row(**inputs | {f"out{i}": P("sum") if e is R else e for i, e in enumerate(entries)})
+    first = next(iter(call.places))
+    if first in QUERY_SIDE:
+        yield from call.linear(first)
+
+
+# --- sharded queries under a causal mask -----------------------------------------------------------------------------
+
+
+def _masked(decided: LocalCall) -> Callable[[Tensor], Tensor] | None:
+    """A function of this rank's queries that returns their rows of a causal mask; None where none is needed.
+
+    Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
+    """
+    call, query = decided.call, decided["query"]
+    dim = query.ndim - 2
+    if not call["is_causal"] or not sharding_axes(query, (dim,)):
+        return None
+    start, held, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
+
+    def mask(like: Tensor) -> Tensor:
+        behind = torch.ones((held, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
+        return torch.zeros((held, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
+
+    return mask
+
+
+def _attend(decided: LocalCall) -> LocalFunction | None:
+    mask, op = _masked(decided), decided.call.op
+    if mask is None:
+        return None
+
+    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Any:
+        return op(query, key, value, attn_mask=mask(query), scale=scale)
+
+    return run
+
+
+def _attend_backward(decided: LocalCall) -> LocalFunction | None:
+    mask, op = _masked(decided), decided.call.op
+    if mask is None:
+        return None
+
+    def run(gradient: Tensor, query: Tensor, *rest: Any, scale: float | None = None, **_: Any) -> Any:
+        return op(gradient, query, *rest[:4], 0.0, False, attn_mask=mask(query), scale=scale)
+
+    return run
+
+
+_FORWARD = Rule(attention, _attend, skip_empty=True)
+_BACKWARD = Rule(attention_backward, _attend_backward, skip_empty=True)
+
+ATTENTION: Table = family(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention": _FORWARD,
+        "_scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention": _FORWARD,
+        "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable": _FORWARD,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
+        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention_backward": _BACKWARD,
+        "_scaled_dot_product_cudnn_attention_backward": _BACKWARD,
+        "_scaled_dot_product_fused_attention_overrideable_backward": _BACKWARD,
+    }
+)

@@ -1,0 +1,204 @@
+"""Sharding of losses.
+
+Elementwise losses sum their shard and divide by the global count.  Negative log-likelihood also runs with sharded
+classes: each rank looks up the targets whose class it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout.spec import Spec
+from ..language.index_bounds import check_bounds
+from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes, with_arguments
+from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
+from ..language.rule_tables import family
+
+__all__ = ["LOSS"]
+
+NONE, MEAN, SUM = 0, 1, 2
+
+# -- elementwise losses --------------------------------------------------------------------------------------------
+
+
+def loss(call: OpCall) -> Iterator[Row]:
+    """Without reduction elementwise; else every sharded dim leaves a partial sum."""
+    if call["reduction"] == NONE:
+        yield from pointwise().rows(call)
+    else:
+        text = ", ".join([ELLIPSIS] * len(call.tensors)) + " -> "
+        yield from factor_rows(parse(text), call.tensors, call.outputs)
+
+
+def _loss(decided: LocalCall) -> LocalFunction | None:
+    """Mean below = sum over shards of (this shard's sum / global count), forward and backward."""
+    call = decided.call
+    if call["reduction"] != MEAN or not any(sharding_axes(spec) for spec in decided.inputs):
+        return None
+    shapes = [meta.shape for meta in call.tensors]
+    count = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch gives it no types
+    sum_of = with_arguments(call, reduction=SUM)
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        total: Tensor = sum_of(*args, **kwargs)
+        return total.div_(count)
+
+    return run
+
+
+def loss_backward(call: OpCall) -> Iterator[Row]:
+    yield from pointwise(linear=(0,)).rows(call)
+
+
+# -- losses of one sample each ---------------------------------------------------------------------------------------
+
+
+def sample_loss(call: OpCall) -> Iterator[Row]:
+    """`multi_margin_loss` and the like: the batch may be sharded; classes belong together."""
+    if call["self"].ndim < 2:
+        return
+    is_backward, reduces = "grad_output" in call.places, call["reduction"] != NONE
+    inputs: dict[str, Any] = {name: S(0) for name in call.places if name != "weight"}
+    if is_backward and reduces:
+        inputs["grad_output"] = R
+    yield call.row(**inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
+    if is_backward:
+        yield from call.linear("grad_output")
+
+
+def _sample_loss(decided: LocalCall) -> LocalFunction | None:
+    """Mean below = sum over shards of (this shard's sum / global number of samples)."""
+    call = decided.call
+    if call["reduction"] != MEAN or not any(sharding_axes(spec) for spec in decided.inputs):
+        return None
+    count, sum_of = call["self"].shape[0], with_arguments(call, reduction=SUM)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = sum_of(*args, **kwargs)
+        return result.div_(count) if isinstance(result, Tensor) else (result[0].div_(count), *result[1:])
+
+    return run
+
+
+# -- negative log-likelihood ---------------------------------------------------------------------------------------
+
+
+def _class_dim(call: OpCall) -> int:
+    return 0 if call["self"].ndim == 1 else 1
+
+
+def _target_dim(dim: int, classes: int) -> int:
+    """The dim of the target that is dim `dim` of the scores: (N, C, H) scores have (N, H) targets."""
+    return dim if dim < classes else dim - 1
+
+
+def nll_loss(call: OpCall) -> Iterator[Row]:
+    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned."""
+    classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
+    traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
+    for d in range(source.ndim):
+        if d == classes:
+            yield call.row(self=S(d), weight=S(0), out0=P("sum"), traffic=traffic, ordered=True)
+        else:
+            target = S(_target_dim(d, classes))
+            yield call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
+
+
+def _nll_loss(decided: LocalCall) -> LocalFunction | None:
+    """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
+    call = decided.call
+    spec, classes = decided.inputs[0], _class_dim(call)
+    axes = sharding_axes(spec)
+    if not axes:
+        return None
+    pick = _picker(spec, classes, call["ignore_index"])
+    reduction = call["reduction"]
+
+    def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        losses, weights = pick(x, target, weight)
+        if reduction == NONE:
+            return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
+        total = all_reduced(weights.sum(), spec, axes)
+        loss = losses.sum()
+        return (loss / total if reduction == MEAN else loss), total
+
+    return in_every_form(call, run)
+
+
+def _picker(spec: Spec, classes: int, ignored: int) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """A function giving the loss and the weight of every target, zero where another rank has the class."""
+    start, held, count = spec.offset(classes), spec.local_shape[classes], spec.shape[classes]
+
+    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
+        local = target - start
+        skipped = (local < 0) | (local >= held) | (target == ignored)
+        if not held:
+            zero = x.new_zeros(target.shape)
+            return zero, zero
+        local = local.masked_fill(skipped, 0)
+        picked = x.gather(classes, local.unsqueeze(classes)).squeeze(classes)
+        weights = torch.ones_like(picked) if weight is None else weight[local]
+        weights = weights.masked_fill(skipped, 0)
+        return (-picked * weights).masked_fill(skipped, 0), weights
+
+    return run
+
+
+def nll_loss_backward(call: OpCall) -> Iterator[Row]:
+    classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
+    for d in range(source.ndim):
+        if d == classes:
+            yield call.row(self=S(d), weight=S(0), out=S(d), ordered=True)
+        else:
+            target = S(_target_dim(d, classes))
+            yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
+    yield from call.linear("grad_output")
+
+
+def _nll_loss_backward(decided: LocalCall) -> LocalFunction | None:
+    """With sharded classes: the gradient of the targets whose class this rank has."""
+    call = decided.call
+    spec, classes = decided.inputs[1], _class_dim(call)
+    if not sharding_axes(spec, (classes,)):
+        return None
+    start, size = spec.offset(classes), spec.local_shape[classes]
+    ignored, reduction = call["ignore_index"], call["reduction"]
+
+    def run(gradient: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Tensor:
+        result = torch.zeros_like(x)
+        if not size:
+            return result
+        local = target - start
+        skipped = (local < 0) | (local >= size) | (target == ignored)
+        local = local.masked_fill(skipped, 0)
+        each = -gradient / rest[-1] if reduction == MEAN else -gradient
+        values = each.expand(target.shape) if weight is None else each * weight[local]
+        values = values.masked_fill(skipped, 0).to(x.dtype)
+        return result.scatter_(classes, local.unsqueeze(classes), values.unsqueeze(classes))
+
+    return in_every_form(call, run)
+
+
+LOSS: Table = family(
+    {
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss),
+        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss),
+        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss),
+        "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss),
+        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward),
+    },
+    unordered=True,
+) | family(
+    {
+        "multi_margin_loss multilabel_margin_loss_forward": Rule(sample_loss, _sample_loss, skip_empty=True),
+        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(sample_loss, _sample_loss, skip_empty=True),
+    }
+)

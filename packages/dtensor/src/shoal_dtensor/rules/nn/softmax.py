@@ -1,0 +1,139 @@
+"""Sharding of softmax and its like: other dims are free, the normalised dim takes one or two all-reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule_tables import family
+
+__all__ = ["SOFTMAX"]
+
+
+def _every_dim(call: OpCall, reductions: int, *names: str) -> Iterator[Row]:
+    """All operands sharded alike; along the normalised dim `reductions` values per row are all-reduced."""
+    result = call.outputs[0]
+    if not result.ndim or not result.dtype.is_floating_point:  # no kernel: all ranks get the error of the global tensor
+        return
+    dim = call.dim()
+    rows = prod(n for d, n in enumerate(result.shape) if d != dim)
+    traffic = all_reduce_traffic(reductions * rows * result.dtype.itemsize)
+    for d in range(result.ndim):
+        entries: dict[str, Any] = dict.fromkeys((*names, "out"), S(d))
+        yield call.row(traffic=traffic if d == dim else None, **entries)
+
+
+def softmax(call: OpCall) -> Iterator[Row]:
+    yield from _every_dim(call, 2, "self")
+
+
+def softmax_backward(call: OpCall) -> Iterator[Row]:
+    yield from _every_dim(call, 1, "grad_output", "output")
+    yield from call.linear("grad_output")
+
+
+def _free_dims(call: OpCall, *names: str) -> Iterator[Row]:
+    """All dims but the normalised one."""
+    for d in range(call.outputs[0].ndim):
+        if d != call.dim():
+            entries: dict[str, Any] = dict.fromkeys((*names, "out"), S(d))
+            yield call.row(**entries)
+
+
+def free_dims(call: OpCall) -> Iterator[Row]:
+    yield from _free_dims(call, "self")
+
+
+def glu_backward(call: OpCall) -> Iterator[Row]:
+    yield from _free_dims(call, "grad_output", "self")
+    yield from call.linear("grad_output")
+
+
+def _normalised_axes(decided: LocalCall) -> tuple[int, ...]:
+    spec = decided.inputs[0]
+    return sharding_axes(spec, (decided.call.dim(),)) if spec.ndim else ()
+
+
+def _shifted(x: Tensor, decided: LocalCall, axes: tuple[int, ...]) -> Tensor:
+    """`x` minus the global maximum along the normalised dim, in the output's dtype."""
+    dim = decided.call.dim()
+    x = x.to(decided.outputs[0].dtype)
+    shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+    largest = x.amax(dim, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    return x - all_reduced(largest, decided.inputs[0], axes, "max")
+
+
+def _softmax(decided: LocalCall) -> LocalFunction | None:
+    """exp(x - max over shards) / sum over shards of exp(x - max over shards)."""
+    axes = _normalised_axes(decided)
+    if not axes:
+        return None
+    dim, spec = decided.call.dim(), decided.inputs[0]
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        weights = _shifted(x, decided, axes).exp()
+        return weights / all_reduced(weights.sum(dim, keepdim=True), spec, axes)
+
+    return in_every_form(decided.call, run)
+
+
+def _log_softmax(decided: LocalCall) -> LocalFunction | None:
+    """X - max over shards - log(sum over shards of exp(x - max over shards))."""
+    axes = _normalised_axes(decided)
+    if not axes:
+        return None
+    dim, spec = decided.call.dim(), decided.inputs[0]
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        shifted = _shifted(x, decided, axes)
+        return shifted - all_reduced(shifted.exp().sum(dim, keepdim=True), spec, axes).log()
+
+    return in_every_form(decided.call, run)
+
+
+def _softmax_backward(decided: LocalCall) -> LocalFunction | None:
+    """G * y - y * (sum over shards of g * y)."""
+    axes = _normalised_axes(decided)
+    if not axes:
+        return None
+    dim, spec, dtype = decided.call.dim(), decided.inputs[0], decided.outputs[0].dtype
+
+    def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
+        weighted = gradient * output
+        return (weighted - output * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
+
+    return in_every_form(decided.call, run)
+
+
+def _log_softmax_backward(decided: LocalCall) -> LocalFunction | None:
+    """G - exp(y) * (sum over shards of g)."""
+    axes = _normalised_axes(decided)
+    if not axes:
+        return None
+    dim, spec, dtype = decided.call.dim(), decided.inputs[0], decided.outputs[0].dtype
+
+    def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
+        total = all_reduced(gradient.sum(dim, keepdim=True), spec, axes)
+        return (gradient - torch.exp(output) * total).to(dtype)
+
+    return in_every_form(decided.call, run)
+
+
+SOFTMAX: Table = family(
+    {
+        "_softmax": Rule(softmax, _softmax),
+        "_safe_softmax": Rule(free_dims, skip_empty=True),
+        "glu": Rule(free_dims),
+        "glu_backward": Rule(glu_backward),
+        "_log_softmax": Rule(softmax, _log_softmax),
+        "_softmax_backward_data": Rule(softmax_backward, _softmax_backward),
+        "_log_softmax_backward_data": Rule(softmax_backward, _log_softmax_backward),
+    },
+    unordered=True,
+)

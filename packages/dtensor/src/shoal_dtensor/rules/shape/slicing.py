@@ -1,0 +1,244 @@
+"""Sharding of slices, selections and splits, of their gradients, and of writes into a slice, out of place.
+
+A slice of a sharded dim stays sharded: each shard keeps what it has of the selected range, a view of local storage.
+A selected index is held by one coordinate; the result is sharded so that this coordinate has all of it.
+Gradients are put into zeros, the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import broadcast
+
+from ..language.local_ops import in_every_form
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule_tables import family
+from .slice_maps import SelectGradMap, SelectMap, SliceGradMap, SliceMap, local_bounds, slice_map
+from .views import same_dims
+
+__all__ = ["SLICING"]
+
+aten = torch.ops.aten
+
+
+def _other_dims(call: OpCall, ndim: int, dim: int, name: str = "self") -> Iterator[Row]:
+    yield from same_dims(call, ((d, d) for d in range(ndim) if d != dim), name)
+
+
+# --- slices and splits ------------------------------------------------------------------------------------------------
+
+
+def slice_(call: OpCall) -> Iterator[Row]:
+    source, dim = call["self"], call.dim()
+    yield call.row(self=S(dim), out=S(dim, map=slice_map(call, source.shape[dim])))
+    yield from _other_dims(call, source.ndim, dim)
+    yield from call.keeping_partials("self")
+
+
+def _slice(decided: LocalCall) -> LocalFunction | None:
+    dim, spec = decided.call.dim(), decided["self"]
+    if not spec.dim_shardings[dim].axes:
+        return None
+    selected = slice_map(decided.call, spec.shape[dim])
+    bounds = local_bounds(selected, spec.offset(dim), decided.outputs[0].local_shape[dim])
+    index = (*[slice(None)] * dim, slice(*bounds))
+    return lambda x, *args, **kwargs: x[index]
+
+
+def split(call: OpCall) -> Iterator[Row]:
+    source, dim = call["self"], call.dim()
+    start, maps = 0, []
+    for output in call.outputs:
+        maps.append(SliceMap(start, start + output.shape[dim]))
+        start += output.shape[dim]
+    yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
+    yield from _other_dims(call, source.ndim, dim)
+    yield from call.keeping_partials("self")
+
+
+def _split(decided: LocalCall) -> LocalFunction | None:
+    dim = decided.call.dim()
+    sizes = [output.local_shape[dim] for output in decided.outputs]
+    split = torch.split_with_sizes  # 0.4 us less than working the sizes out at every call
+    return lambda x, size, at=0: split(x, sizes, dim)
+
+
+# --- selections -------------------------------------------------------------------------------------------------------
+
+
+def _after(dim: int, removed: int) -> int:
+    return dim - (dim > removed)
+
+
+def select(call: OpCall) -> Iterator[Row]:
+    source, target, dim = call["self"], call.outputs[0], call.dim()
+    index = call["index"] % source.shape[dim]
+    yield from (call.row(self=S(dim), out=S(d, map=SelectMap(index, n))) for d, n in enumerate(target.shape) if n)
+    if not target.ndim:  # one element, which no dim is left to be sharded
+        yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
+    yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
+    yield from call.keeping_partials("self")
+
+
+def _select(decided: LocalCall) -> LocalFunction | None:
+    dim, spec, shape = decided.call.dim(), decided["self"], decided.outputs[0].local_shape
+    if not (sharding := spec.dim_sharding(dim)).axes:
+        return None
+    index = decided.call["index"] % spec.shape[dim]
+    at = index - spec.offset(dim)
+    holds = 0 <= at < spec.local_shape[dim]
+    if shape or decided.outputs[0].ndim:
+        return (lambda x, *args: x.select(dim, at)) if holds else (lambda x, *args: _nothing(x, shape))
+    src = sharding.shard_with(index)
+    return lambda x, *args: broadcast(x[at].clone() if holds else x.new_empty(()), spec.mesh.comm(sharding.axes), src)
+
+
+def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """An empty shard, made of `x`: a compiler must see that every rank uses it, or ranks' graphs differ."""
+    return x.narrow(0, 0, 0).reshape(shape)
+
+
+def unbind(call: OpCall) -> Iterator[Row]:
+    source, dim, count = call["self"], call.dim(), len(call.outputs)
+    for d, n in enumerate(call.outputs[0].shape if count else ()):
+        if n:
+            yield call.row(self=S(dim), out=[S(d, map=SelectMap(i, n)) for i in range(count)])
+    yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
+    yield from call.keeping_partials("self")
+
+
+def _unbind(decided: LocalCall) -> LocalFunction | None:
+    dim, spec = decided.call.dim(), decided["self"]
+    if not spec.dim_shardings[dim].axes:
+        return None
+    first, held = spec.offset(dim), spec.local_shape[dim]
+    shapes = [output.local_shape for output in decided.outputs]
+
+    def run(x: Tensor, *args: Any) -> list[Tensor]:
+        mine = aten.unbind.int(x, dim)
+        return [mine[i - first] if 0 <= i - first < held else _nothing(x, s) for i, s in enumerate(shapes)]
+
+    return run
+
+
+# --- gradients: zeros around ------------------------------------------------------------------------------------------
+
+
+def _grad_dim(call: OpCall) -> int:
+    return int(call["dim"]) % len(call["input_sizes"])
+
+
+def slice_backward(call: OpCall) -> Iterator[Row]:
+    dim, length = _grad_dim(call), call["input_sizes"][_grad_dim(call)]
+    selected = slice_map(call, length)
+    yield call.row(grad_output=S(dim), out=S(dim, map=SliceGradMap(length, selected.start, selected.step)))
+    yield from _other_dims(call, call.outputs[0].ndim, dim, "grad_output")
+    yield from call.linear("grad_output")
+
+
+def _slice_backward(decided: LocalCall) -> LocalFunction:
+    dim, grad, target = _grad_dim(decided.call), decided["grad_output"], decided.outputs[0]
+    selected, shape = slice_map(decided.call, target.shape[dim]), target.local_shape
+    start, stop, step = local_bounds(selected, target.offset(dim), grad.local_shape[dim])
+
+    def run(g: Tensor, *args: Any) -> Tensor:
+        full = g.new_zeros(shape)
+        aten.slice.Tensor(full, dim, start, stop, step).copy_(g)
+        return full
+
+    return run
+
+
+def select_backward(call: OpCall) -> Iterator[Row]:
+    grad, dim, length = call["grad_output"], _grad_dim(call), call["input_sizes"][_grad_dim(call)]
+    sharding = SelectGradMap(length, call["index"] % length)
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(grad.ndim)), "grad_output")
+    # The gradient of what one coordinate holds goes back to where it was taken from.
+    yield from (call.row(grad_output=S(d, n), out=S(dim, map=sharding)) for d, n in enumerate(grad.shape) if n)
+    yield from call.linear("grad_output")
+
+
+def _select_backward(decided: LocalCall) -> LocalFunction:
+    dim, grad, target = _grad_dim(decided.call), decided["grad_output"], decided.outputs[0]
+    at = decided.call["index"] % target.shape[dim] - target.offset(dim)
+    holds = 0 <= at < target.local_shape[dim] and 0 not in grad.local_shape
+    shape = target.local_shape
+
+    def run(g: Tensor, *args: Any) -> Tensor:
+        full = g.new_zeros(shape)
+        if holds:
+            aten.select.int(full, dim, at).copy_(g)
+        return full
+
+    return run
+
+
+# --- writes into a slice, out of place --------------------------------------------------------------------------------
+
+
+def slice_scatter(call: OpCall) -> Iterator[Row]:
+    dim = call.dim()
+    yield from (call.row(self=S(d), src=S(d), out=S(d)) for d in range(call["self"].ndim) if d != dim)
+    yield call.row(self=S(dim), out=S(dim))
+    yield from call.keeping_partials("self", "src")
+
+
+def _slice_scatter(decided: LocalCall) -> LocalFunction | None:
+    """Every rank replaces what its shard has of the slice."""
+    call, spec = decided.call, decided["self"]
+    dim = call.dim()
+    if not spec.dim_shardings[dim].axes:
+        return None
+    selected, start, held = slice_map(call, spec.shape[dim]), spec.offset(dim), spec.local_shape[dim]
+    first = selected.before(start)
+    count = selected.before(start + held) - first
+    bounds = local_bounds(selected, start, count)
+
+    def run(x: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return aten.slice_scatter.default(x, src.narrow(dim, first, count), dim, *bounds)
+
+    return in_every_form(call, run)
+
+
+def select_scatter(call: OpCall) -> Iterator[Row]:
+    dim = call.dim()
+    yield from (call.row(self=S(d), src=S(_after(d, dim)), out=S(d)) for d in range(call["self"].ndim) if d != dim)
+    yield call.row(self=S(dim), out=S(dim))
+    yield from call.keeping_partials("self", "src")
+
+
+def _select_scatter(decided: LocalCall) -> LocalFunction | None:
+    """The rank that has the index replaces it."""
+    call, spec = decided.call, decided["self"]
+    dim = call.dim()
+    if not spec.dim_shardings[dim].axes:
+        return None
+    at = call["index"] % spec.shape[dim] - spec.offset(dim)
+    if not 0 <= at < spec.local_shape[dim]:
+        return in_every_form(call, lambda x, *args, **kwargs: x.clone())
+    return in_every_form(call, lambda x, src, *args, **kwargs: aten.select_scatter.default(x, src, dim, at))
+
+
+_SPLIT = Rule(split, _split, unordered=True)
+
+SLICING: Table = {
+    aten.slice.Tensor: Rule(slice_, _slice, unordered=True),
+    aten.select.int: Rule(select, _select, unordered=True),
+    aten.unbind.int: Rule(unbind, _unbind, unordered=True),
+    aten.slice_backward.default: Rule(slice_backward, _slice_backward, unordered=True),
+    aten.select_backward.default: Rule(select_backward, _select_backward, unordered=True),
+    aten.split.Tensor: _SPLIT,
+    aten.split_with_sizes.default: _SPLIT,
+    aten.unsafe_split.Tensor: _SPLIT,
+    aten.unsafe_split_with_sizes.default: _SPLIT,
+} | family(
+    {
+        "slice_scatter": Rule(slice_scatter, _slice_scatter),
+        "select_scatter": Rule(select_scatter, _select_scatter),
+    }
+)

@@ -1,0 +1,202 @@
+"""Sharding of views that rearrange dims: reshapes, permutations, broadcasts, windows and reinterpretations.
+
+Every local call is a view of local storage, so what is written through the result reaches its base.  A sharding that
+has no row is gathered by the propagator, which marks the result as no view of its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from .dim_maps import reshape_mappings
+
+__all__ = ["VIEWS", "rearrangement", "same_dims", "with_input_sizes"]
+
+aten = torch.ops.aten
+Rows = Callable[[OpCall], Iterable[Row]]
+
+
+def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self") -> Iterator[Row]:
+    """One row per pair (dim of input `name`, dim of every output) that are sharded alike."""
+    for d, target in pairs:
+        entries: dict[str, Any] = {name: S(d)}
+        yield call.row(out=S(target), **entries)
+
+
+def rearrangement(rows: Rows, local: Callable[[LocalCall], LocalFunction | None] | None) -> Rule:
+    """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
+
+    def with_partials(call: OpCall) -> Iterator[Row]:
+        yield from rows(call)
+        yield from call.keeping_partials("self")
+
+    return Rule(with_partials, local, unordered=True)
+
+
+# --- reshapes -------------------------------------------------------------------------------------------------------
+
+
+def view(call: OpCall) -> Iterator[Row]:
+    """The row-major order of elements stays: rows of any reshape, from its global shapes."""
+    for m in reshape_mappings(call["self"].shape, call.outputs[0].shape):
+        yield call.row(self=S(m.source, m.unit, m.runs), out=S(m.target, m.steps, m.target_runs))
+
+
+def _view(decided: LocalCall) -> LocalFunction:
+    """Tensor methods, which cost less than the overloads."""
+    shape = decided.outputs[0].local_shape
+    if decided.call.op is aten._unsafe_view.default:
+        return lambda x, size: x.reshape(shape)
+    return lambda x, *args: x.view(shape)
+
+
+def _squeezed(call: OpCall) -> list[int]:
+    """The dims that go: of those asked for, the ones that are 1 globally; locally others may be."""
+    source = call["self"]
+    if "dim" in call.bound and call["dim"] in ((), []):
+        return []  # an empty list asks for none, where reductions take it for all
+    asked = call.dims() if "dim" in call.bound else tuple(range(source.ndim))
+    return [d for d in asked if source.ndim and source.shape[d] == 1]
+
+
+def squeeze(call: OpCall) -> Iterator[Row]:
+    """A sharded dim that goes is held by one coordinate, which then holds everything: any other dim can say so."""
+    gone, ndim = _squeezed(call), call["self"].ndim
+    kept = [d for d in range(ndim) if d not in gone]
+    yield from same_dims(call, ((d, i) for i, d in enumerate(kept)))
+    for d in gone:
+        yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
+
+
+def _squeeze(decided: LocalCall) -> LocalFunction | None:
+    source, shape, dims = decided["self"], decided.outputs[0].local_shape, tuple(_squeezed(decided.call))
+    if all(source.local_shape[d] == 1 for d in dims):
+        return lambda x, *args: x.squeeze(dims)
+    return lambda x, *args: x.new_empty(shape)
+
+
+def unsqueeze(call: OpCall) -> Iterator[Row]:
+    ndim = call["self"].ndim
+    dim = int(call["dim"]) % (ndim + 1)
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(ndim)))
+
+
+def view_dtype(call: OpCall) -> Iterator[Row]:
+    """A wider dtype takes several elements of the last dim for one, a narrower one makes several of one."""
+    source, target = call["self"], call.outputs[0]
+    yield from same_dims(call, ((d, d) for d in range(source.ndim - 1)))
+    if source.ndim:
+        last, n, m = source.ndim - 1, source.shape[-1], target.shape[-1]
+        steps = max(1, min(n, m))
+        yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
+
+
+# --- permutations ---------------------------------------------------------------------------------------------------
+
+
+def permute(call: OpCall) -> Iterator[Row]:
+    ndim = call["self"].ndim
+    yield from same_dims(call, ((int(dim) % ndim, i) for i, dim in enumerate(call["dims"])))
+
+
+def transpose(call: OpCall) -> Iterator[Row]:
+    one, two = call.dim("dim0"), call.dim("dim1")
+    yield from same_dims(call, ((d, {one: two, two: one}.get(d, d)) for d in range(call["self"].ndim)))
+
+
+def t(call: OpCall) -> Iterator[Row]:
+    ndim = call["self"].ndim
+    yield from same_dims(call, ((d, ndim - 1 - d) for d in range(ndim)))
+
+
+# --- broadcasts, windows ----------------------------------------------------------------------------------------------
+
+
+def expand(call: OpCall) -> Iterator[Row]:
+    source, target = call["self"], call.outputs[0]
+    new = target.ndim - source.ndim
+    yield from same_dims(call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new]))
+
+
+def _expand(decided: LocalCall) -> LocalFunction:
+    shape = decided.outputs[0].local_shape
+    return lambda x, size, **kwargs: x.expand(shape)
+
+
+def unfold(call: OpCall) -> Iterator[Row]:
+    """Windows that do not overlap and leave nothing over are a split; others need their neighbours' elements."""
+    source = call["self"]
+    if source.ndim:
+        dim, size, step = call.dim("dimension"), call["size"], call["step"]
+        yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
+        if size <= step and source.shape[dim] % step == 0:
+            yield call.row(self=S(dim, step), out=S(dim))
+
+
+def _unfold(decided: LocalCall) -> LocalFunction | None:
+    """A shard without windows is too short for `unfold`."""
+    dim, shape = decided.call.dim("dimension"), decided.outputs[0].local_shape
+    return (lambda x, *args: x.new_empty(shape)) if decided["self"].ndim and not shape[dim] else None
+
+
+def view_as_real(call: OpCall) -> Iterator[Row]:
+    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim)))
+    yield from call.linear("self")
+
+
+def view_as_complex(call: OpCall) -> Iterator[Row]:
+    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim - 1)))
+    yield from call.linear("self")
+
+
+# --- gradients of views -----------------------------------------------------------------------------------------------
+
+
+def with_input_sizes(decided: LocalCall) -> LocalFunction:
+    """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
+    op, shape = decided.call.op, decided.outputs[0].local_shape
+
+    def run(grad: Tensor, input_sizes: Sequence[int], *args: Any) -> Any:
+        return op(grad, shape, *args)
+
+    return run
+
+
+def unfold_backward(call: OpCall) -> Iterator[Row]:
+    if sizes := call["input_sizes"]:
+        dim, size, step = int(call["dim"]) % len(sizes), call["size"], call["step"]
+        yield from same_dims(call, ((d, d) for d in range(len(sizes)) if d != dim), "grad_in")
+        if size <= step and sizes[dim] % step == 0:
+            yield call.row(grad_in=S(dim), out=S(dim, step))
+    yield from call.linear("grad_in")
+
+
+_RESHAPE = rearrangement(view, _view)
+_SQUEEZE = rearrangement(squeeze, _squeeze)
+
+VIEWS: Table = {
+    aten.view.default: _RESHAPE,
+    aten._unsafe_view.default: _RESHAPE,
+    aten._reshape_alias.default: _RESHAPE,
+    aten.unsqueeze.default: rearrangement(unsqueeze, None),
+    aten.squeeze.default: _SQUEEZE,
+    aten.squeeze.dim: _SQUEEZE,
+    aten.squeeze.dims: _SQUEEZE,
+    aten.view.dtype: Rule(view_dtype),
+    aten.permute.default: rearrangement(permute, None),
+    aten.transpose.int: rearrangement(transpose, None),
+    aten.t.default: rearrangement(t, None),
+    aten.expand.default: rearrangement(expand, _expand),
+    aten.unfold.default: rearrangement(unfold, _unfold),
+    aten.view_as_real.default: Rule(view_as_real),
+    aten.view_as_complex.default: Rule(view_as_complex),
+    # Strides are about one storage, which no rank has: gathered, and so no view of its input.
+    aten.as_strided.default: Rule(lambda call: call.keeping_partials("self")),
+    aten.as_strided_scatter.default: Rule(lambda call: call.keeping_partials("self", "src")),
+    aten.unfold_backward.default: Rule(unfold_backward, with_input_sizes, skip_empty=True),
+}

@@ -1,0 +1,167 @@
+"""The scoped settings that dispatch obeys: one immutable `Scope` per context.
+
+A scope is a scoped value: blocks nest, an inner block's end restores the outer one, and threads do not see each
+other's, but a backward pass has the scope in which it was started.  Decisions depend on the scope, so each has a
+decision cache of its own.  Under the same rules, the same settings are the same scope whenever they are entered: a
+decision of one block is known in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from .errors import ArgumentValueError
+from .scoped_value import ScopedValue
+
+__all__ = [
+    "DEFAULT",
+    "Scope",
+    "blocks",
+    "checked_replicas",
+    "communication",
+    "current",
+    "entered",
+    "implicit_replication",
+    "own_scope",
+    "unknown_ops",
+]
+
+Unknown = Literal["replicate", "error", "local"]
+Communication = Literal["allow", "warn", "forbid"]
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """What holds inside a block; under the same rules, one object for the same settings.
+
+    Attributes:
+        unknown: what happens to an operator without a rule.
+        communication: whether operators may redistribute their inputs.
+        plain_is_replicated: whether plain tensors among DTensors count as replicated.
+        replicas_checked: whether gradients that count as replicated are compared over their ranks.
+        overlays: rule tables that come before the standing one, innermost first.
+        outer: the scope around the block that brought the innermost overlay; None without overlays.
+        alike: the scopes under the same rules by their settings, at most 36; the same dict in all of them.
+        decisions: the cache of this scope by the operator's id, owned by the dispatcher.
+    """
+
+    unknown: Unknown = "replicate"
+    communication: Communication = "allow"
+    plain_is_replicated: bool = False
+    replicas_checked: bool = False
+    overlays: tuple[Mapping[Any, Any], ...] = ()
+    outer: Scope | None = field(default=None, repr=False)
+    alike: dict[tuple[Any, ...], Scope] = field(default_factory=dict, repr=False)
+    decisions: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self.alike.setdefault(self.settings, self)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What a scope is found by among those under the same rules."""
+        return self.unknown, self.communication, self.plain_is_replicated, self.replicas_checked
+
+    def changed(self, **settings: Any) -> Scope:
+        """The scope with these settings and the others of this one."""
+        scope = replace(self, **settings, decisions={})
+        return self.alike[scope.settings]
+
+    def under(self, overlay: Mapping[Any, Any]) -> Scope:
+        """A new scope with these settings, in which a rule table comes before the others."""
+        return replace(self, overlays=(overlay, *self.overlays), outer=self, alike={}, decisions={})
+
+    def all_known(self) -> Iterator[Scope]:
+        """Every scope whose decisions a change of the standing rules may concern."""
+        yield from [*self.alike.values()]
+        if self.outer is not None:
+            yield from self.outer.all_known()
+
+
+DEFAULT = Scope()
+_current = ScopedValue("shoal_dtensor_scope", DEFAULT)
+current = _current.get
+entered = _current.entered
+own_scope, blocks = _current.own, _current.blocks  # for dispatch: without a call in Python
+
+
+@contextmanager
+def unknown_ops(policy: Unknown) -> Iterator[None]:
+    """Set what happens to an operator that has no rule and no decomposition.
+
+    Args:
+        policy: "replicate" gathers its inputs, with one warning per operator (the default); "error" raises
+            `NoRuleError`; "local" runs it on the local tensors as they are, which is right only if the operator treats
+            every element for itself.
+
+    Raises:
+        ArgumentValueError: if the policy is unknown.
+
+    Example:
+        >>> with unknown_ops("error"):
+        ...     pass
+    """
+    _check("unknown_ops", policy, get_args(Unknown))
+    with entered(current().changed(unknown=policy)):
+        yield
+
+
+@contextmanager
+def communication(policy: Communication) -> Iterator[None]:
+    """Set whether operators, gradients and reads may communicate on their own.
+
+    It covers redistributions of an operator's inputs and the collectives of its local function, gradients that are
+    reduced for their leaf, and reads (`item`, `tolist`, `bool`). Explicit calls always may: `redistribute`,
+    `full_tensor`, the collectives of shoal_mesh and of torch.distributed.
+
+    Args:
+        policy: "allow" (the default), "warn", or "forbid", which raises `CommunicationForbiddenError`
+            naming the operator, the inputs and the plan or collective that it would have needed.
+
+    Raises:
+        ArgumentValueError: if the policy is unknown.
+
+    Example:
+        >>> with communication("forbid"):
+        ...     pass
+    """
+    _check("communication", policy, get_args(Communication))
+    with entered(current().changed(communication=policy)):
+        yield
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside the block, plain tensors that meet DTensors in an operator count as replicated on their mesh.
+
+    Example:
+        >>> with implicit_replication():
+        ...     pass
+    """
+    with entered(current().changed(plain_is_replicated=True)):
+        yield
+
+
+@contextmanager
+def checked_replicas() -> Iterator[None]:
+    """For debugging: inside the block, a gradient that counts as replicated is compared over its ranks in backward.
+
+    `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute different things with
+    them, each has a different summand of the gradient, and `to_local(grad_placements=[Partial()])` is what says so.
+    No local information tells the two cases apart, so this costs one small collective for each such gradient; on a
+    difference every rank raises `shoal_mesh.LockstepError`.
+
+    Example:
+        >>> with checked_replicas():
+        ...     pass
+    """
+    with entered(current().changed(replicas_checked=True)):
+        yield
+
+
+def _check(what: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ArgumentValueError(f"{what}: expected one of {', '.join(allowed)}, got {got!r}")

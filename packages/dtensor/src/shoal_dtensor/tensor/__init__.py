@@ -1,0 +1,1 @@
+"""The class DTensor: autograd, gradients of parameters, indexing and serialization."""

@@ -1,0 +1,250 @@
+"""Differentiable crossings: plain tensor <-> DTensor, and one spec to another.
+
+A DTensor's gradient is the gradient with respect to its logical value, so a redistribution, which changes no value,
+passes gradients through unchanged in value; only where local tensors enter or leave does a partial placement matter.
+The DTensor class is an argument here: this module is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from shoal_mesh import check_replicas, in_lockstep, purpose
+
+from .._torch import apply, is_transformed, make_wrapper
+from ..dispatch.communication_policy import obey
+from ..dispatch.plain_tensors import verify_replicated
+from ..dispatch.results import wrap
+from ..errors import PlacementError
+from ..layout.placements import Partial, Placement, Replicate
+from ..layout.spec import Spec
+from ..redistribute.execution.coalesce import QueuedPlan, current_batch
+from ..redistribute.execution.execute import InFlight, start
+from ..redistribute.execution.run_once import run_once
+from ..redistribute.plan import plan
+from ..redistribute.steps import Plan
+from ..rng.memory_order import dims_by_stride, is_contiguous
+from ..scopes import current
+
+__all__ = [
+    "FromLocal",
+    "Redistribute",
+    "ToLocal",
+    "as_gradient",
+    "check_differentiable",
+    "gradient_spec",
+    "pending",
+    "redistributed",
+]
+
+
+def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:
+    """The same values as `tensor` in the layout of `target`; not differentiable.
+
+    Args:
+        cls: the DTensor class; its attribute `pending` is the subclass whose local tensor is still under way.
+        tensor: the DTensor; target: a spec of the same shape and dtype.
+        async_op: only start the last collective; the first use of the result waits.
+    """
+    source = tensor._spec
+    if source is target:
+        return tensor
+    local = tensor._local_tensor
+    if source.same_layout(target):
+        return wrap(cls, local, target)
+    return _moved(cls, tensor, plan(source, target), local, async_op)
+
+
+def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
+    """A DTensor of the local tensor that arrives; in lockstep the ranks compare what it is for."""
+    if in_lockstep():
+        with purpose(f"redistribute {way.src!r} -> {way.dst!r}"):
+            return _arriving(cls, tensor, way, local, async_op)
+    return _arriving(cls, tensor, way, local, async_op)
+
+
+def _arriving(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
+    """A DTensor of the local tensor that arrives: now, at its first use, or with the others of a `coalesce()` block."""
+    batch = current_batch()
+    if batch is not None:
+        return pending(cls, batch.add(way, local, tensor), way.dst, local.device)
+    if async_op:
+        return pending(cls, start(way, local), way.dst, local.device)
+    return wrap(cls, run_once(way, local, tensor, fresh=True), way.dst)
+
+
+def pending(cls: Any, in_flight: InFlight | QueuedPlan, spec: Spec, device: torch.device) -> Any:
+    """A DTensor whose local tensor arrives at its first use."""
+    result = make_wrapper(cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device)
+    cls.local_slot.__set__(result, in_flight)
+    result._spec = spec
+    return result
+
+
+@lru_cache(maxsize=4096)
+def gradient_spec(spec: Spec) -> Spec:
+    """The layout of a tensor's gradient by default: where the tensor is partial, its gradient is replicated."""
+    if not spec.partials:
+        return spec
+    return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+
+
+def _like(target: Spec, like: Spec) -> Spec:
+    """`target` with the stride and dtype that a gradient has."""
+    if like.stride == target.stride and like.dtype == target.dtype:
+        return target
+    return target.with_(stride=like.stride, dtype=like.dtype)
+
+
+def as_gradient(cls: Any, grad: Any, spec: Spec) -> Any:
+    """`R -> R`: the gradient of a DTensor, a plain one as a replicated DTensor once the ranks have compared it.
+
+    Formulas of torch make plain zeros, and hooks and autograd functions of users may return any plain tensor.
+
+    Args:
+        cls: the DTensor class.
+        grad: the gradient that autograd hands over; spec: of the tensor that it belongs to.
+
+    Raises:
+        MixedTensorError: on every rank, if a plain gradient differs between ranks.
+    """
+    if isinstance(grad, cls) or is_transformed(grad):
+        return grad
+    mesh = spec.mesh
+    verify_replicated(mesh, f"the gradient of {spec!r}", [grad], candidates=True)
+    plain = grad.resolve_conj().resolve_neg()
+    return wrap(cls, plain, Spec(mesh, (Replicate(),) * mesh.ndim, plain.shape, plain.stride(), plain.dtype))
+
+
+class FromLocal(Function):
+    """Local tensor -> DTensor; backward: the gradient, in the DTensor's placements or `grad_placements`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, cls: Any, spec: Spec, grad_placements: Sequence[Placement] | None
+    ) -> Any:
+        ctx.spec, ctx.cls = spec, cls
+        ctx.gradient = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        return wrap(cls, local.detach(), spec)  # what runs inside of a DTensor needs no history
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = as_gradient(ctx.cls, grads[0], ctx.spec)
+        target = _like(ctx.gradient, grad._spec)
+        if not grad._spec.same_layout(target):
+            obey(f"the gradient of from_local of {ctx.spec!r}", [plan(grad._spec, target)])
+        if torch.is_grad_enabled():
+            local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
+        else:
+            local = redistributed(type(grad), grad, target)._local_tensor
+        ways = 1
+        for axis, op in ctx.spec.partials:
+            ways *= ctx.spec.mesh.shape[axis] if op == "avg" else 1
+        return local if ways == 1 else local / ways, None, None, None
+
+
+class ToLocal(Function):
+    """DTensor -> local tensor; backward: the local gradients, read by `grad_placements`, are a DTensor again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+        spec: Spec = tensor._spec
+        ctx.cls = type(tensor)
+        ctx.spec = gradient_spec(spec) if grad_placements is None else spec.with_(placements=grad_placements)
+        ctx.checked = current().replicas_checked
+        ctx.scaled = [axis for axis, op in spec.partials if op == "avg"] if grad_placements is None else []
+        local: torch.Tensor = tensor._local_tensor
+        return local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        if ctx.checked:
+            _check_replicas(grad, ctx.spec)
+        for axis in ctx.scaled:
+            grad = grad * ctx.spec.mesh.shape[axis]
+        spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
+        plain = grad.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
+        order = _order(spec)
+        if not (plain if order is None else plain.permute(order)).is_contiguous():
+            plain = _in_order(plain, order)
+        if torch.is_grad_enabled():
+            return apply(FromLocal, plain, ctx.cls, spec, None), None
+        return wrap(ctx.cls, plain, spec), None
+
+
+@lru_cache(maxsize=1024)
+def _order(spec: Spec) -> tuple[int, ...] | None:
+    """The dims of a tensor, slowest first; None where they are in order."""
+    order = dims_by_stride(spec.shape, spec.stride)
+    return None if is_contiguous(spec.shape, spec.stride) else order
+
+
+def _in_order(local: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """A gradient whose dims lie in memory as its spec says, by whose stride views of it are decided."""
+    if order is None:
+        return local.contiguous()
+    return local.permute(order).contiguous().permute(sorted(range(local.ndim), key=order.__getitem__))
+
+
+class Redistribute(Function):
+    """DTensor -> the same values under another spec, moved and differentiated in the given dtypes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        cls: Any,
+        target: Spec,
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+        async_op: bool,
+    ) -> Any:
+        forward_dtype, backward_dtype = dtypes
+        source: Spec = tensor._spec
+        ctx.source, ctx.cls, ctx.dtypes = source, cls, (backward_dtype, forward_dtype)
+        local: torch.Tensor = tensor._local_tensor
+        if forward_dtype is not None and forward_dtype != local.dtype:
+            local = local.to(forward_dtype)
+            source = source.with_(dtype=forward_dtype)
+        spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
+        if source.same_layout(spec):
+            return wrap(cls, local.detach(), spec)
+        return _moved(cls, tensor, plan(source, spec), local, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = as_gradient(ctx.cls, grads[0], ctx.source)
+        source = _like(gradient_spec(ctx.source), grad._spec)
+        backward_dtype, forward_dtype = ctx.dtypes
+        if torch.is_grad_enabled() or backward_dtype is not None:
+            moved = apply(Redistribute, grad, ctx.cls, source, (backward_dtype, forward_dtype), False)
+        else:
+            moved = redistributed(ctx.cls, grad, source)
+        dtype = ctx.source.dtype
+        return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
+
+
+def _check_replicas(grad: torch.Tensor, spec: Spec) -> None:
+    """Compare a local gradient over the ranks that are taken to hold the same."""
+    axes = tuple(axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate))
+    if axes and spec.coordinate is not None:
+        check_replicas(grad, spec.mesh.comm(axes), f"the gradient that to_local of {spec!r} got, global shape")
+
+
+def check_differentiable(spec: Spec) -> None:
+    """Refuse gradients through partial values that no local gradient can be computed for.
+
+    Raises:
+        PlacementError: if the spec is partial with another reduction than sum or avg.
+    """
+    for axis, op in spec.partials:
+        if op not in ("sum", "avg"):
+            raise PlacementError(
+                f"no gradient flows through Partial({op!r}) on mesh axis {spec.mesh.axis_names[axis]!r}: which rank's "
+                f"value was taken is not known; redistribute to Replicate or Shard first, or detach"
+            )

@@ -1,0 +1,398 @@
+"""`DTensor`: one global tensor, of which each rank of a device mesh holds a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, ClassVar
+
+import torch
+
+from shoal_mesh import DeviceMesh
+
+from .._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
+from ..argument_types import check_type
+from ..dispatch.communication_policy import obey
+from ..dispatch.dispatch import dispatch
+from ..dispatch.in_place import following_base
+from ..dispatch.results import wrap
+from ..errors import ArgumentTypeError, PlacementError
+from ..layout.dim_sharding import ShardOrder
+from ..layout.partition_spec import Placements
+from ..layout.placements import Placement, Replicate, norm_order
+from ..layout.spec import Spec
+from ..redistribute.plan import plan
+from . import serialization
+from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
+from .getitem import has_lists, with_lists, without_numbers
+from .parameter_gradients import CheckedHook, install_gradient_hook, postponed
+from .spec_arguments import global_spec, mesh_or_current, target_spec
+from .torch_fsdp import refuse_fsdp
+
+__all__ = ["DTensor"]
+
+
+class DTensor(torch.Tensor):
+    """A global tensor spread over a device mesh.
+
+    Operators, autograd, optimizers and checkpoints see the global tensor; each rank stores only its shard. Create one
+    with `distribute_tensor`, with `DTensor.from_local`, or with a factory such as `zeros`.
+
+    Attributes:
+        device_mesh: the mesh.
+        placements: the placement along each mesh axis.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     x = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+        ...     x.shape, x.to_local().shape, (x + x).placements
+        (torch.Size([8, 3]), torch.Size([2, 3]), (Shard(dim=0),))
+    """
+
+    __slots__ = ("_local_tensor", "_spec")
+    _local_tensor: torch.Tensor
+    _spec: Spec
+    copied_view: ClassVar[type[DTensor]]
+    pending: ClassVar[type[DTensor]]
+    local_slot: ClassVar[Any]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+    split = split
+    fsdp_pre_all_gather = property(refuse_fsdp)
+
+    @staticmethod
+    def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
+        """A DTensor around `local_tensor`, unchecked; users call `from_local`."""
+        result: DTensor = around(cls, local_tensor, spec, False)
+        return result.requires_grad_() if requires_grad else result
+
+    # The base's __init__ takes no arguments, and __new__ has done everything.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @property
+    def spec(self) -> Spec:
+        """Mesh, placements, shard order, global shape, stride and dtype in one interned value."""
+        return self._spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that the tensor is spread over."""
+        return self._spec.mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """The placement along each mesh axis."""
+        return self._spec.placements
+
+    @property
+    def shard_order(self) -> ShardOrder:
+        """For every sharded tensor dim, the mesh axes that shard it, outermost first."""
+        return self._spec.shard_order
+
+    @staticmethod
+    def from_local(  # noqa: PLR0913  # torch's signature
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> DTensor:
+        """`V -> placements`: the DTensor whose local shard on this rank is `local_tensor`; differentiable.
+
+        Args:
+            local_tensor: this rank's shard.
+            device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
+            placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
+            run_check: compare shapes and dtypes over the mesh first: uneven shards become ragged ones, replicas take
+                the values of their group's first rank, anything else that differs raises on every rank.
+            shape: global shape; needed for uneven shards unless `run_check` is set. Left out, every rank is taken to
+                hold a shard of the same shape.
+            stride: global stride in elements.
+            grad_placements: the placements of the gradient that `local_tensor` gets back.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+
+        Raises:
+            PlacementError: if the placements do not fit, or `shape` asks for another local shape.
+        """
+        mesh = mesh_or_current(device_mesh)
+        if type(local_tensor) is not torch.Tensor:
+            check_type("DTensor.from_local", "local_tensor", local_tensor, torch.Tensor, "a plain tensor")
+            if isinstance(local_tensor, DTensor):
+                raise ArgumentTypeError(
+                    f"DTensor.from_local: expected local_tensor to be a plain tensor, got a DTensor "
+                    f"{local_tensor._spec!r}; redistribute it, or pass its to_local()"
+                )
+        if is_tracing():
+            return _from_local(local_tensor, mesh, placements, run_check, shape, stride, grad_placements, shard_order)
+        spec, local = global_spec(local_tensor, mesh, placements, shape, stride, shard_order, run_check=run_check)
+        if spec.partials and any(norm_order(op) for _, op in spec.partials):
+            local = local.abs()  # what ranks hold of a norm is not negative
+        if torch.is_grad_enabled() and local.requires_grad:
+            check_differentiable(spec)
+            check_type("DTensor.from_local", "grad_placements", grad_placements, (tuple, list, type(None)), "a list")
+            dtensor: DTensor = apply(FromLocal, local, DTensor, spec, grad_placements)
+            return dtensor
+        return around(DTensor, local.detach() if local.requires_grad else local, spec, False)  # type: ignore[no-any-return]  # it makes the class it is given
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """`placements -> V`: this rank's shard; differentiable.
+
+        Args:
+            grad_placements: those of the returned tensor's gradient; this tensor's own when left out, replicated
+                where this tensor is partial. Where ranks use a replicated tensor in different ways, its gradient is
+                `Partial()`.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            local: torch.Tensor = apply(ToLocal, self, grad_placements)
+            return local
+        return self._local_tensor
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Placements | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        shard_order: ShardOrder | None = None,
+    ) -> DTensor:
+        """`any -> placements`: the same values in another layout; differentiable.
+
+        Args:
+            device_mesh: the target mesh; this tensor's own when left out.
+            placements: one per mesh axis of the target, or a `PartitionSpec`.
+            async_op: return before the data have arrived; the first use of the result waits.
+            forward_dtype: convert to this dtype before moving.
+            backward_dtype: convert the gradient to this dtype before moving it back.
+            shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
+
+        Raises:
+            PlacementError: if the placements do not fit or name a partial state that the tensor is not in.
+        """
+        target = target_spec(self._spec, device_mesh, placements, shard_order)
+        for dtype in (forward_dtype, backward_dtype):
+            if dtype is not None:
+                check_type("redistribute", "a dtype", dtype, torch.dtype, "a torch.dtype")
+        if torch.is_grad_enabled() and self.requires_grad:
+            moved: DTensor = apply(Redistribute, self, DTensor, target, (forward_dtype, backward_dtype), async_op)
+            return moved
+        source = self if forward_dtype in (None, self.dtype) else self.to(forward_dtype)
+        target = target if target.dtype == source.dtype else target.with_(dtype=source.dtype)
+        return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """`any -> R -> V`: the global tensor on every rank; differentiable.
+
+        Args:
+            grad_placements: the placements of the returned tensor's gradient; replicated when left out.
+        """
+        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """Record operations on this tensor; a leaf's gradient has the leaf's layout before any hook sees it."""
+        super().requires_grad_(requires_grad)
+        if requires_grad and self.is_leaf:
+            install_gradient_hook(DTensor, self)
+        return self
+
+    requires_grad = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
+
+    def register_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """Have `hook` see the gradient, and replace it where it returns another one.
+
+        Args:
+            hook: gets the gradient, a DTensor, and returns None or a DTensor. A plain tensor counts as replicated if it
+                is the same on every rank; a leaf's gradient is redistributed to the leaf's layout once more.
+
+        Returns:
+            A handle whose `remove()` takes the hook away.
+
+        Raises:
+            MixedTensorError: (in backward, on every rank) if it returns plain tensors that differ between ranks.
+        """
+        if not is_tracing():
+            hook = CheckedHook(DTensor, hook, self._spec, is_leaf=self.is_leaf)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its autograd history; assigning replaces the local shard, the layout, shape and dtype."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, DTensor):
+            raise PlacementError(f"data: expected a DTensor, got {type(value).__name__} of shape {tuple(value.shape)}")
+        local, spec = value._local_tensor, value._spec
+        BASE.data.__set__(self, value)
+        self._become(local, spec)
+
+    def _become(self, local: torch.Tensor, spec: Spec) -> None:
+        """Take another local shard and layout; torch knows shape and dtype already."""
+        self._local_tensor, self._spec = local, spec
+        if self.requires_grad and self.is_leaf:
+            install_gradient_hook(DTensor, self)
+
+    def tolist(self) -> Any:
+        """The global tensor as nested lists of numbers, the same on every rank."""
+        return self._gathered("tolist").tolist()
+
+    def _gathered(self, reader: str) -> Any:
+        """The global tensor for a read that does not say that it communicates; not differentiable."""
+        replicated = self._spec.with_(placements=[Replicate()] * self._spec.mesh.ndim)
+        if not self._spec.same_layout(replicated):
+            obey(f"{reader} of {self._spec!r}", [plan(self._spec, replicated)])
+        with torch.no_grad():
+            return self.full_tensor()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The tensor as a NumPy array.
+
+        Args:
+            force: gather and detach first where needed.
+
+        Raises:
+            PlacementError: if the tensor is not replicated and `force` is not set.
+        """
+        if not self._spec.is_replicated and not force:
+            raise PlacementError(
+                f"numpy() of {self._spec!r}: only a replicated tensor is an array; use numpy(force=True)"
+            )
+        return (self._gathered("numpy(force=True)") if force else self.to_local()).numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(with_lists(index, self._replicated) if has_lists(index) else index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if has_lists(index):
+            index = with_lists(index, self._replicated)
+        slices, value = without_numbers(index, value, self.shape)
+        if slices is not index and isinstance(value, DTensor) and shares_memory(value, self):
+            value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
+        super().__setitem__(slices, value)
+
+    def _replicated(self, whole: torch.Tensor) -> Any:
+        mesh = self._spec.mesh
+        spec = Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype)
+        return wrap(DTensor, whole.to(self._local_tensor.device), spec)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.ndim:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    def __format__(self, wanted: str) -> str:
+        return format(self.item(), wanted) if wanted and not self.ndim else object.__format__(self, wanted)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's private argument is not taken
+        local = self._local_tensor
+        return f"DTensor(local_tensor={local!r}, device_mesh={self._spec.mesh}, placements={self.placements})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return serialization.deep_copy(DTensor, self, memo)  # type: ignore[no-any-return]  # gives the class it gets
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return serialization.reduce(DTensor, self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
+        spec, requires_grad = context
+        if tuple(size) != tuple(spec.shape) or tuple(stride) != spec.stride:
+            spec = spec.with_(shape=tuple(size), stride=tuple(stride))
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
+        return self.__coerce_same_metadata_as_tangent__((gradient_spec(self._spec), self.requires_grad))
+
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
+        """This gradient in the layout that the compiled code expects."""
+        spec: Spec = context[0]
+        return DTensor(redistributed(DTensor, self, spec)._local_tensor, spec)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        return serialization.checkpoint_write_items(fqn, object, self._spec)
+
+    def __create_chunk_list__(self) -> Any:
+        return serialization.checkpoint_chunks(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return serialization.checkpoint_shard(index, self._spec, self._local_tensor)
+
+    def _raise_if_contains_partial_placements(self) -> None:
+        serialization.refuse_partial(self._spec)
+
+
+class _CopiedView(DTensor):
+    """A view that had to be redistributed, so it shares no storage with its base: writing to it is an error."""
+
+    __slots__ = ()
+
+
+class _Pending(DTensor):
+    """A DTensor whose local tensor is still under way; the first use waits for it and makes this a plain DTensor."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        waiting = None if kwargs else postponed(DTensor, func, args)
+        return dispatch(DTensor, func, types, args, kwargs) if waiting is None else waiting
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, read once through a wait
+        local: torch.Tensor = DTensor.local_slot.__get__(self).wait()
+        DTensor.local_slot.__set__(self, local)
+        self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
+        return local
+
+
+# Bound rather than called from a method, which would take 0.1 us more.
+DTensor.__torch_dispatch__ = MethodType(dispatch, DTensor)
+DTensor.copied_view = _CopiedView
+DTensor.pending = _Pending
+DTensor.local_slot = DTensor.__dict__["_local_tensor"]
+_CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[assignment]  # a property for a slot
+
+
+@whole_when_compiled
+def _from_local(  # noqa: PLR0913  # those of from_local
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+    shard_order: ShardOrder | None,
+) -> DTensor:
+    """`DTensor.from_local` as a function, for the compiler."""
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=run_check,
+        shape=shape,
+        stride=stride,
+        grad_placements=grad_placements,
+        shard_order=shard_order,
+    )

@@ -1,0 +1,139 @@
+"""How a DTensor leaves the process and comes back: deep copies, pickles, `torch.distributed.checkpoint`.
+
+The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
+rank names the box that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
+imported only when one of these is called.  The DTensor class is an argument here: this module is below it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..argument_types import check_type
+from ..errors import ArgumentValueError, PlacementError
+from ..layout.spec import Spec
+
+__all__ = [
+    "checkpoint_chunks",
+    "checkpoint_shard",
+    "checkpoint_write_items",
+    "deep_copy",
+    "rebuild",
+    "reduce",
+    "refuse_partial",
+]
+
+# What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
+_OWN = frozenset({"_reduced", "_source"})
+
+
+def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
+    """A copy of a leaf with its gradient and attributes; the one in `memo` where it was copied before.
+
+    Raises:
+        RuntimeError: the tensor has a history.
+    """
+    if not tensor.is_leaf:
+        raise RuntimeError("only leaf tensors can be deep-copied; detach first")
+    known = memo.get(id(tensor))
+    if known is not None:
+        return known
+    local = copy.deepcopy(tensor._local_tensor, memo)
+    result = memo[id(tensor)] = cls(local, tensor._spec, requires_grad=tensor.requires_grad)
+    result.__dict__.update(copy.deepcopy(_attributes(tensor), memo))
+    if tensor.grad is not None:
+        result.grad = copy.deepcopy(tensor.grad, memo)
+    return result
+
+
+def reduce(cls: Any, tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What `__reduce_ex__` returns: `rebuild` and its arguments."""
+    return rebuild, (cls, tensor._local_tensor, tensor._spec, tensor.requires_grad, _attributes(tensor))
+
+
+def rebuild(cls: Any, local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: Mapping[str, Any]) -> Any:
+    """A DTensor of class `cls` with attributes; `_is_param` among them makes it an `nn.Parameter`.
+
+    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only what was saved.
+
+    Raises:
+        PlacementError: if the shard is not the one that the spec means on this rank.
+        ArgumentValueError: if an attribute would hide one of the class.
+    """
+    check_type("DTensor from a file", "its spec", spec, Spec, "a Spec")
+    check_type("DTensor from a file", "its shard", local, torch.Tensor, "a tensor")
+    if local.shape != spec.local_shape or local.dtype != spec.dtype:
+        raise PlacementError(
+            f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape {tuple(spec.local_shape)} on this rank, "
+            f"got {local.dtype} of shape {tuple(local.shape)}"
+        )
+    hidden = [name for name in attributes if hasattr(cls, str(name))]
+    if hidden:
+        raise ArgumentValueError(f"DTensor from a file: attribute {hidden[0]!r} would hide that of the class")
+    result = cls(local, spec, requires_grad=requires_grad)
+    result.__dict__.update(attributes)
+    return result
+
+
+def _attributes(tensor: Any) -> dict[str, Any]:
+    return {name: value for name, value in tensor.__dict__.items() if name not in _OWN}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def refuse_partial(spec: Spec) -> None:
+    """Refuse to save or load values that are still to be reduced.
+
+    Raises:
+        PlacementError: if the spec is partial.
+    """
+    if spec.partials:
+        raise PlacementError(f"a checkpoint cannot hold {spec!r}: redistribute it to Replicate or Shard first")
+
+
+def _sizes(spec: Spec) -> torch.Size:
+    return torch.Size([0] * spec.ndim) if spec.coordinate is None else spec.local_shape
+
+
+def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
+    """The write item of this rank's shard."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    refuse_partial(spec)
+    if spec.coordinate is None:
+        return []
+    offsets = torch.Size(spec.local_offset)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=_sizes(spec)),
+        properties=TensorProperties.create_from_tensor(tensor._local_tensor),
+        size=torch.Size(spec.shape),
+    )
+    return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+
+def checkpoint_chunks(spec: Spec) -> list[Any]:
+    """The chunk that this rank reads or writes."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    refuse_partial(spec)
+    if spec.coordinate is None:
+        return []
+    return [ChunkStorageMetadata(offsets=torch.Size(spec.local_offset), sizes=_sizes(spec))]
+
+
+def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tensor:
+    """The local tensor for a metadata index.
+
+    Raises:
+        PlacementError: if the index names a box that this rank does not hold.
+    """
+    refuse_partial(spec)
+    if index.offset is not None and tuple(index.offset) != spec.local_offset:
+        raise PlacementError(f"checkpoint index {index} is not the box at {spec.local_offset} of {spec!r}")
+    return local

@@ -1,0 +1,262 @@
+"""Reading the arguments of `from_local` and `redistribute`: what a user wrote, checked and turned into specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from shoal_mesh import (
+    DeviceMesh,
+    LockstepError,
+    all_gather,
+    broadcast,
+    check_replicas,
+    current_mesh,
+    in_lockstep,
+)
+
+from .._torch import is_tracing
+from ..argument_types import check_mesh, check_type
+from ..errors import PlacementError
+from ..layout.dim_sharding import DimSharding, ShardOrder, normalize_placements
+from ..layout.partition_spec import Placements, read_placements
+from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
+from ..layout.spec import Spec
+from ..layout.tensor_meta import contiguous_stride
+from ..scopes import current
+
+__all__ = ["check_replicated", "check_shards", "compared_shapes", "global_spec", "mesh_or_current", "target_spec"]
+
+
+def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The given mesh, or the one of the enclosing `with mesh:`.
+
+    Raises:
+        ArgumentTypeError: if the mesh is none of shoal's.
+        PlacementError: if there is neither, or the code is being compiled, which could not tell when the block changes.
+    """
+    if type(mesh) is DeviceMesh:
+        return mesh
+    if mesh is None and is_tracing():
+        raise PlacementError("inside torch.compile pass device_mesh: compiled code does not see `with mesh:`")
+    result = mesh if mesh is not None else current_mesh()
+    if result is None:
+        raise PlacementError("no device mesh: pass device_mesh, or call this inside `with mesh:`")
+    check_mesh("device_mesh", result)
+    return result
+
+
+def target_spec(
+    source: Spec, mesh: DeviceMesh | None, placements: Placements | None, shard_order: ShardOrder | None
+) -> Spec:
+    """The spec that `redistribute` is asked for.
+
+    Raises:
+        PlacementError: if placements are missing or do not fit, or ask for a partial state that `source` is not in.
+    """
+    if placements is None:
+        raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
+    if mesh is not None:
+        check_mesh("redistribute", mesh)
+    same_mesh = mesh is None or mesh is source.mesh or mesh == source.mesh
+    target_mesh = source.mesh if same_mesh or mesh is None else mesh
+    placements, shard_order = read_placements(target_mesh, placements, shard_order)
+    return _target(source, None if same_mesh else target_mesh, placements, shard_order)
+
+
+@lru_cache(maxsize=4096)
+def _target(
+    source: Spec, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shard_order: ShardOrder | None
+) -> Spec:
+    """The spec on another mesh, or on the source's own."""
+    target_mesh = mesh or source.mesh
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial) and not (mesh is None and source.placements[axis] is placement):
+            raise PlacementError(
+                f"redistribute: cannot make mesh axis {target_mesh.axis_names[axis]!r} {placement!r}: the tensor is "
+                f"{source!r}; a value becomes partial only as the result of an operator or of from_local"
+            )
+    return Spec(target_mesh, placements, source.shape, source.stride, source.dtype, shard_order)
+
+
+def global_spec(  # noqa: PLR0913  # the arguments of from_local
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Placements | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+    *,
+    run_check: bool,
+) -> tuple[Spec, torch.Tensor]:
+    """The spec of the DTensor that `local` is this rank's shard of, and the local tensor to use.
+
+    Raises:
+        PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
+    """
+    placements, shard_order = read_placements(mesh, placements, shard_order)
+    # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
+    local = local.resolve_conj().resolve_neg()
+    if shape is None and not run_check:
+        spec = _even_spec(local, mesh, placements, stride, shard_order)
+        if (in_lockstep() or current().replicas_checked) and spec.coordinate is not None and not is_tracing():
+            check_shards("from_local", local, spec)
+        return spec, local
+    if run_check and mesh.get_coordinate() is not None:
+        local, placements, shape = _checked(local, mesh, placements, shape, shard_order)
+    assert shape is not None, "a rank outside the mesh needs the shape"
+    check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
+    spec = Spec(mesh, placements, shape, stride or _like(local, shape), local.dtype, shard_order)
+    if spec.coordinate is not None and spec.local_shape != local.shape:
+        raise PlacementError(
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local.shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
+        )
+    return spec, local
+
+
+def _even_spec(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    stride: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+) -> Spec:
+    """The spec if every rank holds as much as this one (or explicit sizes say how much)."""
+    key: object = (mesh, placements, local.shape, local.stride(), local.dtype, stride, shard_order)
+    try:
+        spec = _EVEN.get(key)
+        if spec is not None:
+            return spec
+    except TypeError:  # a size that a compiler knows as a symbol cannot be hashed; nor can what is no placement
+        key = None
+    check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
+    shape = list(local.shape)
+    for dim, axes in order:
+        sharded = [p for axis in axes if isinstance(p := normal[axis], Shard | StridedShard)]
+        totals = [sum(p.sizes) * (p.split_factor if isinstance(p, StridedShard) else 1) for p in sharded if p.sizes]
+        shape[dim] = totals[-1] if totals else shape[dim] * prod(mesh.shape[axis] for axis in axes)
+    spec = Spec(mesh, normal, shape, stride or _like(local, shape), local.dtype, order)
+    if spec.coordinate is not None and spec.local_shape != local.shape:
+        raise PlacementError(
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(local.shape)}"
+        )
+    if len(_EVEN) >= 4096:
+        _EVEN.clear()
+    if key is not None:
+        _EVEN[key] = spec
+    return spec
+
+
+_EVEN: dict[object, Spec] = {}
+
+
+def _like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """A dense stride for `shape` whose dims lie in memory in the order of `local`'s."""
+    if local.is_contiguous():
+        return contiguous_stride(shape)
+    order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d), reverse=True)
+    dense = contiguous_stride([shape[d] for d in order])
+    result = [0] * local.ndim
+    for position, dim in enumerate(order):
+        result[dim] = dense[position]
+    return tuple(result)
+
+
+def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
+    """Refuse, on all ranks, shards of other shapes than a spec means, and replicas that differ.
+
+    Raises:
+        PlacementError: if there are any.
+    """
+    placements, shape = compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
+    actual = Spec(spec.mesh, placements, shape, None, spec.dtype, spec.shard_order)
+    if not actual.same_layout(spec):
+        raise PlacementError(
+            f"{what}: {spec!r} takes every rank to hold a shard of the same size, but together they hold {actual!r}; "
+            f"give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
+        )
+    check_replicated(what, local, spec.mesh, spec.placements)
+
+
+def check_replicated(what: str, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    """Refuse, on all ranks, tensors that differ along mesh axes on which they are said to be replicated.
+
+    Raises:
+        PlacementError: if they differ.
+    """
+    axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1)
+    try:
+        if axes:
+            check_replicas(local, mesh.comm(axes), f"the tensor of {what}, placed {list(placements)},")
+    except LockstepError as error:
+        raise PlacementError(f"{error}; Partial() is a tensor of which every rank has a summand") from error
+
+
+def compared_shapes(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_order: ShardOrder | None,
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """`V -> check`: placements with the sizes that all ranks hold, and the global shape; one all-gather of shapes.
+
+    Raises:
+        PlacementError: if the shapes of the ranks fit no sharding by these placements.
+    """
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
+    everywhere = mesh.comm(tuple(range(mesh.ndim)))
+    mine = torch.tensor([local.ndim, *local.shape, *([0] * (16 - local.ndim))], device=local.device)
+    shapes = [tuple(row) for row in all_gather(mine.view(1, -1), everywhere).tolist()]
+    if len({row[0] for row in shapes}) != 1:
+        raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
+    result, total = list(normal), [*local.shape]
+    axes_of = dict(order)
+    for dim in range(local.ndim):
+        axes = axes_of.get(dim, ())
+        by_coordinate: dict[tuple[int, ...], int] = {}
+        for index, row in enumerate(shapes):
+            coordinate = _coordinate(index, mesh.shape)
+            where = tuple(coordinate[axis] for axis in axes)
+            if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
+                raise PlacementError(
+                    f"from_local: dim {dim} of the local tensors has different sizes along mesh axes that do not "
+                    f"shard it: {[r[1 + dim] for r in shapes]} over the mesh of shape {mesh.shape}"
+                )
+        sizes = tuple(size for _, size in sorted(by_coordinate.items()))
+        total[dim] = sum(sizes)
+        if axes:
+            sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
+            for axis, placement in sharding.placements(dim).items():
+                result[axis] = placement
+    return tuple(result), tuple(total)
+
+
+def _checked(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    shard_order: ShardOrder | None,
+) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...]]:
+    """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
+    result, total = compared_shapes(local, mesh, placements, shard_order)
+    if shape is not None and tuple(shape) != total:
+        raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {total}")
+    for axis, placement in enumerate(result):
+        if isinstance(placement, Replicate):
+            local = broadcast(local, (mesh, axis), src=0)
+    return local, result, total
+
+
+def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    coordinate = []
+    for size in reversed(shape):
+        coordinate.append(index % size)
+        index //= size
+    return tuple(reversed(coordinate))

@@ -1,0 +1,331 @@
+"""One call of an operator, run in shards: the inputs are placed as rows say, the outputs compared with what rows claim.
+
+The local function runs once per coordinate, on threads, so that it may communicate; which axes it communicates over is
+held against what the rows declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+
+from ..dispatch.assign import placed
+from ..layout.dim_sharding import DimSharding, chunk_sizes
+from ..layout.placements import Partial
+from ..layout.spec import Spec
+from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
+from ..layout.tensor_meta import TensorMeta
+from ..rng.state import count_as_checked
+from ..rules.language.empty_shards import local_function
+from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
+from .partials import deal, gather
+from .simulate import part_of
+from .thread_ranks import ThreadMesh, axes_used, on_threads, thread_meshes
+
+__all__ = ["Kernel", "Report", "Trial", "show", "tell"]
+
+Coordinate = tuple[int, ...]
+Kernel = Callable[..., Any] | None
+
+
+@dataclass
+class Report:
+    """What validating one call found.
+
+    Attributes:
+        checked: how many cases (rows, mesh shape, shardings) ran.
+        wrong: one line for each case whose result was not what the rows say, or that started a collective over an axis
+            whose row declares no traffic.
+        idle: one line for each row that declares traffic and started no collective in any case.
+    """
+
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+
+
+NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
+SEED = 0  # of the default generators, on every rank and on the single device
+
+
+class Trial:
+    """One call of an operator with global tensors, to be run in shards."""
+
+    def __init__(
+        self, op: Any, args: Any, kwargs: Mapping[str, Any], rule: Rule, *, exact: bool = True, kernel: Kernel = None
+    ) -> None:
+        self.op, self.args, self.kwargs, self.rule = op, args, dict(kwargs), rule
+        self.exact, self.kernel = exact, kernel or op
+        self.outs = tuple(a.name for a in op._schema.arguments if a.is_out)
+        read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
+        self.tensors: list[Tensor] = [*flatten(read)]
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(SEED)
+            self.results = self._run(self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])])
+        metas = tuple(_meta(t) for t in self.tensors)
+        outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
+        self.call = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
+        self.rows = self._rows()
+
+    def _rows(self) -> list[Row]:
+        listed = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows_of(self.call)
+        rows = with_norms(listed, NORMS)
+        return [row for row in rows if self._keeps_written(row)]
+
+    def _keeps_written(self, row: Row) -> bool:
+        """Whether written inputs already have the placement of the result; the propagator refuses other rows."""
+        if not self.call.written or not row.outputs:
+            return True
+        pairs = zip(self.call.written, self.call.rewritten, strict=False)
+        return all(row.inputs[i] == row.outputs[o] for i, o in pairs)
+
+    def _run(
+        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], function: Callable[..., Any] | None = None
+    ) -> tuple[Any, list[Tensor]]:
+        """The result on copies of `tensors`, and the copies afterwards."""
+        copies = [t.clone() for t in tensors]
+        numbered = iter(copies)
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return value.clone_state()
+            return next(numbered) if isinstance(value, Tensor) else value
+
+        args = _mapped(fresh, self.args)
+        kwargs = _mapped(fresh, {name: value for name, value in self.kwargs.items() if name not in self.outs})
+        targets = iter(outs)
+        kwargs |= {name: _mapped(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
+        return (function or self.kernel)(*args, **kwargs), copies
+
+    def steps(self, row: Row) -> int | None:
+        """How many steps the row's factor has; None if it shards nothing."""
+        count = None
+        for tensor, entry in zip(self.tensors, row.inputs, strict=True):
+            if isinstance(entry, S) and entry.map is None:
+                count = tensor.shape[entry.dim] // (entry.unit * entry.runs)
+        return count
+
+    def try_out(
+        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: dict[int, AnyDimSharding | None]
+    ) -> set[int]:
+        """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
+        meshes = thread_meshes(shape)
+        for mesh in meshes:
+            count_as_checked(cast("DeviceMesh", mesh))  # a collective of the first random operator, not of the rule
+        coordinates = [mesh.get_coordinate() for mesh in meshes]
+        try:
+            inputs = [self._dealt(i, rows, shardings, shape, coordinates) for i in range(len(self.tensors))]
+            self._outputs(meshes[0], rows, shardings)
+        except NotImplementedError:
+            return set()
+        report.checked += 1
+        try:
+            functions = [
+                partial(
+                    self._run,
+                    [parts[coordinate] for parts in inputs],
+                    self._targets(mesh, rows, shardings),
+                    self._local(mesh, rows, shardings),
+                )
+                for mesh, coordinate in zip(meshes, coordinates, strict=True)
+            ]
+            results = on_threads(functions, meshes, SEED)
+            problems = [*self._problems(results, meshes, rows, shardings)]
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        used = axes_used(meshes[0])
+        if undeclared := used - {axis for axis, row in enumerate(rows) if row.communicates}:
+            problems.append(f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
+        if problems:
+            sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}
+            report.wrong.append(f"{self.op} {tell(self.call)} {show(rows)} in shards {sizes} on {shape}: {problems[0]}")
+        return used
+
+    def _dealt(
+        self,
+        index: int,
+        rows: Sequence[Row],
+        shardings: Mapping[int, AnyDimSharding | None],
+        shape: Coordinate,
+        where: Any,
+    ) -> dict[Coordinate, Tensor]:
+        entries = [row.inputs[index] for row in rows]
+        shares = deal(self.tensors[index], entries, shape)
+        spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, rows, shardings)
+        return {c: part_of(shares[c], spec, c) for c in where}
+
+    def _targets(
+        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
+    ) -> list[Tensor]:
+        """This rank's `out=` arguments."""
+        specs = self._outputs(mesh, rows, shardings)
+        return [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in specs] if self.outs else []
+
+    def _outputs(
+        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
+    ) -> list[Spec]:
+        return [
+            _spec(mesh, t, [row.outputs[i] for row in rows], rows, shardings) for i, t in enumerate(self.call.outputs)
+        ]
+
+    def _local(
+        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
+    ) -> Callable[..., Any] | None:
+        inputs = [
+            _spec(mesh, t, [row.inputs[i] for row in rows], rows, shardings) for i, t in enumerate(self.call.tensors)
+        ]
+        decided = LocalCall(self.call, tuple(inputs), tuple(self._outputs(mesh, rows, shardings)))
+        return local_function(self.rule, decided, any(row.communicates for row in rows))
+
+    def _problems(
+        self,
+        results: Sequence[Any],
+        meshes: Sequence[ThreadMesh],
+        rows: Sequence[Row],
+        shardings: Mapping[int, AnyDimSharding | None],
+    ) -> Iterator[str]:
+        """What differs: outputs first, then the inputs that the operator writes."""
+        expected = list(flatten([self.results[0]]))
+        got = [list(flatten([result[0]])) for result in results]
+        if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
+            yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
+        for i, value in enumerate(expected):
+            entries = [row.outputs[i] for row in rows]
+            spec = _spec(meshes[0], _meta(value), entries, rows, shardings)
+            yield from self._differences(f"output {i}", value, [one[i] for one in got], entries, meshes, spec)
+        for i in self.call.written:
+            entries = [row.inputs[i] for row in rows]
+            after = [result[1][i] for result in results]
+            spec = _spec(meshes[0], _meta(self.results[1][i]), entries, rows, shardings)
+            yield from self._differences(f"written input {i}", self.results[1][i], after, entries, meshes, spec)
+
+    def _differences(
+        self,
+        name: str,
+        value: Tensor,
+        got: Sequence[Tensor],
+        entries: Sequence[Entry],
+        meshes: Sequence[ThreadMesh],
+        spec: Spec,
+    ) -> Iterator[str]:
+        coordinates = [mesh.get_coordinate() for mesh in meshes]
+        for c, part in zip(coordinates, got, strict=True):
+            if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
+                yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
+                return
+        if not self.exact:
+            return
+        totals = gather(dict(zip(coordinates, got, strict=True)), entries, meshes[0].shape)
+        for c, total in totals.items():
+            wanted = part_of(value, spec, c)
+            if not torch.allclose(*_comparable(total, wanted), rtol=1e-6, atol=1e-7, equal_nan=True):
+                yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
+                return
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` on every leaf of nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_mapped(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return function(value)
+
+
+def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return a.to(wide), b.to(wide)
+
+
+def _meta(value: Any) -> Any:
+    return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _spec(
+    mesh: ThreadMesh,
+    meta: TensorMeta,
+    entries: Sequence[Entry],
+    rows: Sequence[Row],
+    shardings: Mapping[int, AnyDimSharding | None],
+) -> Spec:
+    """The spec that entries of some rows mean for a tensor, given the sharding of each axis's factor.
+
+    Raises:
+        NotImplementedError: if two rows shard one dim in ways that do not fit together.
+    """
+    fitting = {
+        axis: (rows[axis], _fitting(shardings[axis], meta.shape[entry.dim] // (entry.unit * entry.runs), entry))
+        for axis, entry in enumerate(entries)
+        if isinstance(entry, S)
+    }
+    result = placed(entries, fitting, meta.shape)
+    if result is None:
+        raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
+    placements, by_dim = result
+    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
+    return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, order)
+
+
+def _fitting(sharding: AnyDimSharding | None, steps: int, entry: S) -> AnyDimSharding:
+    """The sharding; that of torch.chunk if the elements of a `foreach` call differ in size."""
+    assert sharding is not None, "a row with sharded entries has a factor"
+    if isinstance(sharding, StridedDimSharding) or entry.map is not None or sharding.length == steps:
+        return sharding
+    return DimSharding(sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes)))
+
+
+def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
+    """Rows of a `foreach` call whose elements all take the row of the same number."""
+    values = [*call.args, *call.kwargs.values()]
+    names = [None] * len(call.args) + list(call.kwargs)
+    count = max(len(v) for v in values if isinstance(v, list))
+    each: list[list[Row]] = []
+    for i in range(count):
+        element = [v[i] if isinstance(v, list) and v else v for v in values]
+        tensors = tuple(flatten(element))
+        args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
+        kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
+        outputs = call.outputs[i::count]
+        each.append(rule.rows_of(OpCall(call.op, args, kwargs, tensors, outputs)))
+    return [_joined(values, rows) for rows in zip(*each, strict=False)]
+
+
+def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
+    """One row of the whole call out of one row per element."""
+    entries = [iter(row.inputs) for row in rows]
+    inputs: list[Entry] = []
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], TensorMeta):
+            inputs += [next(one) for one in entries]
+        elif isinstance(value, TensorMeta):
+            shared = [next(one) for one in entries]
+            inputs.append(shared[0])
+    outputs = zip(*(row.outputs for row in rows), strict=True)
+    return replace(rows[0], inputs=tuple(inputs), outputs=tuple(entry for together in outputs for entry in together))
+
+
+def tell(call: OpCall) -> str:
+    """Shapes and arguments of a call, in one line."""
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
+    others = {n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)}
+    return f"({', '.join(shapes)}) {others}"
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Rows in one line: entries of inputs, an arrow, entries of outputs."""
+    return " and ".join(f"{' '.join(map(_brief, row.inputs))} -> {' '.join(map(_brief, row.outputs))}" for row in rows)
+
+
+def _brief(entry: Entry) -> str:
+    if isinstance(entry, S):
+        runs = f",{entry.runs} runs" if entry.runs != 1 else ""
+        return f"S({entry.dim}{f',x{entry.unit}' if entry.unit != 1 else ''}{runs})"
+    return str(entry)

@@ -1,0 +1,22 @@
+"""Puts `support` on the import path: what several test files share, under names that no other package's tests have."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_dtensor import clear_cache
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import fake_world
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # ranks of the pool get this path from their parent
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two ranks that exchange nothing, and no decision that an earlier test has made."""
+    clear_cache()
+    with fake_world(2):
+        yield init_device_mesh("cpu", (2,))
+    clear_cache()

@@ -1,0 +1,235 @@
+"""A program: lines of Python on tensors, and running them on one device and on a mesh.
+
+Lines are text, so a program that fails prints itself.  They make tensors with the names of `Machine.names()` and use
+nothing else but torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal_dtensor.api.distribute import distribute_tensor
+from shoal_dtensor.errors import ShoalTensorError
+from shoal_dtensor.layout.dim_sharding import ShardOrder
+from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard
+from shoal_dtensor.tensor.autograd import redistributed
+from shoal_dtensor.tensor.dtensor import DTensor
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import rank_pool
+
+__all__ = ["Machine", "Program", "loss_of", "run_many", "run_one"]
+
+# Of values that went through a dtype; a program with a narrower one is compared no more closely than that.
+TOLERANCES = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A mesh shape and the lines to run on it.
+
+    Example:
+        >>> print(Program((4,), ("a = real(0, (3,), [Shard(0)])", "b = a + 1")).script())  # doctest: +ELLIPSIS
+        from random_programs import Program, run_one
+        from shoal_mesh.testing import rank_pool
+        ...
+    """
+
+    mesh: tuple[int, ...]
+    lines: tuple[str, ...]
+
+    def script(self) -> str:
+        """A script that runs the program on four ranks, and shows where it differs."""
+        lines = "\n".join(f"    {line!r}," for line in self.lines)
+        return (
+            f"from {__package__} import Program, run_one\n"
+            f"from {rank_pool.__module__} import rank_pool\n\n"
+            f"PROGRAM = Program({self.mesh}, (\n{lines}\n))\n\n"
+            'if __name__ == "__main__":\n'
+            "    for outcome in rank_pool(4).run(run_one, PROGRAM):\n"
+            "        print(outcome)\n"
+        )
+
+
+@dataclass
+class Machine:
+    """Runs lines on plain tensors, or on DTensors if there is a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        leaves: the tensors that get a gradient.
+        kept: tensors whose memory a redistribution may share, so that they must not be written to.
+        values: what the lines have made, by name.
+    """
+
+    mesh: DeviceMesh | None = None
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def names(self) -> dict[str, Any]:
+        """What lines may name."""
+        made = {name: getattr(self, name) for name in ("real", "leaf", "ints", "flags", "const", "place")}
+        placements = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+        return {"torch": torch, "F": F, **placements, **made}
+
+    def run(self, lines: Sequence[str]) -> None:
+        """Run lines, one after the other."""
+        names = self.names()
+        for line in lines:
+            exec(line, names, self.values)
+
+    def real(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+        """Distinct values between -1 and 1, partial ones among the placements."""
+        count = torch.Size(shape).numel()
+        return self._put(
+            (torch.arange(count, dtype=torch.float64) * (0.73 + 0.31 * seed) + 0.2).sin().reshape(shape),
+            placements,
+            **order,
+        )
+
+    def leaf(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+        """The same, with a gradient."""
+        made = self.real(seed, shape, placements, **order).requires_grad_()
+        self.leaves[f"leaf {len(self.leaves)}"] = made
+        return made
+
+    def ints(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+        """Whole numbers between -7 and 7."""
+        count = torch.Size(shape).numel()
+        values = (torch.arange(count) * (3 + 2 * seed) + seed) % 15 - 7
+        return self._put(values.reshape(shape), placements, **order)
+
+    def flags(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
+        """Truth values."""
+        count = torch.Size(shape).numel()
+        values = (torch.arange(count, dtype=torch.float64) * (1.1 + 0.37 * seed) + seed).sin() > 0
+        return self._put(values.reshape(shape), placements, **order)
+
+    def const(self, values: Any, placements: Sequence[Placement], **order: Any) -> Any:
+        """A tensor of listed values."""
+        return self._put(torch.tensor(values), placements, **order)
+
+    def place(self, x: Any, placements: Sequence[Placement], order: ShardOrder | None = None) -> Any:
+        """The same tensor, in another layout."""
+        self.kept.append(x)
+        return x if self.mesh is None else x.redistribute(placements=placements, shard_order=order)
+
+    def _put(self, whole: Tensor, placements: Sequence[Placement], order: ShardOrder | None = None) -> Any:
+        if self.mesh is None:
+            return whole
+        plain = [Replicate() if p.is_partial() else p for p in placements]
+        made = distribute_tensor(whole, self.mesh, plain, src_data_rank=None, shard_order=order)
+        if list(placements) == plain:
+            return made
+        return redistributed(DTensor, made, made._spec.with_(placements=placements))
+
+    def tensors(self) -> dict[str, Any]:
+        """The tensors that lines have made."""
+        return {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
+
+    def backward(self) -> str:
+        """Give all leaves the gradient of a number that depends on every value; what torch says if it cannot."""
+        terms = [loss_of(x) for x in self.tensors().values() if x.requires_grad]
+        total: Any = 0
+        for term in terms:
+            total = total + term
+        try:
+            if terms:
+                total.backward()
+        except Exception as error:  # of any kind: it is a result to compare
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+def loss_of(x: Any) -> Any:
+    """A number that depends on every element, smoothly."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    x = x.to(torch.float64)
+    return (x * x).sum() + x.sum() / 2
+
+
+def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
+    """One rank's part of a program's test: "" if the mesh gives what one device gives, else what differs.
+
+    A refusal by a typed error starts with "refused".
+
+    Args:
+        program: the program.
+        mesh: one of the program's shape; made when left out.
+    """
+    plain, sharded = Machine(), Machine(mesh or init_device_mesh("cpu", program.mesh))
+    states, failed = [], []
+    for machine in (plain, sharded):
+        torch.manual_seed(7)
+        line = ""
+        try:
+            for line in program.lines:
+                machine.run([line])
+        except ShoalTensorError as error:
+            return f"refused: {line}: {type(error).__name__}: {error}"
+        except Exception as error:  # whatever goes wrong is the result
+            return f"error: {line}: {type(error).__name__}: {error}"
+        states.append(torch.get_rng_state())
+        failed.append(machine.backward())
+    if bool(failed[0]) != bool(failed[1]):
+        return f"error: backward is {failed[0] or 'well'} on one device, {failed[1] or 'well'} on the mesh"
+    if not torch.equal(states[0], states[1]):
+        return "wrong: the generator's state"
+    return _difference(plain, sharded, gradients=not failed[0])
+
+
+def run_many(programs: Sequence[Program]) -> list[str]:
+    """One rank's part of the test of many programs."""
+    return [run_one(program) for program in programs]
+
+
+def _difference(plain: Machine, sharded: Machine, *, gradients: bool) -> str:
+    """What differs first; "" if nothing does."""
+    expected = plain.tensors()
+    tolerance = max([1e-8, *(TOLERANCES[x.dtype] for x in expected.values() if x.dtype in TOLERANCES)])
+    pairs = {name: (one, sharded.values.get(name)) for name, one in expected.items()}
+    messages = [_unlike(name, one, many) for name, (one, many) in pairs.items()]
+    for (name, one), many in zip(plain.leaves.items(), sharded.leaves.values(), strict=True) if gradients else ():
+        messages.append(_unlike_gradient(name, one, many))
+        if one.grad is not None and many.grad is not None:
+            pairs["gradient of " + name] = one.grad, many.grad
+    # Collectives must be the same on all ranks whatever differs where, so everything is gathered before a verdict.
+    messages += [_far(name, one, many, tolerance) for name, (one, many) in pairs.items() if isinstance(many, DTensor)]
+    return next((message for message in messages if message), "")
+
+
+def _unlike(name: str, one: Any, many: Any) -> str:
+    """How a tensor is no part of what one device has."""
+    if not isinstance(many, DTensor):
+        return f"wrong: {name} is {type(many)}"
+    if many._local_tensor.shape != many._spec.local_shape:
+        return f"wrong: {name} has a local shape {many._local_tensor.shape}, not {many._spec.local_shape}"
+    return "" if many.requires_grad == one.requires_grad else f"wrong: {name} requires_grad is {many.requires_grad}"
+
+
+def _unlike_gradient(name: str, one: Any, many: Any) -> str:
+    """How the gradient of a leaf is not there, or is not placed as the leaf."""
+    if one.grad is None or many.grad is None:
+        same = one.grad is many.grad
+        return "" if same else f"wrong: the gradient of {name} is {one.grad} on one device, {many.grad} on the mesh"
+    leaf, grad = many._spec, many.grad._spec
+    if grad.placements == leaf.placements and grad.shard_order == leaf.shard_order:
+        return ""
+    return f"wrong: {name} is {leaf!r}, its gradient {grad!r}: {leaf.placements}, {grad.placements}"
+
+
+def _far(name: str, one: Any, many: Any, tolerance: float) -> str:
+    """How the values differ."""
+    whole, expected = many.detach().full_tensor(), one.detach()
+    try:
+        torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    except AssertionError as error:
+        return f"wrong: {name} {many._spec!r}: {error}\n  expected {expected}\n  got {whole}"
+    return ""

@@ -1,0 +1,114 @@
+"""Covers: tensor/autograd.py (Redistribute): gradients of redistributions, twice, in dtypes, from mesh to mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, coalesce, distribute_tensor
+from shoal_dtensor.layout.placements import Placement
+from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh, lockstep
+from shoal_mesh.testing import observed, on_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+WAYS: list[tuple[list[Placement], list[Placement]]] = [
+    ([S0, S0], [R, R]),
+    ([S0, R], [R, S0]),
+    ([S1, S0], [S0, S1]),
+    ([R, S1], [Shard(0, sizes=(4, 1)), R]),
+]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """The plain tensor, outside of autograd."""
+    value: torch.Tensor = tensor.detach().full_tensor()
+    return value
+
+
+@pytest.mark.parametrize(("old", "new"), WAYS, ids=str)
+@on_ranks(4)
+def test_the_gradient_of_a_gradient_passes_through_a_redistribution(old: list[Any], new: list[Any]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    values = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 + 0.5
+    plain = values.clone().requires_grad_()
+    spread: Any = distribute_tensor(values, mesh, old).requires_grad_()
+    (once,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
+    (twice,) = torch.autograd.grad((once**2).sum(), plain)
+    moved = spread.redistribute(placements=new)
+    (first,) = torch.autograd.grad((moved**3).sum(), spread, create_graph=True)
+    assert first.placements == spread.placements
+    assert torch.allclose(whole(first), once)
+    again: Any = first.redistribute(placements=new)
+    (second,) = torch.autograd.grad((again**2).sum(), spread)
+    assert second.placements == spread.placements
+    assert torch.allclose(whole(second), twice)
+
+
+@on_ranks(4)
+def test_forward_and_backward_travel_in_the_dtypes_asked_for() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x: Any = distribute_tensor(torch.arange(12.0).view(6, 2), mesh, [S0]).requires_grad_()
+    local = torch.ones(8, 2, requires_grad=True)
+    summed: Any = DTensor.from_local(local, mesh, [Partial()])
+    with observed() as forward:
+        y = x.redistribute(placements=[S1], forward_dtype=torch.bfloat16, backward_dtype=torch.float64)
+        z = summed.redistribute(placements=[S0], forward_dtype=torch.float64, backward_dtype=torch.bfloat16)
+    assert (y.dtype, z.dtype) == (torch.bfloat16, torch.float64)
+    assert [t.dtype for event in forward for t in event.tensors] == [torch.bfloat16, torch.float64]
+    with observed() as backward:
+        torch.autograd.backward([y, z], [torch.ones_like(y), torch.ones_like(z)])
+    dtypes = [str(t.dtype) for event in backward for t in event.tensors]
+    assert sorted(dtypes) == ["torch.bfloat16", "torch.float64"]
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+    assert torch.equal(whole(x.grad), torch.ones(6, 2))
+    assert local.grad is not None
+    assert local.grad.dtype is torch.float32
+    assert torch.equal(local.grad, torch.ones(8, 2))
+
+
+MESHES: dict[str, Any] = {
+    "other grid": lambda: (init_device_mesh("cpu", (4,)), [S0]),
+    "fewer ranks": lambda: (DeviceMesh("cpu", [3, 1]), [S1]),
+    "one rank": lambda: (DeviceMesh("cpu", [2]), [R]),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+@on_ranks(4)
+def test_to_another_mesh_and_back_with_gradients(name: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    other, placements = MESHES[name]()
+    values = torch.arange(15.0).view(5, 3)
+    x: Any = distribute_tensor(values, mesh, [S0, S1]).requires_grad_()
+    there = x.redistribute(other, placements)
+    assert there.device_mesh == other
+    back = there.redistribute(mesh, [R, S0])
+    assert torch.equal(whole(back), values)
+    (back * distribute_tensor(values, mesh, [R, S0])).sum().backward()
+    assert x.grad is not None
+    assert x.grad.placements == x.placements
+    assert torch.equal(whole(x.grad), values)
+
+
+@on_ranks(4)
+def test_lockstep_compares_what_a_redistribution_is_for() -> None:
+    """Both reduce-scatters send 16 numbers; they give tensors of other layouts."""
+    mesh = init_device_mesh("cpu", (4,))
+    partial = DTensor.from_local(torch.ones(4, 4), mesh, [Partial()])
+    with lockstep(timeout=10):
+        partial.redistribute(placements=[S0])
+        with pytest.raises(LockstepError, match=r"redistribute .* -> Spec"):
+            partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("count", [1, 2])
+def test_lockstep_compares_what_travels_together(count: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    partials = [DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]) for _ in range(count)]
+    with lockstep(timeout=10), pytest.raises(LockstepError, match=r"redistribute .* -> Spec"), coalesce():
+        for partial in partials:
+            partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])

@@ -1,0 +1,147 @@
+"""Covers: dispatch/c10d.py, _torch/collectives.py: collectives of torch.distributed act on shards, or are refused."""
+
+# mypy: allow-untyped-calls
+# Torch gives `backward` and some of its functions no types.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+
+from shoal_dtensor import (
+    DTensor,
+    MixedTensorError,
+    NoRuleError,
+    Partial,
+    PlacementError,
+    Replicate,
+    Shard,
+    communication,
+    distribute_tensor,
+)
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+FULL = torch.arange(24.0).view(6, 4)
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _own(mesh: DeviceMesh, placement: Any = None) -> DTensor:
+    """A gradient of this data-parallel rank: on its own tensor-parallel mesh."""
+    local = FULL * (dist.get_rank() // 2 + 1)
+    return distribute_tensor(local, mesh["tp"], [placement or Shard(0)], src_data_rank=None)
+
+
+@on_ranks(4)
+def test_gradients_of_data_parallel_replicas_are_reduced_by_hand() -> None:
+    mesh = _mesh()
+    group = mesh.get_group("dp")
+    with communication("forbid"):  # explicit calls always may
+        for placement in (Shard(0), Shard(1), Replicate()):
+            grad = _own(mesh, placement)
+            version = grad._version
+            dist.all_reduce(grad, group=group)
+            assert grad._version > version
+            handle = dist.all_reduce(grad, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            handle.wait()
+            dist.broadcast(grad, src=mesh["dp"].mesh.tolist()[0], group=group)
+            torch.testing.assert_close(grad.full_tensor(), FULL * 3)
+
+
+@on_ranks(4)
+def test_a_replicated_axis_of_one_mesh() -> None:
+    mesh = _mesh()
+    grad = distribute_tensor(FULL.clone(), mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    dist.all_reduce(grad, group=mesh.get_group("dp"))
+    torch.testing.assert_close(grad.full_tensor(), FULL * 2)
+    partial = DTensor.from_local(FULL.clone(), mesh, [Replicate(), Partial()])
+    dist.all_reduce(partial, op=dist.ReduceOp.SUM, group=mesh.get_group("dp"))
+    torch.testing.assert_close(partial.full_tensor(), FULL * 4)
+
+
+@on_ranks(4)
+def test_functional_collectives() -> None:
+    mesh = _mesh()
+    grad = _own(mesh)
+    for reduced in (
+        functional.all_reduce(grad, "sum", mesh.get_group("dp")),
+        functional.all_reduce_coalesced([grad], "sum", mesh.get_group("dp"))[0],
+    ):
+        result: Any = reduced + 0
+        torch.testing.assert_close(result.full_tensor(), FULL * 3)
+    torch.testing.assert_close(grad.full_tensor(), FULL * (dist.get_rank() // 2 + 1))
+
+
+@on_ranks(4)
+def test_parameters_broadcast_in_buckets() -> None:
+    """As ZeroRedundancyOptimizer and DistributedDataParallel do: one flat tensor, copied back afterwards."""
+    mesh = _mesh()
+    for placement in (Shard(0), Replicate()):
+        weights: list[Any] = [_own(mesh, placement), _own(mesh, placement)]
+        dist._broadcast_coalesced(mesh.get_group("dp"), weights, 1 << 20, 0)  # type: ignore[attr-defined]  # private
+        for weight in weights:
+            torch.testing.assert_close(weight.full_tensor(), FULL)
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[DTensor, DTensor, DeviceMesh], object]]] = {
+    "other shards": (PlacementError, lambda x, p, mesh: dist.all_reduce(x, group=mesh.get_group("tp"))),
+    "the default group": (PlacementError, lambda x, p, mesh: dist.all_reduce(x)),
+    "broadcast of other shards": (PlacementError, lambda x, p, mesh: dist.broadcast(x, src=0)),
+    "sum of partial values": (PlacementError, lambda x, p, mesh: dist.all_reduce(p, group=mesh.get_group("tp"))),
+    "maximum of partial sums": (
+        PlacementError,
+        lambda x, p, mesh: dist.all_reduce(p, op=dist.ReduceOp.MAX, group=mesh.get_group("dp")),
+    ),
+    "gathered into plain tensors": (
+        NoRuleError,
+        lambda x, p, mesh: dist.all_gather([torch.empty(6, 2) for _ in range(2)], x, group=mesh.get_group("dp")),
+    ),
+    "gathered into one": (
+        NoRuleError,
+        lambda x, p, mesh: dist.all_gather_into_tensor(torch.empty(12, 4), x, group=mesh.get_group("dp")),
+    ),
+    "scattered": (
+        NoRuleError,
+        lambda x, p, mesh: dist.reduce_scatter_tensor(torch.empty(3, 4), x, group=mesh.get_group("dp")),
+    ),
+    "reduced to one rank": (NoRuleError, lambda x, p, mesh: dist.reduce(x, 0)),
+    "gathered functionally": (
+        NoRuleError,
+        lambda x, p, mesh: functional.all_gather_tensor(x, 0, mesh.get_group("dp")),
+    ),
+    "sent": (NoRuleError, lambda x, p, mesh: dist.send(x, (dist.get_rank() + 2) % 4)),
+    "with plain tensors": (
+        MixedTensorError,
+        lambda x, p, mesh: functional.all_reduce_coalesced([x, torch.ones(2)], "sum", mesh.get_group("dp")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks(4)
+def test_what_is_not_a_collective_of_equal_shards_is_refused(name: str) -> None:
+    mesh = _mesh()
+    error, call = REFUSED[name]
+    x = distribute_tensor(FULL.clone(), mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    partial = DTensor.from_local(FULL.clone(), mesh, [Replicate(), Partial()])
+    with pytest.raises(error):
+        call(x, partial, mesh)
+    torch.testing.assert_close(x.full_tensor(), FULL)
+
+
+@on_ranks(4)
+def test_half_an_axis_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x: Tensor = distribute_tensor(FULL.clone(), mesh, [Replicate()], src_data_rank=None)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.raises(PlacementError, match="do not hold the same shard"):
+        dist.all_reduce(x, group=halves[dist.get_rank() // 2])

@@ -1,0 +1,246 @@
+"""Covers: rng/{draw,cpu,fill,memory_order,modes}.py: boxes of a global random tensor, without process groups."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.rng import cpu as cpu_stream
+from shoal_dtensor.rng.draw import draw
+from shoal_dtensor.rng.fill import Fill
+from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches
+from shoal_dtensor.rng.modes import random_mode
+from shoal_mesh import abstract_mesh
+
+FILLS = [
+    Fill("uniform_", (-1.0, 2.0)),
+    Fill("normal_", (1.0, 2.0)),
+    Fill("bernoulli_", (0.3,)),
+    Fill("exponential_", (1.5,)),
+    Fill("cauchy_", (0.0, 1.0)),
+    Fill("geometric_", (0.3,)),
+    Fill("log_normal_", (0.0, 1.0)),
+    Fill("random_"),
+    Fill("random_", (100,)),
+    Fill("random_", (-100, 27)),
+    Fill("random_", (0, 2**40)),
+    Fill("random_", (-(2**63), None)),
+]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+MESHES = [(4,), (2, 2), (3, 2), (2, 2, 2)]
+EXTENTS = [0, 1, 2, 3, 5, 7, 16, 33, 48]
+
+
+def supports(fill: Fill, dtype: torch.dtype) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of integers that a float type cannot hold
+        try:
+            fill(torch.empty(3, dtype=dtype))
+        except (RuntimeError, NotImplementedError):
+            return False
+    return True
+
+
+def some_layout(dice: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and stride: contiguous, permuted, or a corner of something larger."""
+    ndim = dice.choice([0, 1, 1, 2, 2, 3, 4])
+    shape = tuple(dice.choice(EXTENTS) for _ in range(ndim))
+    order = list(range(ndim))
+    if dice.random() < 0.4:
+        dice.shuffle(order)
+    tensor = torch.empty([shape[dim] for dim in order], device="meta").permute([order.index(d) for d in range(ndim)])
+    if ndim and dice.random() < 0.15:
+        corner = tuple(slice(0, n) for n in shape)
+        tensor = torch.empty([n + 2 for n in shape], device="meta")[corner]
+    return tuple(tensor.shape), tuple(tensor.stride())
+
+
+def some_placements(dice: random.Random, shape: tuple[int, ...], mesh: tuple[int, ...]) -> tuple[list[Any], Any]:
+    placements: list[Any] = []
+    axes_of: dict[int, list[int]] = {}
+    for axis in range(len(mesh)):
+        if shape and dice.random() < 0.75:
+            dim = dice.randrange(len(shape))
+            placements.append(Shard(dim, multiple_of=dice.choice([1, 1, 3])))
+            axes_of.setdefault(dim, []).append(axis)
+        else:
+            placements.append(Replicate())
+    for axes in axes_of.values():
+        dice.shuffle(axes)
+    for dim, axes in axes_of.items():
+        if len(axes) == 1 and dice.random() < 0.4:
+            cuts = [0, *sorted(dice.randint(0, shape[dim]) for _ in range(mesh[axes[0]] - 1)), shape[dim]]
+            placements[axes[0]] = Shard(dim, sizes=[b - a for a, b in pairwise(cuts)])
+    return placements, tuple((dim, tuple(axes)) for dim, axes in sorted(axes_of.items()))
+
+
+def seeded(dice_roll: int, passed: bool) -> torch.Generator:
+    """A seeded generator; after an odd number of scalar normals it also holds a spare value."""
+    generator = torch.Generator() if passed else torch.default_generator
+    generator.manual_seed(5)
+    for _ in range(dice_roll):
+        torch.empty(1, dtype=torch.float64).normal_(generator=generator)
+    return generator
+
+
+@pytest.mark.filterwarnings("ignore:to - 1 is out of bounds")
+@pytest.mark.parametrize("chunk", [32, 64, 1 << 16])
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: f"{fill.name}{fill.args}")
+def test_boxes_equal_one_device(fill: Fill, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random layouts, placements, dtypes and generators; all ranks, one outside the mesh among them."""
+    monkeypatch.setattr(cpu_stream, "CHUNK", chunk)
+    dice = random.Random(f"{fill}{chunk}")
+    dtypes = [dtype for dtype in DTYPES if supports(fill, dtype)]
+    compared = 0
+    while compared < 100:
+        dtype, mesh = dice.choice(dtypes), dice.choice(MESHES)
+        shape, stride = some_layout(dice)
+        placements, order = some_placements(dice, shape, mesh)
+        primed, passed = dice.randrange(3), dice.random() < 0.3
+        generator = seeded(primed, passed)
+        whole = torch.empty_strided(shape, stride, dtype=dtype)
+        fill(whole, generator if passed else None)
+        after = generator.get_state()
+        for rank in {*dice.sample(range(math.prod(mesh)), 3), math.prod(mesh)}:
+            spec = Spec(abstract_mesh(mesh, rank=rank), placements, shape, stride, dtype, order)
+            generator = seeded(primed, passed)
+            own = torch.empty(spec.local_shape, dtype=dtype) if dice.random() < 0.3 else None
+            local = draw(spec, fill, generator if passed else None, out=own)
+            case = f"{spec} with stride {stride} on rank {rank}"
+            assert torch.equal(generator.get_state(), after), case
+            if spec.coordinate is not None:
+                box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate))
+                assert torch.equal(local, whole[box]), case
+                assert local.shape == spec.local_shape, case
+                compared += 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_as_an_operand(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_stream, "CHUNK", 32)
+    chances = torch.rand(9, 14, dtype=dtype)
+    torch.manual_seed(1)
+    whole = torch.bernoulli(chances)
+    for rank in range(4):
+        spec = Spec(abstract_mesh((2, 2), rank=rank), (Shard(1), Shard(0)), (9, 14), None, dtype)
+        box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate or ()))
+        torch.manual_seed(1)
+        assert torch.equal(draw(spec, Fill("bernoulli_"), operand=chances[box]), whole[box])
+
+
+def test_a_law_that_fails_the_probe_is_drawn_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_stream, "CHUNK", 32)
+    monkeypatch.setattr(cpu_stream, "law_of", lambda *_: cpu_stream.Law(None, None))
+    torch.manual_seed(2)
+    whole = torch.randn(100)
+    for rank in range(3):
+        spec = Spec(abstract_mesh((3,), rank=rank), (Shard(0),), (100,))
+        torch.manual_seed(2)
+        assert torch.equal(draw(spec, Fill("normal_")), whole[slice(*spec.box((rank,))[0])])
+
+
+def test_laws_of_torch() -> None:
+    """How this torch's CPU distributions consume the generator; another torch may differ and still be right."""
+    law = cpu_stream.law_of
+    assert law(Fill("normal_"), torch.float32, True).unit == 16
+    assert law(Fill("normal_"), torch.complex64, True).unit == 8
+    assert law(Fill("uniform_"), torch.float32, True) == cpu_stream.Law(1, 1)
+    assert law(Fill("uniform_"), torch.float64, True) == cpu_stream.Law(1, 2)
+    assert law(Fill("normal_"), torch.float32, False).words is None, "the spare value depends on the values before"
+
+
+def test_wrong_laws_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a size that torch's kernel does not work in give other values: the probe is needed."""
+    monkeypatch.setattr(cpu_stream, "CHUNK", 24)
+    monkeypatch.setattr(cpu_stream, "law_of", lambda *_: cpu_stream.Law(1, None))
+    torch.manual_seed(2)
+    whole = torch.randn(100)
+    torch.manual_seed(2)
+    assert not torch.equal(draw(Spec(abstract_mesh((2,)), (Shard(0),), (100,)), Fill("normal_")), whole[:50])
+
+
+def test_partial_tensors_are_refused() -> None:
+    with pytest.raises(PlacementError, match="partial"):
+        draw(Spec(abstract_mesh((2,)), (Partial(),), (4,)), Fill("normal_"))
+
+
+def test_meta_tensors_draw_nothing() -> None:
+    before = torch.get_rng_state()
+    spec = Spec(abstract_mesh((2,)), (Shard(0),), (4,))
+    draw(spec, Fill("normal_"), out=torch.empty(2, device="meta"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3, 2)])
+def test_stretches_cover_a_box_once(shape: tuple[int, ...]) -> None:
+    dice = random.Random(3)
+    values = torch.arange(math.prod(shape))
+    for _ in range(60):
+        box = tuple(tuple(sorted((dice.randint(0, n), dice.randint(0, n)))) for n in shape)
+        target = torch.full([b - a for a, b in box], -1)
+        cuts = sorted({0, len(values), *(dice.randint(0, len(values)) for _ in range(3))})
+        for start, stop in pairwise(cuts):
+            found = list(stretches(shape, box, start, stop))  # type: ignore[arg-type]  # sorted() forgets the length
+            assert len(found) <= 2 * max(len(shape), 1) - 1
+            for piece in found:
+                piece.copy(values[start:stop], target)
+        assert torch.equal(target, values.view(shape)[tuple(slice(*pair) for pair in box)])
+
+
+def test_memory_order_and_span() -> None:
+    assert dims_by_stride((2, 3), (3, 1)) == (0, 1)
+    assert dims_by_stride((2, 3), (1, 2)) == (1, 0)
+    assert dims_by_stride((1, 3, 1, 2), (1, 2, 6, 1)) == (0, 2, 1, 3)
+    frame = memory_order_of(Spec(abstract_mesh((2,), rank=1), (Shard(0),), (4, 5)))
+    assert frame.span == (10, 20)
+
+
+@pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])
+def test_per_axis_streams(axes: tuple[str, ...]) -> None:
+    """Coordinates of a chosen axis draw apart; over the other axes the draw is that of one tensor."""
+    shape, placements, order = (12, 6), (Shard(0), Shard(0)), ((0, (1, 0)),)
+    parts: dict[tuple[int, ...], Any] = {}
+    states = set()
+    for rank in range(6):
+        spec = Spec(abstract_mesh((2, 3), ("a", "b"), rank=rank), placements, shape, None, torch.float32, order)
+        torch.manual_seed(4)
+        with random_mode("per_axis", axes):
+            parts[spec.coordinate or ()] = draw(spec, Fill("normal_"))
+        states.add(bytes(torch.get_rng_state().tolist()))
+    assert len(states) == 1, "every rank's own generator ends in the same state"
+    flat: Any = torch.cat([part.flatten() for part in parts.values()])
+    assert flat.unique().numel() == flat.numel(), "no stream is used twice"
+    again = Spec(abstract_mesh((2, 3), ("a", "b"), rank=4), (Replicate(), Shard(1)), shape)
+    torch.manual_seed(4)
+    with random_mode("per_axis", ("a",)):
+        replicated = draw(again, Fill("normal_"))
+    torch.manual_seed(4)
+    assert torch.equal(replicated, torch.randn(shape)[:, 2:4]), "an axis that does not shard leaves replicas equal"
+
+
+def test_random_mode_is_scoped_and_checked() -> None:
+    from shoal_dtensor.rng.modes import RandomMode, current_mode
+
+    with random_mode("counter"), random_mode("per_axis", ("dp",)):
+        assert current_mode() == RandomMode("per_axis", ("dp",))
+    assert current_mode() == RandomMode()
+    for mode, axes in (("both", ()), ("per_axis", ()), ("counter", ("dp",))):
+        with pytest.raises(ValueError, match="random mode"), random_mode(mode, axes):  # type: ignore[arg-type]  # wrong
+            pass

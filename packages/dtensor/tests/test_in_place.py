@@ -1,0 +1,56 @@
+"""Covers: dispatch/in_place.py: operators that change a tensor's shape in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "squeeze_": lambda x: x.squeeze_(),
+    "squeeze_ dim": lambda x: x.squeeze_(0),
+    "unsqueeze_": lambda x: x.unsqueeze_(-1),
+    "t_": lambda x: x[0].t_(),
+    "transpose_": lambda x: x.transpose_(0, 2),
+    "swapaxes_": lambda x: x.swapaxes_(1, 2),
+    "vector times matrix": lambda x: torch.matmul(x[0, 0], x[0].t()),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Replicate()], ids=str)
+@on_ranks(4)
+def test_views_in_place(placement: Placement) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    for name, use in USES.items():
+        values = torch.arange(30.0).view(1, 5, 6)
+        x = distribute_tensor(values, mesh, [placement], src_data_rank=None)
+        got, expected = use(x), use(values)
+        assert got.shape == expected.shape, name
+        assert got._spec.shape == expected.shape, name
+        torch.testing.assert_close(got.full_tensor(), expected)
+        torch.testing.assert_close((got + 1).full_tensor(), expected + 1)
+
+
+@pytest.mark.parametrize("base_is_written", [False, True])
+def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient(base_is_written: bool) -> None:
+    """Autograd repeats the views that led to it without the transpose, so the gradient would be wrong in silence."""
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        leaf: Any = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        base = leaf * 1
+        view = base.view(4, 4).t_()
+        assert (view * 2).shape == (4, 4)
+        with pytest.raises(RuntimeError, match=r"replace the inplace operation by an out-of-place one"):
+            (base if base_is_written else view).mul_(leaf.detach())
+            view.sum().backward()
+        with torch.no_grad():
+            base.detach().view(16).unsqueeze_(0).zero_()
+        own = (leaf * 1).t_()
+        own.mul_(leaf.detach())
+        own.sum().backward()

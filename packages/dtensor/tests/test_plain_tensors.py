@@ -1,0 +1,291 @@
+"""Covers: dispatch/plain_tensors.py: torch's own plain tensors are replicated, those of a user an error."""
+
+# mypy: allow-untyped-calls, disable-error-code="attr-defined"
+# Torch gives hooks, `backward` and `apply` no types, and gradients are DTensors here.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from operator_calls import recording
+from shoal_dtensor import (
+    CommunicationForbiddenError,
+    DTensor,
+    MixedTensorError,
+    Partial,
+    Replicate,
+    Shard,
+    communication,
+    distribute_tensor,
+)
+from shoal_dtensor.rng.state import forget_checks
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+USERS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "variable": lambda x, one: x + one,
+    "temporary": lambda x, one: x + torch.ones(4),
+    "method": lambda x, one: x.add(torch.ones(4)),
+    "reflected": lambda x, one: torch.ones(4) + x,
+    "keyword": lambda x, one: torch.add(x, other=torch.ones(4)),
+    "in place": lambda x, one: x.add_(torch.ones(4)),
+    "unpacked": lambda x, one: x.add(*(torch.ones(4),)),
+    "mapped": lambda x, one: list(map(x.add, [torch.ones(4)])),
+    "in a list": lambda x, one: torch.cat([x, torch.ones(4)]),
+    "index": lambda x, one: x[torch.tensor([0, 1])],
+    "weight, transposed inside": lambda x, one: F.linear(x, torch.ones(3, 4)),
+    "expanded inside": lambda x, one: F.mse_loss(x, torch.ones(4)),
+    "einsum": lambda x, one: torch.einsum("a,ab->b", x, torch.ones(4, 3)),
+    "detached": lambda x, one: x + one.detach(),
+    "mask of a composed function": lambda x, one: torch.masked.mean(x, 0, mask=one > 0),
+    "weight that a composed function expands": lambda x, one: F.binary_cross_entropy(x, x, torch.ones(4)),
+    "matrix of a composed function": lambda x, one: torch.svd_lowrank(x.view(2, 2), M=torch.ones(2, 2)),
+    "samples of a composed function": lambda x, one: F.fractional_max_pool2d(
+        x.view(1, 1, 2, 2), 1, output_size=1, _random_samples=torch.rand(1, 1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USERS.values(), ids=USERS.keys())
+def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object]) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+        x[[0, 1]]  # torch's own index of the same shape must not open the door
+        with pytest.raises(MixedTensorError):
+            use(x, torch.ones(4))
+
+
+@on_ranks(4)
+def test_torchs_own_tensors_are_replicated() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    values = torch.tensor([3.0, -1.0, 2.0, 5.0, 4.0])
+    x = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    y = values.clone().requires_grad_()
+    for use in (
+        lambda t: t[[4, 0]],
+        lambda t: torch.combinations(t, 2),
+        lambda t: t.cummax(0)[0],
+        lambda t: torch.quantile(t, 0.3),
+        lambda t: t.cumprod(0),
+        lambda t: torch.copysign(t, t.detach()),
+        lambda t: torch.mvlgamma(t + 5, 2),
+        lambda t: torch.select_scatter(t.view(1, 5), t, 0, 0),
+    ):
+        for one in (x, y):
+            one.grad = None
+            use(one).square().sum().backward()
+        assert isinstance(x.grad, DTensor)
+        assert y.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+
+
+COMPOSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "fractional_max_pool2d": lambda t: F.fractional_max_pool2d(t.view(1, 2, 6, 5), 2, output_size=3),
+    "svd_lowrank": lambda t: torch.svd_lowrank(t, 2)[1],
+    "pca_lowrank": lambda t: torch.pca_lowrank(t, 2)[1],
+    "masked.var": lambda t: torch.masked.var(t, 1, mask=t > -9),
+    "unravel_index": lambda t: t.sum() + torch.stack(torch.unravel_index(t.argsort(0), (4, 5))).sum(),
+    "embedding_bag": lambda t: F.embedding_bag(t.detach().abs().long().clamp(0, 3), t),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+@on_ranks(4)
+def test_what_torch_composes_in_python(name: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    values = torch.randn(12, 5, dtype=torch.float64)
+    for placement in (Shard(0), Shard(1), Shard(0, sizes=(9, 0, 1, 2))):
+        x = distribute_tensor(values, mesh, [placement], src_data_rank=None).requires_grad_()
+        y = values.clone().requires_grad_()
+        results = []
+        for one in (x, y):
+            torch.manual_seed(3)
+            result = COMPOSED[name](one)
+            result.square().nansum().backward()
+            results.append(result.full_tensor() if isinstance(result, DTensor) else result)
+        torch.testing.assert_close(*results)
+        assert isinstance(x.grad, DTensor)
+        assert y.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+
+
+@on_ranks(4)
+def test_ranks_out_of_step_do_not_draw_inside_composed_functions() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 5), mesh, [Shard(0)], src_data_rank=None)
+    torch.manual_seed(mesh.get_rank())
+    forget_checks()
+    with pytest.raises(MixedTensorError, match="generators must be in step"):
+        torch.svd_lowrank(x, 2)
+
+
+@on_ranks(4)
+def test_a_gradient_that_nobody_depends_on() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.randn(5, 5), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    tau = distribute_tensor(torch.empty(0), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    plain = x.detach().full_tensor().requires_grad_()
+    torch.linalg.householder_product(x, tau).sum().backward()
+    torch.linalg.householder_product(plain, torch.empty(0)).sum().backward()
+    assert (x.grad is None) == (plain.grad is None)
+
+
+@on_ranks(4)
+def test_a_sparse_result_is_plain() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    values = torch.tensor([[0.0, 1], [2, 0], [0, 3]])
+    for x in (
+        distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None),
+        DTensor.from_local(values / 4, mesh, [Partial()]),
+    ):
+        x.requires_grad_()
+        sparse = x.to_sparse()
+        assert not isinstance(sparse, DTensor)
+        torch.testing.assert_close(sparse.to_dense(), values)
+        sparse.to_dense().square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * values)  # type: ignore[union-attr]  # a DTensor
+
+
+class Scaled(torch.autograd.Function):
+    """A user's function whose gradient is a plain tensor of each rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return torch.full((8, 4), float(dist.get_rank()) + 1)
+
+
+def _of_own(rank_only: float = 0.0) -> Tensor:
+    """A plain tensor that differs between ranks; with `rank_only`, zero on all ranks but one."""
+    rank = dist.get_rank()
+    return torch.full((8, 4), rank_only if rank == 1 else 0.0) if rank_only else torch.full((8, 4), rank + 1.0)
+
+
+BACKWARDS: dict[str, Callable[[Tensor], None]] = {
+    "hook": lambda x: _with_hook(x * 2, lambda grad: _of_own()).mul(x).sum().backward(),
+    "hook before a view": lambda x: _with_hook((x.t() * 1).t(), lambda grad: _of_own()).sum().backward(),
+    "hook on a leaf": lambda x: _with_hook(x, lambda grad: _of_own()).sum().backward(),
+    "hook behind from_local": lambda x: (
+        _with_hook(
+            DTensor.from_local(x.to_local(), x.device_mesh, [Shard(0)]),
+            lambda grad: _of_own(),
+        )
+        .sum()
+        .backward()
+    ),
+    "hook behind redistribute": lambda x: (
+        _with_hook(
+            x.redistribute(placements=[Replicate()]),
+            lambda grad: _of_own(),
+        )
+        .sum()
+        .backward()
+    ),
+    "function": lambda x: Scaled.apply(x * 1).sum().backward(),
+    "function on a leaf": lambda x: Scaled.apply(x).sum().backward(),
+    "first gradient": lambda x: x.mul(x).backward(_of_own()),
+    "first gradient of a view": lambda x: x.t().backward(_of_own().t()),
+    "hook of a node": lambda x: _with_node_hook(x.mul(x), lambda grads, outs: (_of_own(), grads[1])).sum().backward(),
+    "zero on all ranks but one": lambda x: _with_hook(x * 2, lambda grad: _of_own(1.0)).mul(x).sum().backward(),
+    "summed with another gradient": lambda x: (_with_hook(x * 2, lambda grad: _of_own()) + x.exp()).sum().backward(),
+}
+
+
+def _with_hook(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+    x.register_hook(hook)
+    return x
+
+
+def _with_node_hook(x: Tensor, hook: Callable[[Any, Any], Any]) -> Tensor:
+    assert x.grad_fn is not None
+    x.grad_fn.register_hook(hook)
+    return x
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+@on_ranks(4)
+def test_a_plain_gradient_that_differs_between_ranks_is_an_error_on_all_of_them(name: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    with pytest.raises(MixedTensorError, match="values differ between the ranks"):
+        BACKWARDS[name](x)
+    assert (x + 1).sum().item() == 64  # no rank waits for another
+
+
+@on_ranks(4)
+def test_equal_plain_gradients_are_replicated() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+    values = torch.arange(32.0).view(8, 4)
+    for use in (
+        lambda: _with_hook(x * 2, lambda grad: values).mul(3).sum().backward(),
+        lambda: x.register_hook(lambda grad: values * 2),
+        lambda: (x * 7).sum().backward(),
+    ):
+        x.grad = None
+        use()
+    assert isinstance(x.grad, DTensor)
+    assert x.grad.placements == (Shard(0),)
+    torch.testing.assert_close(x.grad.full_tensor(), values * 2)
+
+
+@on_ranks(4)
+def test_what_an_operator_derives_from_a_plain_argument_is_compared() -> None:
+    """`pos_weight - 1` is a tensor of torch's own C++, but its values are each rank's own."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
+    own = torch.full((4,), float(dist.get_rank()))
+    with pytest.raises(MixedTensorError):
+        F.binary_cross_entropy_with_logits(x, x, pos_weight=own)
+    assert x.sum().item() == 32
+
+
+@on_ranks(4)
+def test_who_holds_references_on_one_rank_divides_no_ranks() -> None:
+    """A mode on one rank keeps torch's own tensors alive: there they have a name, so all ranks refuse."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+    kept: list[Any] = []
+    if dist.get_rank() == 2:
+        with recording(lambda op, args, kwargs: kept.append(args)), pytest.raises(MixedTensorError):
+            torch.quantile(x, 0.3)
+    else:
+        with pytest.raises(MixedTensorError):
+            torch.quantile(x, 0.3)
+
+
+@on_ranks(2)
+def test_a_comparison_obeys_the_communication_policy() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Replicate()], src_data_rank=None)
+    with communication("forbid"):
+        with pytest.raises(CommunicationForbiddenError, match="plain tensor"):
+            torch.quantile(x, 0.3)
+        with pytest.raises(MixedTensorError):
+            x + torch.ones(4)
+
+
+@on_ranks(4)
+def test_memory_that_an_operator_only_writes_is_not_compared() -> None:
+    """`linear_cross_entropy` multiplies into a plain buffer and copies to one; they hold other bits on every rank."""
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+
+    def product(grad: Tensor) -> Tensor:
+        torch.mm(grad, grad, out=(buffer := torch.full((4, 4), float(dist.get_rank()))))
+        return torch.full((4, 4), float(dist.get_rank())).copy_(grad * 0) + buffer
+
+    x.register_hook(product)
+    (x * 2).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]  # a DTensor

@@ -1,0 +1,130 @@
+"""Covers: dispatch/propagate.py, dispatch/decision.py: what an operator with given specs will do, before it does it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_dtensor import (
+    CommunicationForbiddenError,
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    OperatorArgumentError,
+    OperatorIndexError,
+    Partial,
+    Replicate,
+    Shard,
+    Spec,
+)
+from shoal_dtensor.dispatch.decision import (
+    CompositeDecision,
+    DynamicDecision,
+    MovingDecision,
+    ResultKind,
+    SimpleDecision,
+)
+from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
+from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor.rules import overlay, pointwise
+from shoal_dtensor.scopes import DEFAULT, current
+from shoal_mesh import abstract_mesh
+
+aten = torch.ops.aten
+MESH = abstract_mesh((2,))
+PLAIN = Circumstances(DEFAULT)
+NO_RULE = aten._test_functorch_fallback.default  # neither rule nor decomposition
+
+
+def spec(placement: Placement, *shape: int) -> Spec:
+    return Spec(MESH, (placement,), shape or (4, 4))
+
+
+def test_a_call_whose_inputs_fit_is_simple() -> None:
+    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(0))], {}, PLAIN)
+    assert type(decision) is SimpleDecision and not decision.slow_path
+    assert decision.result_kind is ResultKind.ONE and decision.outputs == (spec(Shard(0)),)
+
+
+def test_an_input_that_does_not_fit_is_moved() -> None:
+    decision = decide(aten.add.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, PLAIN)
+    assert isinstance(decision, MovingDecision)
+    ((place, item, way),) = decision.moves
+    assert place in (0, 1) and item is None and way.collectives == 1 and not decision.write_backs
+
+
+def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
+    decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, PLAIN)
+    assert isinstance(decision, MovingDecision) and decision.result_kind is ResultKind.FIRST
+    assert [move.place for move in decision.moves] == [1] and decision.outputs == (spec(Shard(0)),)
+    # relu of a partial value needs the value: it is reduced, and the result given back as a partial value.
+    decision = decide(aten.relu_.default, [spec(Partial())], {}, PLAIN)
+    assert isinstance(decision, MovingDecision)
+    assert [move.plan.dst.placements for move in decision.write_backs] == [(Partial(),)]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kind"),
+    [
+        (aten.split.Tensor, [spec(Shard(0)), 2, 1], ResultKind.LIST),
+        (aten.topk.default, [spec(Shard(0)), 2], ResultKind.LIST),
+        (aten.mul_.Tensor, [spec(Shard(0)), 2.0], ResultKind.FIRST),
+        (aten._foreach_add_.Scalar, [[spec(Shard(0)), spec(Shard(1))], 1.0], ResultKind.NONE),
+    ],
+    ids=str,
+)
+def test_result_kinds(op: Any, args: list[Any], kind: ResultKind) -> None:
+    decision = decide(op, args, {}, PLAIN)
+    assert isinstance(decision, SimpleDecision) and decision.result_kind is kind
+
+
+def test_data_dependent_results_are_dynamic() -> None:
+    assert isinstance(decide(aten.nonzero.default, [spec(Shard(0))], {}, PLAIN), DynamicDecision)
+
+
+def test_composite_operators_run_on_the_tensors_themselves() -> None:
+    assert isinstance(decide(aten.hardshrink.default, [spec(Shard(0))], {}, PLAIN), SimpleDecision)
+    assert isinstance(decide(aten.trapezoid.dx, [spec(Shard(0))], {}, PLAIN), CompositeDecision)
+
+
+def test_views_whose_storage_is_not_their_bases_are_not_written_to() -> None:
+    with pytest.raises(InPlaceError, match="the write would not reach the base"):
+        decide(aten.add_.Scalar, [spec(Shard(0)), 1], {}, Circumstances(DEFAULT, copies=frozenset({0})))
+
+
+@pytest.mark.parametrize(
+    ("error", "op", "args"),
+    [
+        (MixedTensorError, aten.add.Tensor, [spec(Shard(0)), Spec(abstract_mesh((4,)), (Shard(0),), (4, 4))]),
+        (OperatorArgumentError, aten.mm.default, [spec(Shard(0)), spec(Shard(0), 3, 3)]),
+        (OperatorIndexError, aten.sum.dim_IntList, [spec(Shard(0)), [2]]),
+    ],
+    ids=str,
+)
+def test_errors_come_before_anything_runs(error: type[Exception], op: Any, args: list[Any]) -> None:
+    with pytest.raises(error):
+        decide(op, args, {}, PLAIN)
+
+
+def test_policies() -> None:
+    forbidding = Circumstances(replace(DEFAULT, communication="forbid", alike={}, decisions={}))
+    assert isinstance(decide(aten.relu.default, [spec(Shard(0))], {}, forbidding), MovingDecision)  # it is watched
+    with pytest.raises(CommunicationForbiddenError, match=r"relu[\s\S]*AllReduce"):
+        decide(aten.relu.default, [spec(Partial())], {}, forbidding)
+    strict = Circumstances(replace(DEFAULT, unknown="error", alike={}, decisions={}))
+    with pytest.raises(NoRuleError, match="_test_functorch_fallback"):
+        decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, strict)
+    with pytest.warns(UserWarning, match="no sharding rule"):
+        decision = decide(NO_RULE, [spec(Shard(0)), spec(Shard(0))], {}, PLAIN)
+    assert isinstance(decision, MovingDecision) and decision.outputs == (spec(Replicate()),)
+
+
+def test_an_overlays_rule_comes_before_the_tables() -> None:
+    rule = pointwise()
+    standing = rule_of(aten.relu.default, current())
+    with overlay({aten.relu.default: rule}):
+        assert rule_of(aten.relu.default, current()) is rule
+    assert rule_of(aten.relu.default, current()) is standing is not rule

@@ -1,0 +1,212 @@
+"""Covers: optim/clip_grad.py, redistribute/reductions.py, rules/math/reduction.py, interop.py."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import on_ranks
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+SHAPES = [(5, 3), (2, 6), (3,), (1,), (2, 2)]  # uneven on 4 ranks, and with empty shards
+LAYOUTS: dict[tuple[int, ...], list[list[Placement]]] = {
+    (4,): [[S0], [S1], [R], [S0], [R]],
+    (2, 2): [[S0, S0], [S1, R], [R, R], [R, S0], [S0, S1]],
+}
+ORDERS = [2.0, 1.0, 3.0, 2.5, 0.0, inf, -inf, -2.0]
+
+
+def gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def parameters(shape: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    """Parameters with gradients, plain and spread."""
+    mesh = init_device_mesh("cpu", shape)
+    plain: list[Any] = [nn.Parameter(torch.zeros_like(g)) for g in gradients()]
+    spread: list[Any] = [
+        nn.Parameter(distribute_tensor(torch.zeros_like(g), mesh, layout))
+        for g, layout in zip(gradients(), LAYOUTS[shape], strict=True)
+    ]
+    for one, many, g, layout in zip(plain, spread, gradients(), LAYOUTS[shape], strict=True):
+        one.grad, many.grad = g.clone(), distribute_tensor(g.clone(), mesh, layout)
+    return plain, spread
+
+
+@pytest.mark.parametrize("foreach", [None, True], ids=["foreach=None", "foreach=True"])
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@on_ranks(4)
+def test_clipping_takes_one_collective(shape: tuple[int, ...], order: float, foreach: bool | None) -> None:
+    plain, spread = parameters(shape)
+    expected = nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=foreach)
+    with CommDebugMode() as counted:
+        got = nn.utils.clip_grad_norm_(spread, 0.5, norm_type=order, error_if_nonfinite=True, foreach=foreach)
+        value = got.item()
+    assert counted.get_total_counts() == 1, counted.get_comm_counts()
+    assert value == pytest.approx(expected.item(), rel=1e-13)
+    for one, many in zip(plain, spread, strict=True):
+        torch.testing.assert_close(many.grad.full_tensor(), one.grad, rtol=1e-13, atol=0)
+
+
+@on_ranks(4)
+def test_a_total_norm_of_nan_is_refused_on_every_rank() -> None:
+    _, spread = parameters((4,))
+    local = spread[0].grad.to_local()
+    if spread[0].device_mesh.get_rank() == 0:
+        local[0, 0] = float("nan")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(spread, 0.5, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@on_ranks(4)
+def test_a_norm_of_norms_stays_to_be_reduced(shape: tuple[int, ...]) -> None:
+    plain, spread = parameters(shape)
+    with CommDebugMode() as counted:
+        rows = [torch.linalg.vector_norm(p.grad, 3, dim=dim) for dim, p in enumerate(spread[:2])]
+        total: Any = torch.linalg.vector_norm(torch.cat(rows), 3)
+    assert counted.get_total_counts() == 0
+    assert set(total.placements) <= {Partial("norm3"), R}
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in plain[:2]]), 3)
+    torch.testing.assert_close(total.full_tensor(), expected)
+
+
+@on_ranks(4)
+def test_what_enters_a_stack_of_norms_keeps_its_sign() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    norm = torch.linalg.vector_norm(distribute_tensor(torch.arange(5.0), mesh, [S0, S0]))
+    other = distribute_tensor(torch.tensor(-3.0), mesh, [R, R])
+    stacked: Any = torch.stack([norm, other, -norm])
+    torch.testing.assert_close(stacked.full_tensor(), torch.tensor([30**0.5, -3.0, -(30**0.5)]))
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, 2.5, inf, -inf], ids=str)
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@on_ranks(4)
+def test_gradients_of_norms(shape: tuple[int, ...], order: float) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    for whole, layout in zip(gradients()[:3], LAYOUTS[shape], strict=False):
+        one = whole.clone().requires_grad_()
+        many: Any = distribute_tensor(whole.clone(), mesh, layout).requires_grad_()
+        for dim, keepdim in ((None, False), (0, True)):
+            expected: Any = torch.linalg.vector_norm(one, order, dim, keepdim)
+            got: Any = torch.linalg.vector_norm(many, order, dim, keepdim)
+            torch.testing.assert_close(got.full_tensor(), expected)
+            (expected * expected).sum().backward()
+            (got * got).sum().backward()
+        torch.testing.assert_close(many.grad.full_tensor(), one.grad)
+
+
+@on_ranks(4)
+def test_a_norm_is_reduced_once_until_it_is_written_to() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x: Any = distribute_tensor(torch.arange(8.0), mesh, [S0]).requires_grad_()
+    with CommDebugMode() as counted:
+        norm: Any = torch.linalg.vector_norm(x)
+        (x / norm).to_local()
+        assert norm.isfinite().item() and norm.item() == pytest.approx(140**0.5)
+        assert norm.placements == (Partial("norm2"),)
+    assert counted.get_total_counts() == 1
+    with torch.no_grad(), CommDebugMode() as counted:
+        norm.full_tensor().zero_()
+        assert norm.item() == pytest.approx(140**0.5), "what full_tensor gave is the caller's own"
+        norm.to_local().mul_(2)
+        assert norm.item() == pytest.approx(560**0.5)
+    assert counted.get_total_counts() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@on_ranks(4)
+def test_squares_do_not_overflow_between_ranks(dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    big = torch.finfo(dtype).max / 4
+    for target in ([R], [S0]):
+        parts = DTensor.from_local(torch.full((4,), big, dtype=dtype), mesh, [Partial("norm2")])
+        whole: Any = parts.redistribute(placements=target).full_tensor()
+        torch.testing.assert_close(whole, torch.full((4,), 2 * big, dtype=dtype))
+    exact = torch.linalg.vector_norm(torch.arange(64.0).to(dtype))
+    got: Any = torch.linalg.vector_norm(distribute_tensor(torch.arange(64.0).to(dtype), mesh, [S0]))
+    eps = 2 * torch.finfo(dtype).eps  # each part is rounded once more than the plain norm's are
+    torch.testing.assert_close(got.full_tensor(), exact, rtol=eps, atol=0)
+
+
+@on_ranks(4)
+def test_parts_of_a_norm_given_by_hand() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    rank = mesh.get_rank()
+    local = torch.tensor([[-3.0, 4.0, 0.0, 0.0][rank]])
+    norm = DTensor.from_local(local, mesh, [Partial("norm2")])
+    assert norm.full_tensor().item() == 5.0, "the norm of any numbers"
+    assert local.item() == [-3.0, 4.0, 0.0, 0.0][rank]
+    whole: Any = torch.linalg.vector_norm(norm, 3).full_tensor()
+    assert whole.item() == 5.0, "a norm of another order takes the value"
+
+
+@pytest.mark.parity
+@on_ranks(2)
+def test_partial_norms_to_and_from_torch() -> None:
+    from torch.distributed.tensor import Shard as TorchShard
+    from torch.distributed.tensor import distribute_tensor as distribute_torch
+
+    from shoal_dtensor.interop import from_torch, mesh_to_torch, to_torch
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0)
+    peer: Any = torch.linalg.vector_norm(distribute_torch(whole, mesh_to_torch(mesh), [TorchShard(0)]))
+    mine: Any = from_torch(peer, mesh)
+    assert mine.placements == (Partial("norm2"),)
+    torch.testing.assert_close(mine.full_tensor(), whole.norm())
+    torch.testing.assert_close(to_torch(mine, peer.device_mesh).full_tensor(), whole.norm())
+
+
+@pytest.mark.parametrize("foreach", [None, False], ids=["foreach=None", "foreach=False"])
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.5, inf], ids=str)
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+@on_ranks(4)
+def test_clipping_local_parts(shape: tuple[int, ...], order: float, foreach: bool | None) -> None:
+    plain, spread = parameters(shape)
+    mesh, one = spread[0].device_mesh, nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    one.grad = torch.ones(3, dtype=torch.float64)
+    late = nn.Parameter(distribute_tensor(torch.zeros(2, dtype=torch.float64), mesh, [R] * mesh.ndim))
+    late.grad = DTensor.from_local(torch.ones(2, dtype=torch.float64), mesh, [Partial("avg")] * mesh.ndim)
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
+    other = nn.Parameter(distribute_tensor(torch.zeros(6, dtype=torch.float64), flat, [S0]))
+    other.grad = distribute_tensor(torch.ones(6, dtype=torch.float64), flat, [S0])
+    extra = torch.ones(11, dtype=torch.float64)
+    expected_all = torch.cat([*(p.grad.flatten() for p in plain), extra])
+    expected = torch.linalg.vector_norm(expected_all, order)
+    with CommDebugMode() as counted:
+        got = clip_grad_norm_([*spread, one, late, other, nn.Parameter(extra)], 0.5, order, foreach=foreach)
+    assert type(got) is Tensor and counted.get_total_counts() == 3, "one for each mesh, one for the partial gradient"
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+    factor = min(1.0, 0.5 / (expected.item() + 1e-6))
+    for p, q in zip(plain, spread, strict=True):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad * factor, rtol=1e-13, atol=0)
+    late_grad: Any = late.grad
+    assert late_grad.placements == (R,) * mesh.ndim
+    for done in (one.grad, late_grad.to_local(), other.grad):
+        whole = done.full_tensor() if isinstance(done, DTensor) else done
+        torch.testing.assert_close(whole, torch.full_like(whole, factor), rtol=1e-13, atol=0)
+
+
+@on_ranks(4)
+def test_clipping_local_parts_takes_one_collective() -> None:
+    plain, spread = parameters((2, 2))
+    with CommDebugMode() as counted:
+        got = clip_grad_norm_(spread, 0.5)
+    assert counted.get_total_counts() == 1
+    torch.testing.assert_close(got, nn.utils.clip_grad_norm_(plain, 0.5))
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    spread[0].grad.to_local().fill_(inf if spread[0].device_mesh.get_rank() == 1 else 1.0)
+    with pytest.raises(RuntimeError, match=r"of order 2\.0 of the gradients is inf"):
+        clip_grad_norm_(spread, 0.5, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="must be positive"):
+        clip_grad_norm_(spread, 0.5, 0.0)

@@ -1,0 +1,35 @@
+"""Covers: redistribute/step_cost.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal_dtensor.redistribute.step_cost import COPY_SPEEDUP, Links, sent_among
+
+LINKS = Links((8, 4), (1e-6, 1e-5), (400e9, 50e9))  # a fast axis of 8 ranks, a slow one of 4
+
+
+def test_a_collective_over_several_axes_runs_at_the_pace_of_the_slowest() -> None:
+    assert LINKS.group((0, 1)) == 32
+    assert LINKS.seconds((0,), 400e3) == pytest.approx(2e-6)
+    assert LINKS.seconds((0, 1), 400e3) == LINKS.seconds((1,), 400e3) == pytest.approx(1.8e-5)
+    assert not LINKS.uniform and Links((2, 2), (1.0, 1.0), (2.0, 2.0)).uniform
+
+
+def test_copies_that_take_less_than_a_hundredth_of_a_collective_are_free() -> None:
+    bandwidth = COPY_SPEEDUP * 400e9
+    assert LINKS.copy(0.9e-8 * bandwidth) == 0.0
+    assert LINKS.copy(1.1e-8 * bandwidth) == pytest.approx(1.1e-8)
+    assert Links((), (), ()).copy(1e9) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "copies", "before", "received", "sent"),
+    [
+        (4, 1, 100, 75, 100),  # one taker for everything a rank has: it sends all of it
+        (4, 4, 100, 300, 400),  # each of four wants it: what an all-gather's busiest rank sends
+        (2, 8, 100, 50, 50),  # no rank sends more than all that the others lack
+    ],
+)
+def test_the_busiest_sender(ranks: int, copies: int, before: int, received: int, sent: int) -> None:
+    assert sent_among(ranks, copies, before, received) == sent

@@ -1,0 +1,54 @@
+"""Checks that an argument has the type a call takes, with one wording for all errors: taken, got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import UnionType
+
+from .errors import CollectiveTypeError, MeshTypeError
+
+__all__ = ["kind_of", "require", "require_each"]
+
+Kinds = type | UnionType
+TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]
+
+
+def require(value: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
+    """Raise `error` unless a value is an instance of `kinds`.
+
+    Args:
+        value: what was passed.
+        kinds: the types that the call takes.
+        taken: what the call takes, in words, such as "a dim of a tensor is an int".
+        error: the error.
+
+    Example:
+        >>> require("0", int, "a dim of a tensor is an int")
+        Traceback (most recent call last):
+        shoal_mesh.errors.MeshTypeError: a dim of a tensor is an int, got str '0'
+    """
+    if not isinstance(value, kinds):
+        raise error(f"{taken}, got {kind_of(value)}")
+
+
+def require_each(values: object, kinds: Kinds, taken: str, error: TypeErrors = MeshTypeError) -> None:
+    """Raise `error` unless `values` is a sequence of instances of `kinds`, and no text."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise error(f"{taken}, got {kind_of(values)}")
+    for value in values:
+        if not isinstance(value, kinds):
+            raise error(f"{taken}, got {type(values).__name__} with {kind_of(value)}")
+
+
+def kind_of(value: object) -> str:
+    """What an error says about an argument of a wrong type: its class and value, and the way out for torch's mesh."""
+    kind = type(value)
+    if not kind.__module__.startswith("torch"):
+        return "None" if value is None else f"{kind.__name__} {value!r:.80}"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__name__ != "DeviceMesh":
+        return name
+    return (
+        f"torch's own {name}: make a mesh of shoal with init_device_mesh, or over the groups of this one with "
+        "DeviceMesh.from_group(m.get_all_groups(), m.device_type, m.mesh, mesh_dim_names=m.mesh_dim_names)"
+    )

@@ -1,0 +1,272 @@
+"""The seven backend calls that collectives consist of: straight on the process group, functional while compiling.
+
+Between CPU ranks of one host they go through shared memory instead, where the group would use gloo. The answer to
+whether they do is the same on all ranks: it depends on the group, the dtype and reduction, and for what goes on in the
+`background` on the size.
+
+Inputs are contiguous; blocks follow one another along dim 0 in index order of the communicator. Each function returns
+the result and the work to wait for (None when there is nothing to wait for). `background` says that the caller goes on
+before it waits: what takes several turns in shared memory is then left to the backend, whose threads do it. A dtype
+that a backend cannot send is sent as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .._torch import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Work,
+    distinct,
+    functional,
+    is_compiling,
+)
+from ..groups.process_groups import Comm
+from ..shared_memory import exchange
+from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
+from ..shared_memory.request import DTYPES, OPS
+from .wire import PLAIN, REDUCE
+
+__all__ = [
+    "ONE_SHOT_BYTES",
+    "ONE_SHOT_RANKS",
+    "all_gather",
+    "all_reduce_",
+    "all_to_all",
+    "all_to_all_exact",
+    "all_to_all_v",
+    "blocks_in_index_order",
+    "broadcast_",
+    "group_to_index",
+    "in_index_order",
+    "is_one_shot",
+    "one_shot_exchange",
+    "reduce_scatter",
+]
+
+_DTYPES = frozenset(DTYPES)
+Started = tuple[Tensor, Work | Turn | None]
+_ALL_GATHER = AllgatherOptions()
+_ALL_TO_ALL = AllToAllOptions()
+_EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
+
+# Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
+ONE_SHOT_RANKS, ONE_SHOT_BYTES = 8, 1 << 16
+
+
+def _all_reduce_options(op: str) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = REDUCE[op]  # type: ignore[assignment]  # the stub wants the class around the enum
+    return options
+
+
+def _reduce_scatter_options(op: str) -> ReduceScatterOptions:
+    options = ReduceScatterOptions()
+    options.reduceOp = REDUCE[op]  # type: ignore[assignment]  # the stub wants the class around the enum
+    return options
+
+
+_ALL_REDUCE = {op: _all_reduce_options(op) for op in REDUCE}
+_REDUCE_SCATTER = {op: _reduce_scatter_options(op) for op in REDUCE}
+
+
+@cache
+def _from(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
+    """The shared memory to use; none for messages of more than `turn_bytes`, if given."""
+    if "cpu:gloo" not in comm.backend or not tensor.is_cpu or type(tensor) is not Tensor:
+        return None
+    if turn_bytes and tensor.nbytes > turn_bytes:
+        return None
+    return channel_of(comm.group)
+
+
+def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
+    """Reduce in place; while compiling the result is another tensor, so use what is returned."""
+    if is_compiling():
+        return functional.wait_tensor(functional.all_reduce(distinct(tensor), op, comm.name)), None
+    channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
+    if channel is not None:
+        return tensor, exchange.all_reduce_(channel, tensor, op, background)
+    return tensor, comm.group.allreduce([tensor], _ALL_REDUCE[op])
+
+
+def _reducing_channel(tensor: Tensor, comm: Comm, op: str, turn_bytes: int) -> Channel | None:
+    """`_channel`, where it can take the reduction."""
+    return _channel(tensor, comm, turn_bytes) if tensor.dtype in _DTYPES and op in OPS else None
+
+
+def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
+    """Whether an all-reduce is fastest when every rank sends its tensor to each other rank and adds up on arrival.
+
+    gloo's ring takes 2 (size - 1) turns, each of which waits for another process; one all-to-all waits once. The answer
+    is the same on all ranks: it depends on nothing that differs between them.
+    """
+    return (
+        op == "sum"
+        and 2 < comm.size <= ONE_SHOT_RANKS
+        and "gloo" in comm.backend
+        and not is_compiling()  # before the size, which a compiler may know as a symbol only
+        and 0 < tensor.nbytes <= ONE_SHOT_BYTES
+        and tensor.device.type == "cpu"
+        and tensor.is_floating_point()
+        and _reducing_channel(tensor, comm, op, 0) is None
+    )
+
+
+def one_shot_exchange(tensor: Tensor, comm: Comm) -> Started:
+    """(...) -> (size, ...): all ranks' tensors, in the same order everywhere, so sums over them agree bit by bit."""
+    return all_to_all(tensor.expand(comm.size, *tensor.shape).contiguous(), comm)
+
+
+def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
+    """(m, ...) -> (size * m, ...), in the order of the group."""
+    if is_compiling():
+        return functional.wait_tensor(functional.all_gather_into_tensor(distinct(tensor), comm.size, comm.name)), None
+    shape = tensor.shape
+    out = tensor.new_empty((comm.size * shape[0], *shape[1:]))
+    channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
+    if channel is not None:
+        return out, exchange.all_gather(channel, _movable(tensor), _movable(out))
+    if tensor.dtype in PLAIN:
+        return out, comm.group._allgather_base(out, tensor, _ALL_GATHER)
+    return out, comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER)
+
+
+def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
+    """(size * m, ...) -> (m, ...)."""
+    if comm.order is not None:
+        tensor = _in_group_order(tensor, comm)
+    if is_compiling():
+        out = functional.reduce_scatter_tensor(distinct(tensor), op, comm.size, comm.name)
+        return functional.wait_tensor(out), None
+    shape = tensor.shape
+    out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
+    channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
+    if channel is not None:
+        return out, exchange.reduce_scatter(channel, tensor, out, op)
+    return out, comm.group._reduce_scatter_base(out, tensor, _REDUCE_SCATTER[op])
+
+
+def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
+    """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i of the group."""
+    if comm.order is not None:
+        tensor = _in_group_order(tensor, comm)
+    if is_compiling():
+        sizes = [tensor.shape[0] // comm.size] * comm.size
+        return functional.wait_tensor(functional.all_to_all_single(distinct(tensor), sizes, sizes, comm.name)), None
+    out = torch.empty_like(tensor)
+    channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
+    if channel is not None:
+        return out, exchange.all_to_all(channel, _movable(tensor), _movable(out))
+    if tensor.dtype in PLAIN:
+        return out, comm.group.alltoall_base(out, tensor, _EVEN, _EVEN, _ALL_TO_ALL)
+    return out, comm.group.alltoall_base(_as_bytes(out), _as_bytes(tensor), _EVEN, _EVEN, _ALL_TO_ALL)
+
+
+def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int], background: bool = False) -> Started:
+    """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i, in the order of the group."""
+    if comm.order is not None:
+        blocks = torch.split(flat, send)
+        flat = torch.cat([blocks[index] for index in group_to_index(comm)])
+        send = [send[index] for index in group_to_index(comm)]
+        receive = [receive[index] for index in group_to_index(comm)]
+    return all_to_all_exact(flat, comm, send, receive, background=background)
+
+
+def all_to_all_exact(
+    flat: Tensor,
+    comm: Comm,
+    send: list[int],
+    receive: list[int],
+    out: Tensor | None = None,
+    *,
+    background: bool = False,
+) -> Started:
+    """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
+    if is_compiling():
+        return functional.wait_tensor(functional.all_to_all_single(distinct(flat), receive, send, comm.name)), None
+    if out is None:
+        out = flat.new_empty((sum(receive),))
+    channel = (
+        None if background else _channel(flat, comm)
+    )  # how long it takes, no rank knows before it has met the others
+    if channel is not None:  # as bytes: a rank without any element may not know the dtype
+        width = flat.element_size()
+        counts = [n * width for n in send], [n * width for n in receive]
+        exchange.all_to_all_v(channel, _as_bytes(flat), *counts, _as_bytes(out))
+        return out, None
+    if flat.dtype in PLAIN:
+        return out, comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL)
+    width = flat.element_size()
+    work = comm.group.alltoall_base(
+        _as_bytes(out), _as_bytes(flat), [n * width for n in receive], [n * width for n in send], _ALL_TO_ALL
+    )
+    return out, work
+
+
+def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False) -> Started:
+    """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
+    root = source if comm.order is None else comm.order[source]
+    if is_compiling():
+        return functional.wait_tensor(functional.broadcast(distinct(tensor), root, comm.name)), None
+    channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
+    if channel is not None:
+        return tensor, exchange.broadcast_(channel, _movable(tensor), root)
+    return tensor, comm.group.broadcast([tensor if tensor.dtype in PLAIN else _as_bytes(tensor)], _from(root))
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes where its dtype is none that shared memory names."""
+    return tensor if tensor.dtype in _DTYPES else _as_bytes(tensor)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view of a contiguous tensor as bytes.
+
+    `view(-1)` would keep the stride of a dim of one element, whatever it is: shape (1, 1) and strides (7, 3) give
+    stride 3, which cannot be viewed as bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def group_to_index(comm: Comm) -> list[int]:
+    """Rank in the group -> index along the communicator, the inverse of `comm.order`."""
+    indices = range(comm.size)
+    return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
+
+
+def in_index_order(gathered: Tensor, comm: Comm) -> Tensor:
+    """Equal blocks along dim 0, from the order of the group to that of the communicator."""
+    if comm.order is None or not gathered.numel():
+        return gathered
+    blocks = gathered.reshape(comm.size, -1, *gathered.shape[1:])
+    return blocks[list(comm.order)].flatten(0, 1)
+
+
+def _in_group_order(tensor: Tensor, comm: Comm) -> Tensor:
+    """Equal blocks along dim 0, from the order of the communicator to that of the group."""
+    if not tensor.numel():
+        return tensor
+    return tensor.reshape(comm.size, -1, *tensor.shape[1:])[group_to_index(comm)].flatten(0, 1)
+
+
+def blocks_in_index_order(flat: Tensor, comm: Comm, receive: Sequence[int]) -> list[Tensor]:
+    """The blocks that `all_to_all_v` returned, `receive[i]` elements each, in index order of the communicator."""
+    if comm.order is None:
+        return list(torch.split(flat, list(receive)))
+    blocks = torch.split(flat, [receive[index] for index in group_to_index(comm)])
+    return [blocks[position] for position in comm.order]

@@ -1,0 +1,231 @@
+"""One all-to-all of exact blocks: what every rank sends to and receives from each other rank, in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from .._torch import is_compiling
+from ..argument_types import require, require_each
+from ..errors import CollectiveError, CollectiveTypeError
+from ..events import Event, in_observed, observers, run_observed
+from ..groups.process_groups import Comm
+from ..groups.world import device_of
+from . import backend_calls
+from .operands import Along, check_operand, resolve
+from .wire import materialized
+
+__all__ = ["all_to_all_blocks", "pack_blocks", "unpack_blocks"]
+
+Blocks = Sequence[Sequence[Tensor]]
+
+
+def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
+    """`S -> S`: `out`, filled; block k of `blocks[j]` on rank i arrives in block k of `out[i]` on rank j.
+
+    One collective whatever the number of blocks. Blocks may be views with any strides. They are copied once into a
+    buffer and once out of it, and not at all where they follow one another in memory. What a rank sends to itself is
+    copied straight from `blocks[rank]` to `out[rank]`.
+
+    Args:
+        blocks: for every rank of the communicator, in index order, the blocks that it gets; any shapes, empty ones and
+            none allowed. One dtype, the same on all ranks.
+        comm: a communicator, or (mesh, axes).
+        out: for every rank the tensors or views that its blocks are written to, in the order and with the shapes that
+            it sends; they do not overlap.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: not one list per rank, several dtypes, or what this rank keeps has other shapes in `out`.
+
+    Example:
+        Every rank has one row of a matrix, and gets one of its columns:
+
+        >>> def column(row: torch.Tensor) -> torch.Tensor:
+        ...     comm = comm_over((0, 1))
+        ...     out = torch.empty(2)
+        ...     all_to_all_blocks([[row[:1]], [row[1:]]], comm, [[out[:1]], [out[1:]]])
+        ...     return out
+        >>> launch(column, 2, torch.tensor([3.0, 5.0]))[1]
+        tensor([5., 5.])
+    """
+    comm = comm if type(comm) is Comm else resolve(comm)
+    _check(blocks, comm, out)
+    if comm.size == 1:
+        _keep(blocks[0], out[0])
+        return out
+    own = comm.rank
+    sends = [() if i == own else blocks[i] for i in backend_calls.group_to_index(comm)]
+    arrivals = [() if i == own else out[i] for i in backend_calls.group_to_index(comm)]
+    flat = _packed(list(chain.from_iterable(sends)), _example(blocks, out, comm))
+
+    def run() -> None:
+        into = list(chain.from_iterable(arrivals))
+        target = None if is_compiling() else _as_one(into)
+        received, work = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
+        _keep(blocks[own], out[own])
+        if work is not None:
+            work.wait()
+        if target is None:
+            _unpack(received, into)
+
+    if observers and not in_observed():
+        run_observed(_event(blocks, comm, out, flat), run)
+    else:
+        run()
+    return out
+
+
+def pack_blocks(blocks: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
+    """The elements of the blocks one after the other, 1-D: a view if they follow one another in memory, else a copy.
+
+    Args:
+        blocks: of one dtype, any shapes and strides.
+        like: gives dtype and device where there are no blocks.
+
+    Raises:
+        CollectiveTypeError: no list of tensors, or neither blocks nor `like`.
+
+    Example:
+        >>> x = torch.arange(6).view(2, 3)
+        >>> pack_blocks([x[:, 2:], x[:, :1]])
+        tensor([2, 5, 0, 3])
+    """
+    _require_blocks(blocks)
+    kinds = Tensor | None if blocks else Tensor
+    require(like, kinds, "like= is a tensor of the dtype of the blocks, needed if there are none", CollectiveTypeError)
+    return _packed(blocks, like)
+
+
+def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
+    filled = [block for block in blocks if block.numel()]
+    if len(filled) == 1:
+        return materialized(filled[0]).view(-1)
+    if not filled:
+        example = blocks[0] if blocks else like
+        assert example is not None, "no blocks, no dtype"
+        return example.new_empty((0,))
+    if is_compiling():
+        return torch.cat([block.reshape(-1) for block in filled])
+    joined = _as_one(filled)
+    if joined is not None:
+        return joined
+    if all(block.is_contiguous() for block in filled):
+        return torch.cat([block.view(-1) for block in filled])
+    flat = filled[0].new_empty((sum(block.numel() for block in filled),))
+    for segment, block in zip(torch.split(flat, [block.numel() for block in filled]), filled, strict=True):
+        segment.view(block.shape).copy_(block)
+    return flat
+
+
+def unpack_blocks(flat: Tensor, out: Sequence[Tensor]) -> None:
+    """Copy the elements of a 1-D tensor to blocks, one after the other.
+
+    Args:
+        flat: (n,), n being the number of elements of all blocks.
+        out: tensors or views of any shapes and strides.
+
+    Raises:
+        CollectiveTypeError: no tensor, or no list of tensors.
+        CollectiveError: the blocks have more or fewer elements than the tensor.
+
+    Example:
+        >>> x = torch.zeros(2, 3, dtype=torch.long)
+        >>> unpack_blocks(torch.tensor([2, 5, 1, 4]), [x[:, 2:], x[:, :1]])
+        >>> x
+        tensor([[1, 0, 2],
+                [4, 0, 5]])
+    """
+    _require_blocks(out)
+    for tensor in (flat, *out):
+        if type(tensor) is not Tensor or tensor.requires_grad:
+            check_operand(tensor)
+    if flat.shape != (sum([block.numel() for block in out]),):
+        shapes = [tuple(block.shape) for block in out]
+        raise CollectiveError(
+            f"unpack_blocks into blocks of shapes {shapes} takes their elements in 1-D, got {tuple(flat.shape)}"
+        )
+    _unpack(flat, out)
+
+
+def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
+    at = 0
+    for block in out:
+        count = block.numel()
+        if count:
+            block.copy_(flat[at : at + count].view(block.shape))
+            at += count
+    if at == 0 and out and is_compiling():
+        # A compiler drops a collective whose result this rank does not use; the other ranks need its blocks.
+        out[0].view(-1)[:0].copy_(flat)
+
+
+def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:
+    """CollectiveError for arguments that are wrong on this rank alone."""
+    for side in (blocks, out):
+        require_each(side, Sequence, "all_to_all_blocks takes one list of tensors per rank", CollectiveTypeError)
+    if not len(blocks) == len(out) == comm.size:
+        raise CollectiveError(
+            f"all_to_all_blocks over {comm.size} ranks takes one list of blocks and one of outputs per rank, "
+            f"got {len(blocks)} and {len(out)}"
+        )
+    dtypes = set()
+    for block in chain(chain.from_iterable(blocks), chain.from_iterable(out)):
+        if type(block) is not Tensor or block.requires_grad or block.is_sparse:
+            check_operand(block, "a block")
+        dtypes.add(block.dtype)
+    if len(dtypes) > 1:
+        raise CollectiveError(f"all_to_all_blocks moves one dtype, got {', '.join(sorted(map(str, dtypes)))}")
+    kept, there = ([tuple(block.shape) for block in side[comm.rank]] for side in (blocks, out))
+    if kept != there:
+        raise CollectiveError(f"rank {comm.rank} keeps blocks of shapes {kept}, but its outputs for them have {there}")
+
+
+def _require_blocks(blocks: Sequence[Tensor]) -> None:
+    """Refuse what is no sequence of tensors."""
+    if not isinstance(blocks, list | tuple) or any(type(block) is not Tensor for block in blocks):
+        require_each(blocks, Tensor, "blocks are a list of tensors", CollectiveTypeError)
+
+
+def _event(blocks: Blocks, comm: Comm, out: Blocks, flat: Tensor) -> Event:
+    sends, receives = _counts(blocks), _counts(out)
+    sends[comm.rank] = receives[comm.rank] = 0
+    tensors = (flat,) if any(blocks) or any(out) else ()  # without a block this rank does not know the dtype
+    return Event("all_to_all_single", comm, tensors, sends=tuple(sends), receives=tuple(receives))
+
+
+def _example(blocks: Blocks, out: Blocks, comm: Comm) -> Tensor:
+    """A tensor with the dtype and device of the blocks; a rank without any block sends nothing, of any dtype."""
+    for block in chain(chain.from_iterable(blocks), chain.from_iterable(out)):
+        return block
+    return torch.empty(0, dtype=torch.uint8, device=device_of(comm.group))
+
+
+def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:
+    return [sum([block.numel() for block in each]) for each in lists]
+
+
+def _keep(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+    for block, place in zip(source, target, strict=True):
+        place.copy_(block)
+
+
+def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
+    """The blocks as one 1-D view of the memory they are in, if they follow one another there; else None."""
+    filled = [block for block in blocks if block.numel()]
+    if not filled:
+        return None
+    first, end = filled[0], filled[0].data_ptr()
+    width = first.element_size()
+    for block in filled:
+        if block.data_ptr() != end or not block.is_contiguous() or block.is_conj() or block.is_neg():
+            return None
+        end += block.numel() * width
+    total = (end - first.data_ptr()) // width
+    # Neighbours in memory may still belong to two allocations: the view must end inside the first one's.
+    if (first.storage_offset() + total) * width > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((total,), (1,))

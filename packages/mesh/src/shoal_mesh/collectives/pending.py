@@ -1,0 +1,47 @@
+"""A collective that has been started and not yet waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .._torch import Work
+from ..shared_memory.channel import Turn
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     pending = all_reduce(torch.ones(2), comm_over((0, 1)), async_op=True)
+        ...     return pending.then(lambda total: total * 10).wait().tolist()
+        >>> launch(example, 2)
+        [[20.0, 20.0], [20.0, 20.0]]
+    """
+
+    __slots__ = ("_then", "_value", "_work")
+
+    def __init__(self, value: Tensor, work: Work | Turn | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._value, self._work, self._then = value, work, then
+
+    def wait(self) -> Tensor:
+        """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._then is not None:
+            self._value, self._then = self._then(self._value), None
+        return self._value
+
+    def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, its result passed through `function`; use the returned object from now on."""
+        first = self._then
+        return Pending(self._value, self._work, function if first is None else lambda value: function(first(value)))
+
+    def is_completed(self) -> bool:
+        """Whether the backend is done, so that `wait()` would not block."""
+        return self._work is None or bool(self._work.is_completed())

@@ -1,0 +1,123 @@
+"""How a tensor of any dtype is sent: which reductions a dtype has, and as which dtype it is on the wire.
+
+Backends send few dtypes and reduce fewer (gloo has no int16 and no complex all-gather). Data that only moves is sent as
+bytes, complex sums as pairs of reals, small integers are reduced in a wider dtype. An average on a backend without one
+is a sum and a division.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .._torch import ReduceOp, is_compiling
+from ..argument_types import require
+from ..errors import CollectiveError, CollectiveTypeError
+
+__all__ = ["PLAIN", "REDUCE", "Reduction", "materialized", "reduction", "require_op", "unwire", "wire"]
+
+REDUCE = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+_BITWISE = {"band", "bor", "bxor"}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTS = {torch.int64, torch.int32, torch.int8, torch.uint8}
+PLAIN = frozenset(_FLOATS | _INTS | {torch.bool})  # what every backend sends and reduces
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How to reduce one dtype with one op.
+
+    Attributes:
+        op: what the backend is asked for.
+        dtype: dtype on the wire, None for that of the tensor.
+        divide: whether the sum is divided by the number of ranks afterwards.
+    """
+
+    op: str
+    dtype: torch.dtype | None = None
+    divide: bool = False
+
+
+@cache
+def reduction(dtype: torch.dtype, op: str) -> Reduction:
+    """How `dtype` is reduced with `op`; the cache is bounded by dtypes times ops.
+
+    Raises:
+        CollectiveError: there is no such op, or it has no meaning for the dtype.
+
+    Example:
+        >>> reduction(torch.int16, "sum")
+        Reduction(op='sum', dtype=torch.int32, divide=False)
+    """
+    _check_reduction(dtype, op)
+    kernel, divide = ("sum", True) if op == "avg" else (op, False)
+    return Reduction(kernel, _wire_dtype(dtype, op), divide)
+
+
+def require_op(op: str) -> str:
+    """The name of a reduction.
+
+    Raises:
+        CollectiveTypeError: it is no text.
+    """
+    require(op, str, f"a reduction is one of {', '.join(REDUCE)}", CollectiveTypeError)
+    return op
+
+
+def _check_reduction(dtype: torch.dtype, op: str) -> None:
+    if op not in REDUCE:
+        raise CollectiveError(f"no reduction {op!r}: there are {', '.join(REDUCE)}")
+    exact = not dtype.is_floating_point and not dtype.is_complex
+    if op in _BITWISE and not exact:
+        raise CollectiveError(f"reduction {op!r} works on bits, so it has no meaning for {dtype}: use an integer dtype")
+    if op == "avg" and exact:
+        raise CollectiveError(
+            f"the average of {dtype} is no {dtype}: reduce with 'sum' and divide, or convert to float"
+        )
+    if dtype.is_complex and op not in {"sum", "avg"}:
+        raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
+
+
+def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:
+    if dtype in PLAIN:
+        return None
+    if dtype in _REAL:
+        return _REAL[dtype]
+    if dtype in _WIDER:
+        return _WIDER[dtype]
+    if dtype.is_floating_point:  # float8 and others: accumulate with more bits
+        return torch.float32
+    raise CollectiveError(f"reduction {op!r} of {dtype}: this dtype cannot be reduced, only moved")
+
+
+def materialized(tensor: Tensor) -> Tensor:
+    """The tensor with its values in contiguous memory, as backends read them: `conj()` and `imag` may be lazy views."""
+    if not is_compiling() and (tensor.is_conj() or tensor.is_neg()):  # a compiler resolves them, and traces neither
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+def wire(tensor: Tensor, to: torch.dtype) -> Tensor:
+    """A contiguous tensor of dtype `to` to reduce in place of `tensor`: same shape, (..., 2) for complex."""
+    if tensor.is_complex():
+        return torch.view_as_real(materialized(tensor))
+    return tensor.to(to)
+
+
+def unwire(sent: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor of the caller's dtype, out of what `wire` returned."""
+    return torch.view_as_complex(sent) if dtype.is_complex else sent.to(dtype)

@@ -1,0 +1,192 @@
+"""Who hears of collectives: a list of observers that is empty unless a debug mode or a profile is on.
+
+CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once, however many calls
+of the backend it takes: what runs inside of an observed collective is not reported again (`in_observed`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from .argument_types import kind_of, require
+from .errors import CollectiveError, CollectiveTypeError
+
+__all__ = [
+    "Event",
+    "Observer",
+    "in_observed",
+    "is_observed",
+    "observe",
+    "observers",
+    "purpose",
+    "run_observed",
+    "unobserve",
+]
+
+R = TypeVar("R")
+Text = str | Callable[[], str]
+_purposes: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
+
+
+class purpose:  # used as a function, as contextlib's suppress is
+    """Context manager: what the collectives inside are for.
+
+    Debug modes and errors repeat it, and `lockstep` compares it between ranks. Say here what the backend cannot see:
+    operator, call of the user's program, placements before and after. Nested purposes are joined.
+
+    Args:
+        text: the purpose, or a function that returns it. The function runs only when an observer asks, so costly texts
+            cost nothing otherwise.
+
+    Raises:
+        CollectiveTypeError: `text` is neither.
+
+    Example:
+        >>> with purpose("step 3"), purpose(lambda: "redistribute S(0) -> R"):
+        ...     Event("all_reduce", None, ()).purpose
+        'redistribute S(0) -> R; step 3'
+    """
+
+    __slots__ = ("_text", "_token")
+
+    def __init__(self, text: Text) -> None:
+        require(text, str | Callable, "a purpose is a text, or a function that returns one", CollectiveTypeError)
+        self._text = text
+        self._token: Token[tuple[Text, ...]] | None = None
+
+    def __enter__(self) -> None:
+        self._token = _purposes.set((*_purposes.get(), self._text))
+
+    def __exit__(self, *_: object) -> None:
+        assert self._token is not None, "entered"
+        _purposes.reset(self._token)
+
+
+def _current_purpose() -> str:
+    """The purposes of the enclosing blocks, innermost first."""
+    return "; ".join(text if isinstance(text, str) else text() for text in reversed(_purposes.get()))
+
+
+@dataclass(slots=True)
+class Event:
+    """One collective, as the caller asked for it.
+
+    Attributes:
+        op: name of the functional collective (`all_reduce`, `all_gather_into_tensor`, ...).
+        comm: the communicator (a `Comm`).
+        tensors: what this rank puts in.
+        reduce_op: `sum`, ... or '' for collectives that only move data.
+        same: what must be equal on all ranks for the collective to be right: shapes, dims, sizes, the root, by name.
+        sends: elements for each rank, in index order, where ranks send different amounts; None where `same` says it.
+        receives: elements from each rank, likewise.
+        purpose: what the program says it is doing (`purpose`), innermost first; '' when it says nothing.
+        started: seconds of `time.perf_counter`.
+        seconds: duration on the host; 0.0 until the collective has returned.
+    """
+
+    op: str
+    comm: Any
+    tensors: tuple[torch.Tensor, ...]
+    reduce_op: str = ""
+    same: Mapping[str, object] = field(default_factory=dict)
+    sends: tuple[int, ...] | None = None
+    receives: tuple[int, ...] | None = None
+    purpose: str = field(default_factory=_current_purpose)
+    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank puts in."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+class Observer(Protocol):
+    """Something that is called before a collective starts and after it has returned on the host."""
+
+    def before(self, event: Event) -> None: ...
+
+    def after(self, event: Event) -> None: ...
+
+
+class _Nesting(threading.local):
+    """Whether this thread is inside of a collective that observers have heard of."""
+
+    active = False
+
+
+# Declared mutable state: who observes, and whether an observed collective is under way.
+observers: list[Observer] = []
+_nesting = _Nesting()
+
+
+def in_observed() -> bool:
+    """Whether backend calls that run now belong to a collective that observers have heard of already."""
+    return _nesting.active
+
+
+def is_observed() -> bool:
+    """Whether any observer is there, so that a layer above need not describe what nobody asks for.
+
+    Example:
+        >>> is_observed()
+        False
+    """
+    return bool(observers)
+
+
+def observe(observer: Observer) -> None:
+    """Call `observer` before and after every collective from now on.
+
+    Raises:
+        CollectiveTypeError: it has no methods `before` and `after`.
+
+    Example:
+        >>> class Names:
+        ...     def before(self, event: Event) -> None:
+        ...         print(event.op)
+        ...
+        ...     def after(self, event: Event) -> None:
+        ...         pass
+        >>> names = Names()
+        >>> observe(names)
+        >>> run_observed(Event("all_reduce", None, ()), lambda: 3)
+        all_reduce
+        3
+        >>> unobserve(names)
+    """
+    if not (callable(getattr(observer, "before", None)) and callable(getattr(observer, "after", None))):
+        raise CollectiveTypeError(f"an observer has methods before(event) and after(event), got {kind_of(observer)}")
+    observers.append(observer)
+
+
+def unobserve(observer: Observer) -> None:
+    """Call `observer` no more.
+
+    Raises:
+        CollectiveError: it does not observe.
+    """
+    if observer not in observers:
+        raise CollectiveError(f"{observer!r:.80} does not observe collectives: pass what was given to observe()")
+    observers.remove(observer)
+
+
+def run_observed(event: Event, run: Callable[[], R]) -> R:
+    """What `run` returns, with every observer called before and after; what runs in between is not reported."""
+    for observer in observers:
+        observer.before(event)
+    _nesting.active = True
+    try:
+        return run()
+    finally:
+        _nesting.active = False
+        event.seconds = time.perf_counter() - event.started
+        for observer in observers:
+            observer.after(event)

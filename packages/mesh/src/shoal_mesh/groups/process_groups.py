@@ -1,0 +1,248 @@
+"""Which process groups exist: the only file that creates them or looks them up.
+
+A group is identified by its ranks and its backend options. Whoever asks for ranks and options that some live group has
+- the default group, one that the user created, one of another mesh - gets that group. A new one is created by its
+members alone. Its name depends on nothing but its ranks, its options and how often it was created before, so members
+agree on it whatever other groups they belong to.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from .. import _torch
+from .._torch import ProcessGroup, constant_when_compiled
+from ..argument_types import require, require_each
+from ..errors import BackendError, MeshError, NoGroupError
+from .world import require_world
+
+__all__ = ["BackendChoice", "Comm", "comm_over", "find_or_create"]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """What a user may choose for the groups of one axis; by default they have the backend of the default group.
+
+    Attributes:
+        backend: `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's.
+        options: the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes.
+
+    Raises:
+        MeshTypeError: a backend that is no text, or options of no backend.
+    """
+
+    backend: str | None = None
+    options: object | None = None
+
+    def __post_init__(self) -> None:
+        require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
+        require(self.options, _torch.BackendOptions | None, "options of a backend are an object of its Options class")
+
+    @property
+    def key(self) -> str:
+        """Text that is equal on every rank that chose the same."""
+        return f"{self.backend or ''}|{fingerprint(self.options)}"
+
+
+def fingerprint(options: object | None) -> str:
+    """The plain attributes of a backend's option object as text; '' for None."""
+    if options is None:
+        return ""
+    parts = []
+    for name in sorted(n for n in dir(options) if not n.startswith("__")):
+        try:
+            value = getattr(options, name)
+        except (AttributeError, RuntimeError, TypeError):  # pybind attributes without a Python type
+            continue
+        if name in {"group_name", "global_ranks_in_group"} or callable(value):
+            continue
+        if isinstance(value, bool | int | float | str | dt.timedelta | None):
+            parts.append(f"{name}={value}")
+        elif type(value).__module__.startswith("torch") and not type(value).__name__.startswith("_"):
+            parts.append(f"{name}={fingerprint(value)}")
+    return f"{type(options).__name__}({', '.join(parts)})"
+
+
+@constant_when_compiled
+@dataclass(frozen=True, slots=True, eq=False)
+class Comm:
+    """The communicator of this rank along some mesh axes. Compared by identity; a mesh hands out one per axes.
+
+    Attributes:
+        group: the c10d group to call.
+        name: its name, as functional collectives want it.
+        axes: names of the mesh axes, outermost first.
+        size: number of ranks.
+        rank: index of this rank, row-major over the axes in the order asked for.
+        line: global ranks in index order; of the default group a range, which is as cheap for 16,384 ranks as for four.
+        ranks: the same as a tuple.
+        order: index -> rank in the group, None when they are the same. c10d orders ranks by number; along a transposed
+            or irregular mesh they count in another order, which the collectives translate.
+        backend: device to backend map of the group, such as `cpu:gloo`.
+    """
+
+    group: ProcessGroup
+    name: str
+    axes: tuple[str, ...]
+    size: int
+    rank: int
+    line: Sequence[int]
+    order: tuple[int, ...] | None
+    backend: str
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks in index order."""
+        return tuple(self.line)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, object]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"comm_{id(self)}"
+        return name, {name: self}
+
+    @classmethod
+    def over(cls, group: ProcessGroup, axes: tuple[str, ...], ranks: Sequence[int]) -> Comm:
+        """The communicator that counts the group's ranks in the order of `ranks`."""
+        world = require_world()
+        require(group, ProcessGroup, "a communicator runs over a process group")
+        require_each(axes, str, "the axes of a communicator are strings")
+        order = None
+        if group is not world or ranks != range(world.size()):
+            require_each(ranks, int, "the ranks of a communicator are int")
+            position = _torch.group_ranks(group)
+            if set(ranks) != set(position) or len(ranks) != len(position) or world.rank() not in position:
+                raise MeshError(f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}")
+            ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
+        return cls(
+            group=group,
+            name=_torch.group_name(group),
+            axes=axes,
+            size=len(ranks),
+            rank=ranks.index(world.rank()),
+            line=ranks,
+            order=None if order is None or order == tuple(range(len(order))) else order,
+            backend=_torch.backend_config(group),
+        )
+
+    def __repr__(self) -> str:
+        return f"Comm({'x'.join(self.axes)}: rank {self.rank} of {self.size}, group {self.name!r})"
+
+
+@dataclass(slots=True)
+class _Registry:
+    """The groups in use during one lifetime of the default group, and how often each name was created."""
+
+    by_key: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
+    created: Counter[str] = field(default_factory=Counter)
+
+
+# The one mutable state of this file; an entry goes when its default group does.
+_REGISTRIES: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
+
+
+def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
+    """The communicator over any global ranks, whether or not they follow axes of one mesh.
+
+    Its index follows the order of `ranks`. The group is created at first use, by its members alone, and kept.
+
+    Args:
+        ranks: distinct global ranks, this one among them.
+        name: the name of its axis in reports and errors.
+
+    Raises:
+        NoGroupError: there is no default group, or this rank is not among `ranks`.
+        MeshTypeError: `ranks` is no sequence of integers.
+        MeshError: ranks are repeated, or not in the world.
+
+    Example:
+        >>> launch(lambda: comm_over((1, 0)).rank, 2)
+        [1, 0]
+    """
+    world = require_world()
+    require_each(ranks, int, "comm_over takes a sequence of global ranks")
+    require(name, str, "the name of a communicator is a string")
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
+        raise MeshError(f"comm_over takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}")
+    if world.rank() not in ranks:
+        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}: only members ask for their communicator")
+    return Comm.over(find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks))
+
+
+def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:
+    """The group over `ranks` with these backend options; members only.
+
+    Args:
+        ranks: global ranks in any order, this rank among them.
+        choice: backend and options.
+        description: what c10d's own messages and traces call the group.
+    """
+    world = require_world()
+    if choice == BackendChoice() and ranks == range(world.size()):
+        return world
+    members = tuple(sorted(ranks))
+    registry = _REGISTRIES.get(world)
+    if registry is None:
+        registry = _REGISTRIES[world] = _Registry()
+    key = (members, choice.key)
+    group = registry.by_key.get(key)
+    if group is None or not _torch.is_live(group):
+        group = _find(world, members, choice)
+    if group is None:
+        group = _create(registry, members, choice, description)
+    if group is not world:  # holding the world here would keep its entry alive
+        registry.by_key[key] = group
+    return group
+
+
+def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) -> ProcessGroup | None:
+    """The default group or a group that the user created, if it has exactly these ranks and options."""
+    if choice.options is not None:
+        return None
+    config = _torch.full_backend_config(choice.backend) if choice.backend else _torch.backend_config(world)
+    for group in _torch.known_groups():
+        if group.size() != len(members) or _torch.backend_config(group) != config:
+            continue
+        if len(members) != world.size() and tuple(sorted(_torch.group_ranks(group))) != members:
+            continue
+        if group is world or _is_plain(world, group):
+            return group
+    return None
+
+
+def _is_plain(world: ProcessGroup, group: ProcessGroup) -> bool:
+    """Whether the options of a group are those of the default group."""
+    return [fingerprint(o) for o in _torch.backend_options(group)] == [
+        fingerprint(o) for o in _torch.backend_options(world)
+    ]
+
+
+def _create(registry: _Registry, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:
+    text = f"{','.join(map(str, members))}|{choice.key}"
+    digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
+    name = f"shoal_{digest}_{registry.created[digest]}"
+    registry.created[digest] += 1  # a destroyed group leaves its keys in the store, so its successor needs another name
+    try:
+        return _torch.new_group(
+            members,
+            name=name,
+            description=description,
+            backend=choice.backend,
+            options=choice.options,
+            timeout=getattr(choice.options, "_timeout", None),
+        )
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        if choice == BackendChoice():
+            raise
+        raise BackendError(
+            f"cannot create a process group of backend {choice.backend!r} over ranks {members}: {error}"
+        ) from error

@@ -1,0 +1,158 @@
+"""The default group: initialised when there is none, and asked whether all ranks pass the same arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pickle
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from .._torch import ProcessGroup
+from ..errors import MeshError, MeshMismatchError, NoGroupError
+
+__all__ = [
+    "all_gather_objects",
+    "bytes_of",
+    "check_agreement",
+    "device_of",
+    "ensure_world",
+    "require_world",
+    "world_id",
+]
+
+# The one mutable state of this file: a number per lifetime of the default group, so that a mesh of a destroyed world
+# is not equal to its successor. An entry goes with its group.
+_IDS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+_NEXT = count(1)
+
+
+def world_id() -> int:
+    """A number that is new for every default group of this process; 0 when there is none."""
+    world = _torch.default_group()
+    if world is None:
+        return 0
+    number = _IDS.get(world)
+    if number is None:
+        number = _IDS[world] = next(_NEXT)
+    return number
+
+
+def require_world() -> ProcessGroup:
+    """The default group.
+
+    Raises:
+        NoGroupError: there is none.
+    """
+    world = _torch.default_group()
+    if world is None:
+        raise NoGroupError(
+            "this needs a default process group: call init_device_mesh or torch.distributed.init_process_group first "
+            "(or shoal_mesh.testing.fake_world for one process); abstract_mesh needs none"
+        )
+    return world
+
+
+def ensure_world(device_type: str) -> ProcessGroup:
+    """The default group, initialised from the environment (torchrun) when there is none, and this rank's device set.
+
+    Raises:
+        MeshError: there is no default group and the environment does not describe one.
+    """
+    world = _torch.default_group()
+    if world is None:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise MeshError(
+                f"no process group and none described by the environment ({', '.join(missing)} not set): start the "
+                "script with torchrun or shoal_mesh.launch, call torch.distributed.init_process_group, or use "
+                "abstract_mesh where no communication is needed"
+            )
+        dist.init_process_group()
+        world = require_world()
+    if device_type not in {"cpu", "meta"}:
+        _set_device(device_type, world.rank())
+    return world
+
+
+def _set_device(device_type: str, rank: int) -> None:
+    """Give each rank of a host its own device, unless the program has chosen one."""
+    module = getattr(torch, device_type, None)
+    if module is None or not module.is_available():
+        return
+    if not module.is_initialized():
+        module.set_device(int(os.environ.get("LOCAL_RANK", rank)) % module.device_count())
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """A device whose tensors the group can send: the CPU where it can."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    kind = next(iter(sorted(kinds)))
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def check_agreement(description: str) -> None:
+    """Raise MeshMismatchError on all ranks unless all ranks of the world pass the same text.
+
+    One all-gather of 16 bytes; only where it shows a difference, another one sends the texts.
+    """
+    world = require_world()
+    if world.size() == 1 or "fake" in _torch.backend_config(world):
+        return
+    digest = hashlib.blake2b(description.encode(), digest_size=16).digest()
+    if len(set(_all_gather_bytes(world, digest))) > 1:
+        raise MeshMismatchError(_difference([str(text) for text in all_gather_objects(world, description)]))
+
+
+def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
+    """What every rank of a group passes, by rank in the group; pickled, so only for ranks that trust each other.
+
+    c10d's own needs numpy, which is no dependency of torch.
+    """
+    if "fake" in _torch.backend_config(group):
+        return [value] * group.size()
+    data = pickle.dumps(value)
+    lengths = [int.from_bytes(row, "little") for row in _all_gather_bytes(group, len(data).to_bytes(8, "little"))]
+    rows = _all_gather_bytes(group, data.ljust(max(lengths), b"\0"))
+    return [pickle.loads(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
+    """The bytes of every rank of a group, equally many on all of them."""
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
+    every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
+    group._allgather_base(every, own).wait()
+    gathered = bytes_of(every.cpu())
+    return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The memory of a contiguous CPU tensor."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _difference(texts: list[str]) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        by_text.setdefault(text, []).append(rank)
+    lines = [f"  rank{'s' if len(r) > 1 else ''} {_ranges(r)}: {text}" for text, r in by_text.items()]
+    return "\n".join(["ranks passed different arguments to one mesh:", *lines, "pass the same on every rank"])
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Sorted ranks as text: `0-3, 7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

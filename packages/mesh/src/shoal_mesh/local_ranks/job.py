@@ -1,0 +1,52 @@
+"""What the parent sends to its ranks and what they send back, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .pickle_functions import Reference
+
+__all__ = ["Failure", "Job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call, sent to all ranks.
+
+    Attributes:
+        function: a `Reference`.
+        payload: pickled (args, kwargs), read only after the function's module is loaded.
+        state: attributes of the test instance when the function is a method, None otherwise.
+        path: `sys.path` of the parent.
+        cwd: working directory of the parent.
+        store: port of the parent's store, and a prefix that no other job has.
+        backend: of the default group.
+    """
+
+    function: Reference
+    payload: bytes
+    state: dict[str, Any] | None
+    path: list[str]
+    cwd: str
+    store: tuple[int, str]
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on one rank.
+
+    Attributes:
+        kind: name of the exception's type.
+        message: its text.
+        trace: the formatted traceback, with the locals of the failing function.
+        skip: whether it asked to skip the test.
+        error: the pickled exception, None when it cannot be pickled.
+    """
+
+    kind: str
+    message: str
+    trace: str
+    skip: bool = False
+    error: bytes | None = None

@@ -1,0 +1,79 @@
+"""launch: run a function on N local ranks from a script or a notebook; under torchrun, on the ranks of torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..argument_types import require
+from ..errors import MeshError, RankError
+from ..groups.world import all_gather_objects, ensure_world
+from .pool import RankPool
+
+__all__ = ["launch"]
+
+R = TypeVar("R")
+
+
+def launch(
+    fn: Callable[..., R],
+    nprocs: int | None = None,
+    *args: Any,
+    backend: str | None = None,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> list[R]:
+    """What a function returns on every rank, by rank.
+
+    Args:
+        fn: runs on each rank with the default process group up. Imported there by module (or script) and name;
+            functions of a notebook are sent as code.
+        nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks exist already: then it
+            is their number or None.
+        *args: for `fn`, pickled.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, else `gloo`.
+        timeout: seconds until ranks that have not returned count as hung; None waits.
+        **kwargs: for `fn`, pickled.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type, or one that cannot be sent.
+        MeshError: `nprocs` is missing, or not the number of ranks that exist.
+        RankError: ranks failed differently or did not return. If all failed with one error, that error is raised.
+
+    Example:
+        >>> launch(lambda offset: dist.get_rank() + offset, 2, 10)
+        [10, 11]
+    """
+    require(fn, Callable, "launch runs a function")  # type: ignore[arg-type]  # an abstract class
+    require(nprocs, int | None, "launch takes a number of ranks")
+    if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return _on_present_ranks(fn, nprocs, args, kwargs)
+    if nprocs is None:
+        raise MeshError("launch needs a number of ranks, except under torchrun")
+    with RankPool(nprocs, backend=backend, show_output=True) as pool:
+        try:
+            return pool._run(fn, args, kwargs, None, timeout)
+        except RankError as error:
+            cause = error.__cause__
+            if cause is None or error.hung or len(error.failures) < nprocs or len(set(error.failures.values())) > 1:
+                raise
+            cause.add_note(str(error))
+            raise cause from None
+
+
+def _on_present_ranks(
+    fn: Callable[..., R], nprocs: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[R]:
+    world = ensure_world("cuda" if _has_gpus() else "cpu")
+    if nprocs is not None and nprocs != world.size():
+        raise MeshError(f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already")
+    return all_gather_objects(world, fn(*args, **kwargs))
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,292 @@
+"""RankPool: local ranks that stay up and run one function after the other.
+
+The parent sends a function to all ranks and collects what they return. A failure comes back as one error with every
+rank's traceback. A rank that does not return in time dumps its stack (faulthandler), the error has it, and the next
+call starts new ranks. Nothing uses a fixed port, and ranks end when the parent does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import unittest
+from collections.abc import Callable
+from itertools import count
+from math import inf
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+
+from ..argument_types import require
+from ..errors import MeshError, MeshTypeError, RankError
+from .fork_server import ForkServer
+from .job import Failure, Job
+from .pickle_functions import dump_function, loading_file
+
+__all__ = ["RankPool"]
+
+R = TypeVar("R")
+_IDS = count()
+_LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
+_GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
+
+
+class RankPool:
+    """A number of ranks on this machine, with a default process group.
+
+    Args:
+        size: number of ranks.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, else `gloo`.
+        show_output: let the ranks print where the parent does; otherwise what they print is shown with a failure.
+
+    Raises:
+        MeshTypeError: the size is no integer.
+        MeshError: the size is not positive.
+
+    Example:
+        >>> with RankPool(2) as pool:
+        ...     pool.run(max, 1, 2)
+        [2, 2]
+    """
+
+    def __init__(self, size: int, *, backend: str | None = None, show_output: bool = False) -> None:
+        require(size, int, "a pool has a number of ranks")
+        require(backend, str | None, "a backend is named by a string, such as 'gloo'")
+        if size < 1:
+            raise MeshError(f"a pool needs at least one rank, got {size}")
+        self.size = size
+        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
+        self.backend = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        self._show_output = show_output
+        self._connections: list[Connection] = []
+        self._pids: list[int] = []
+        self._folder: Path | None = None
+        self._printed: dict[int, int] = {}  # bytes that each rank had printed before this job
+        self._lock = threading.RLock()
+        self._parent = os.getpid()
+        self._key = f"pool{os.getpid()}_{next(_IDS)}"
+        self._jobs = count()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, timeout: float = 120.0) -> None:
+        """Start the ranks that are not up; `run` does it too.
+
+        Raises:
+            RankError: they did not come up in time, or a rank would start ranks because it imports the main script.
+        """
+        if self._connections and self._parent == os.getpid():
+            return
+        if script := loading_file():
+            raise RankError(
+                f"{script} starts ranks as soon as it is imported, and the ranks import it to find the function that "
+                f"they are to run; put what starts them under `if __name__ == '__main__':`"
+            )
+        self._parent = os.getpid()
+        self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
+        address = str(self._folder / "s")
+        server = ForkServer.get()
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # after that of the server, so that it runs before: idle ranks leave by themselves
+        with Listener(address, family="AF_UNIX", backlog=self.size) as listener:
+            for rank in range(self.size):
+                log = None if self._show_output else str(self._folder / f"log{rank}")
+                trace = str(self._folder / f"trace{rank}")
+                server.fork(rank=rank, size=self.size, address=address, log=log, trace=trace)
+            up: dict[int, tuple[Connection, int]] = {}
+            listener._listener._socket.settimeout(timeout)  # type: ignore[attr-defined]  # accept has no timeout
+            while len(up) < self.size:
+                try:
+                    connection = listener.accept()
+                except TimeoutError as error:
+                    late = [rank for rank in range(self.size) if rank not in up]
+                    raise RankError(f"ranks {late} of {self.size} did not start in {timeout:.0f} s") from error
+                rank, pid = connection.recv()
+                up[rank] = (connection, pid)
+        self._connections = [up[rank][0] for rank in range(self.size)]
+        self._pids = [up[rank][1] for rank in range(self.size)]
+
+    def run(self, function: Callable[..., R], *args: Any, timeout: float | None = 60.0, **kwargs: Any) -> list[R]:
+        """What the function returns on every rank, by rank.
+
+        Args:
+            function: imported on the ranks by module (or file) and name; lambdas and inner functions are sent as code.
+            *args: its arguments, pickled.
+            timeout: seconds until ranks that have not returned count as hung; None waits.
+            **kwargs: its keyword arguments, pickled.
+
+        Raises:
+            MeshTypeError: it is no function, or arguments cannot be pickled.
+            RankError: it failed or did not return on some rank.
+            unittest.SkipTest: it asked to be skipped on every rank.
+        """
+        return self._run(function, args, kwargs, None, timeout)
+
+    def _run(
+        self,
+        function: Callable[..., R],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        state: dict[str, Any] | None,
+        timeout: float | None,
+    ) -> list[R]:
+        reference = dump_function(function)
+        try:
+            payload = pickle.dumps((args, kwargs))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise MeshTypeError(f"arguments of {reference.qualname} cannot be sent to ranks: {error}") from error
+        with self._lock:
+            self.start()
+            port = ForkServer.get().store.port
+            store = (port, f"{self._key}/{next(self._jobs)}")
+            self._printed = {rank: self._log_size(rank) for rank in range(self.size)}
+            job = pickle.dumps(Job(reference, payload, state, list(sys.path), os.getcwd(), store, self.backend))
+            try:
+                answers, hung = self._collect(job, timeout)
+            except BaseException:  # Ctrl-C: the ranks are in the middle of something
+                self._kill()
+                raise
+            failures = {rank: value for rank, (good, value) in answers.items() if not good}
+        if failures or hung:
+            self._raise(reference.qualname, failures, hung, timeout)
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _collect(self, job: bytes, timeout: float | None) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:
+        """The answers by rank, and the ranks that did not give one in time."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
+        for connection, rank in list(waiting.items()):
+            try:
+                connection.send_bytes(job)
+            except OSError:
+                answers[waiting.pop(connection)] = (False, self._death(rank))
+        starting = set(waiting.values())
+        deadline = time.monotonic() + _LOADING
+        while waiting:
+            if any(not good for good, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + _GRACE)
+            ready = wait(list(waiting), None if deadline == inf else max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in list(waiting):
+                if connection not in ready:
+                    continue
+                rank = waiting[connection]
+                answer = self._receive(connection, rank)
+                if answer is not None:
+                    answers[waiting.pop(connection)] = answer
+                if rank in starting:
+                    starting.remove(rank)
+                    deadline = deadline if starting else time.monotonic() + (inf if timeout is None else timeout)
+        return answers, tuple(sorted(waiting.values()))
+
+    def _receive(self, connection: Connection, rank: int) -> tuple[bool, Any] | None:
+        """(True, result) or (False, failure); None when the rank says that it has loaded the function and begins."""
+        try:
+            data = connection.recv_bytes()
+            return cast("tuple[bool, Any]", pickle.loads(data)) if data else None
+        except (EOFError, OSError):
+            return False, self._death(rank)
+        except Exception as error:  # a result whose class this process cannot load
+            return False, Failure(type(error).__name__, f"cannot read the result: {error}", f"{error!r}\n")
+
+    def _death(self, rank: int) -> Failure:
+        return Failure("RankDied", "the process ended", f"the process of rank {rank} (pid {self._pids[rank]}) ended\n")
+
+    def _raise(self, name: str, failures: dict[int, Failure], hung: tuple[int, ...], timeout: float | None) -> NoReturn:
+        """Raise the failures of the ranks as one error; the next run starts new ranks."""
+        if len(failures) == self.size and all(f.skip for f in failures.values()):
+            raise unittest.SkipTest(failures[0].message)
+        stacks = self._stacks(hung)
+        logs = {rank: self._read("log", rank)[-4000:] for rank in sorted({*failures, *hung})}
+        self._kill()
+        texts: dict[int, str] = {rank: f.trace for rank, f in failures.items()}
+        what = []
+        if failures:
+            what.append(f"{name} failed on {_ranks(sorted(failures))} of {self.size}")
+        if hung:
+            why = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
+            what.append(f"{_ranks(hung)} had not returned {why}")
+        paragraphs = ["; ".join(what)]
+        for trace, ranks in _grouped(texts):
+            paragraphs.append(f"--- {_ranks(ranks)} ---\n{trace.rstrip()}")
+        paragraphs += [f"--- rank {rank} stood at ---\n{stacks[rank].rstrip() or 'unknown'}" for rank in hung]
+        paragraphs += [f"--- rank {rank} printed ---\n{text.rstrip()}" for rank, text in logs.items() if text.strip()]
+        cause = next((f.error for f in failures.values() if f.error is not None), None)
+        error = RankError("\n".join(paragraphs), {rank: f.message for rank, f in failures.items()}, hung)
+        raise error from (pickle.loads(cause) if cause is not None else None)
+
+    def _stacks(self, hung: tuple[int, ...]) -> dict[int, str]:
+        """The stack of each hung rank, as faulthandler dumps it."""
+        for rank in hung:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[rank], signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and not all(self._read("trace", rank) for rank in hung):
+            time.sleep(0.02)
+        if hung:
+            time.sleep(0.05)  # the last lines of the last one
+        return {rank: self._read("trace", rank) for rank in hung}
+
+    def _read(self, kind: str, rank: int) -> str:
+        try:
+            data = ((self._folder or Path()) / f"{kind}{rank}").read_bytes()
+            return data[self._printed.get(rank, 0) if kind == "log" else 0 :].decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _log_size(self, rank: int) -> int:
+        log = (self._folder or Path()) / f"log{rank}"
+        return log.stat().st_size if log.exists() else 0
+
+    def close(self) -> None:
+        """End the ranks; the next `run` starts new ones."""
+        if self._parent == os.getpid():  # a fork of the parent does not own them
+            with contextlib.suppress(OSError):
+                for connection in self._connections:
+                    connection.send_bytes(b"")  # idle ranks leave by themselves
+                deadline = time.monotonic() + 10.0  # it takes milliseconds, except under a coverage tool
+                for connection in self._connections:
+                    connection.poll(max(0.0, deadline - time.monotonic()))
+            self._kill()
+
+    def _kill(self) -> None:
+        """End the ranks at once, whatever they are doing."""
+        for connection in self._connections:
+            connection.close()
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._connections, self._pids = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
+    """Equal texts once, with the ranks that gave them."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks.setdefault(texts[rank], []).append(rank)
+    return list(ranks.items())

@@ -1,0 +1,201 @@
+"""What runs in the processes of a rank pool: the fork server, which has torch imported, and the ranks forked from it.
+
+A fork of a process that has torch imported starts in milliseconds where a new interpreter takes seconds, so a pool that
+has lost a rank has new ones at once. The fork server starts no threads and uses no device, so that forking it is safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import pickle
+import random
+import reprlib
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Client, Connection
+from types import TracebackType
+from typing import Any
+
+from .job import Failure, Job
+from .pickle_functions import Reference, load_function
+
+__all__ = ["serve_forks"]
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere the closed pipe does it)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def serve_forks(preload: list[str]) -> None:
+    """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch.distributed  # noqa: F401  # imported once, for all ranks
+
+    from ..collectives import even as collectives  # noqa: F401
+
+    for name in preload:
+        importlib.import_module(name)
+
+    children: set[int] = set()
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _run_rank(**order)
+        children.add(pid)
+        children -= _reaped(children)
+    for pid in children - _reaped(children):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reaped(children: set[int]) -> set[int]:
+    ended = set()
+    for pid in children:
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                ended.add(pid)
+        except ChildProcessError:
+            ended.add(pid)
+    return ended
+
+
+def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -> None:
+    """Run one rank until the parent closes the connection; never returns."""
+    code = 1
+    try:
+        die_with_parent()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        if log is not None:
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+        with open(trace, "w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+            connection = Client(
+                address, family="AF_UNIX"
+            )  # closed by the kernel: the parent sees the end of the process
+            connection.send((rank, os.getpid()))
+            _serve(connection, rank, size)
+        code = 0
+    except (EOFError, ConnectionError):
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no destructors: they would wait for peers that are gone
+
+
+def _serve(connection: Connection, rank: int, size: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        order = connection.recv_bytes()
+        if not order:
+            return  # the pool closes
+        job = pickle.loads(order)
+        try:
+            answer = pickle.dumps((True, _run(job, rank, size, connection)))
+        except BaseException as error:
+            answer = pickle.dumps((False, _failure(error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(answer)
+
+
+def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
+    import torch
+
+    if sys.path != job.path:
+        sys.path[:] = job.path
+    if os.getcwd() != job.cwd:
+        os.chdir(job.cwd)
+    function = load_function(job.function)  # as in any program: its imports run first, then communication starts
+    _ensure_group(job, rank, size)
+    torch.manual_seed(0)
+    random.seed(0)
+    function = getattr(getattr(function, "hypothesis", None), "inner_test", function)  # @given around @on_ranks
+    body = getattr(function, "__shoal_body__", function)
+    args, kwargs = pickle.loads(job.payload)
+    connection.send_bytes(b"")  # loaded: the parent's clock starts
+    if job.state is not None:
+        return _call_method(job, body, args, kwargs)
+    return body(*args, **kwargs)
+
+
+def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a test method on an instance like the parent's."""
+    owner = load_function(Reference(job.function.module, job.function.file, job.function.qualname.rpartition(".")[0]))
+    instance = object.__new__(owner)
+    instance.__dict__.update(job.state or {})
+    instance.__dict__.setdefault("_outcome", None)  # unittest's subTest asks for it
+    begin, end = getattr(instance, "set_up_rank", None), getattr(instance, "tear_down_rank", None)
+    if begin is not None:
+        begin()
+    try:
+        return body(instance, *args, **kwargs)
+    finally:
+        if end is not None:
+            end()
+
+
+def _ensure_group(job: Job, rank: int, size: int) -> None:
+    """The default group, when the last job has destroyed it or there was none."""
+    import torch.distributed as dist
+
+    from .._torch import PrefixStore, TCPStore
+
+    if dist.is_initialized():
+        return
+    port, prefix = job.store
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    if "nccl" in job.backend:
+        import torch
+
+        torch.cuda.set_device(rank)
+    dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+
+
+def _failure(error: BaseException) -> Failure:
+    kind = type(error).__name__
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:  # an exception may refuse in any way
+        pickled = None
+    trace = "".join(traceback.format_exception(error)) + _locals(error.__traceback__)
+    return Failure(kind, str(error), trace, kind in {"SkipTest", "Skipped"}, pickled)
+
+
+def _locals(trace: TracebackType | None) -> str:
+    """The short values of the variables of the innermost frame outside of installed packages."""
+    frame = None
+    while trace is not None:
+        if "site-packages" not in trace.tb_frame.f_code.co_filename and __package__ not in trace.tb_frame.f_globals.get(
+            "__name__", ""
+        ):
+            frame = trace.tb_frame
+        trace = trace.tb_next
+    if frame is None:
+        return ""
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 160
+    lines = []
+    for name, value in list(frame.f_locals.items())[:20]:
+        try:
+            lines.append(f"    {name} = {' '.join(short.repr(value).split())}\n")
+        except Exception:  # a broken __repr__ must not hide the failure
+            lines.append(f"    {name} = <{type(value).__name__}>\n")
+    return f"  variables of {frame.f_code.co_name}:\n{''.join(lines)}" if lines else ""

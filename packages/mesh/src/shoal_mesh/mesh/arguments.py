@@ -1,0 +1,182 @@
+"""What users pass for a mesh, checked once: device types, ranks, names and backends become values of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._torch import BackendOptions, ProcessGroup
+from ..argument_types import kind_of, require, require_each
+from ..errors import AxisError, BackendError, MeshError, MeshTypeError
+from ..groups.process_groups import BackendChoice
+from .rank_layout import Layout, read_sizes
+
+__all__ = [
+    "BackendOverride",
+    "check_fits",
+    "read_backends",
+    "read_device_type",
+    "read_groups",
+    "read_names",
+    "read_ranks",
+    "read_shape",
+]
+
+BackendOverride = (
+    Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
+)  # axis -> "gloo" | Options | ("nccl", Options)
+
+
+def read_device_type(device_type: str) -> str:
+    """The device type without an index.
+
+    Raises:
+        MeshTypeError: it is no text.
+        MeshError: it has an index, as `cuda:0` has, or is no device type.
+    """
+    require(device_type, str | torch.device, "a device type is 'cpu', 'cuda', ...")
+    try:
+        device = torch.device(device_type)
+    except RuntimeError as error:
+        raise MeshError(f"{device_type!r} is no device type: use 'cpu', 'cuda', ...") from error
+    if ":" in str(device_type):
+        raise MeshError(
+            f"device type {device_type!r} has an index: a mesh spans the devices of all ranks, so pass {device.type!r} "
+            "and choose this rank's device with torch.accelerator.set_device_index"
+        )
+    return device.type
+
+
+def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """A mesh shape as plain positive integers.
+
+    Raises:
+        MeshTypeError: it is no integer and no sequence of integers.
+        MeshError: a size below 1, or none.
+    """
+    sizes = read_sizes((shape,) if isinstance(shape, int) else shape, "a mesh shape")
+    if not sizes or any(size < 1 for size in sizes):
+        raise MeshError(f"a mesh shape is one positive size per axis, got {shape}")
+    return sizes
+
+
+def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> tuple[Layout, tuple[int, ...] | None]:
+    """A layout, and the list of ranks that it indexes when they have no strides.
+
+    Args:
+        mesh: ranks as tensor or nested list; None for all of the world in a row.
+        world: number of ranks there are, None when unknown.
+
+    Raises:
+        MeshTypeError: it is neither.
+        MeshError: ranks are repeated, not in the world, no integers, or none; the nested lists differ in length.
+    """
+    if mesh is None:
+        return Layout.dense((world or 1,)), None
+    try:
+        ranks = torch.as_tensor(mesh).cpu()
+    except (TypeError, RuntimeError) as error:
+        raise MeshTypeError(f"the ranks of a mesh are a tensor or nested list of int, got {kind_of(mesh)}") from error
+    except ValueError as error:
+        raise MeshError(f"the ranks of a mesh are a tensor or nested list of int of equal lengths: {error}") from error
+    if ranks.is_floating_point() or ranks.is_complex() or ranks.dtype == torch.bool:
+        raise MeshTypeError(f"the ranks of a mesh are integers, got {ranks.dtype}")
+    if ranks.numel() == 0:
+        raise MeshError(f"a mesh holds at least one rank, got shape {tuple(ranks.shape)}")
+    shape = tuple(ranks.shape) or (1,)
+    flat = ranks.reshape(-1).tolist()
+    if len(set(flat)) != len(flat):
+        twice = sorted({rank for rank in flat if flat.count(rank) > 1})
+        raise MeshError(f"each rank may be in a mesh once; {twice} are there more often, in shape {shape}")
+    if min(flat) < 0 or (world is not None and max(flat) >= world):
+        wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
+        raise MeshError(f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})")
+    layout = Layout.fit(shape, flat)
+    return (layout, None) if layout is not None else (Layout.dense(shape), tuple(flat))
+
+
+def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None:
+    """One distinct name per axis, or None."""
+    if names is None:
+        return None
+    if isinstance(names, str):
+        names = (names,)
+    require_each(names, str, f"names of mesh axes are strings, one for each of {ndim} axes")
+    given = tuple(names)
+    if len(given) != ndim:
+        raise AxisError(f"a mesh of {ndim} axes needs {ndim} names, got {given}")
+    if len(set(given)) != len(given) or not all(given):
+        raise AxisError(f"names of mesh axes are distinct, non-empty strings, got {given}")
+    return given
+
+
+def read_backends(
+    override: BackendOverride | None, names: Sequence[str] | None, ndim: int
+) -> tuple[BackendChoice, ...]:
+    """The backend choice of every axis.
+
+    Raises:
+        AxisError: an axis that does not exist, or given twice (by name and by index).
+        BackendError: a value that is neither a backend, nor options, nor a pair of both.
+        MeshTypeError: `override` is no mapping.
+    """
+    choices: dict[int, BackendChoice] = {}
+    require(override, Mapping | None, "backend_override maps axes to backends")
+    for axis, value in (override or {}).items():
+        index = list(names or ()).index(axis) if isinstance(axis, str) and axis in (names or ()) else axis
+        if not isinstance(index, int) or not 0 <= index < ndim:
+            raise AxisError(f"backend_override names axis {axis!r}; the axes are {tuple(names or range(ndim))}")
+        if index in choices:
+            raise AxisError(f"backend_override gives axis {axis!r} twice, by name and by index")
+        choices[index] = _read_choice(axis, value)
+    return tuple(choices.get(i, BackendChoice()) for i in range(ndim))
+
+
+def _read_choice(axis: int | str, value: object) -> BackendChoice:
+    match value:
+        case BackendChoice():
+            return value
+        case str():
+            return BackendChoice(backend=_read_backend(axis, value))
+        case (str() as backend, options):
+            return BackendChoice(backend=_read_backend(axis, backend), options=options)
+        case BackendOptions():
+            return BackendChoice(options=value)
+        case _:
+            raise BackendError(
+                f"backend_override of axis {axis!r} is a backend, its options, or both as a pair, got {kind_of(value)}"
+            )
+
+
+def _read_backend(axis: int | str, backend: str) -> str:
+    known = dist.Backend.backend_list
+    for part in backend.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise BackendError(
+                f"backend {backend!r} of axis {axis!r}: known are {', '.join(known)}, or cpu:gloo,cuda:nccl"
+            )
+    return backend
+
+
+def read_groups(group: ProcessGroup | Sequence[ProcessGroup]) -> list[ProcessGroup]:
+    """One process group per axis.
+
+    Raises:
+        MeshTypeError: neither a group nor a sequence of groups.
+        MeshError: none.
+    """
+    groups = [group] if isinstance(group, ProcessGroup) else group
+    require_each(groups, ProcessGroup, "from_group takes one process group, or a list with one per axis")
+    if not groups:
+        raise MeshError("from_group needs at least one process group")
+    return list(groups)
+
+
+def check_fits(shape: Sequence[int], world: int) -> None:
+    """MeshError unless a mesh of this shape fits the world."""
+    if prod(shape) > world:
+        raise MeshError(f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}")

@@ -1,0 +1,118 @@
+"""Meshes from a shape: over the ranks of the world, or without a world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from ..argument_types import require, require_each
+from ..errors import MeshError
+from ..groups.process_groups import BackendChoice, Comm
+from ..groups.world import check_agreement, ensure_world
+from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
+from .device_mesh import DeviceMesh, rebuild_mesh
+from .rank_grid import MeshFields
+from .rank_layout import Layout
+
+__all__ = ["abstract_mesh", "init_device_mesh", "safe_globals"]
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: BackendOverride | None = None,
+    validate: bool = True,
+    lazy: bool = False,
+) -> DeviceMesh:
+    """The row-major mesh over the first ranks of the world; called by all ranks with the same arguments.
+
+    Initialises the default process group from the environment (torchrun) when there is none.
+
+    Args:
+        device_type: `cpu`, `cuda`, ...: without an index.
+        mesh_shape: number of ranks along each axis.
+        mesh_dim_names: one distinct name per axis.
+        backend_override: per axis (name or index) a backend, its options, or both as a pair.
+        validate: compare the arguments of all ranks in one all-gather of 16 bytes, before any group is created.
+        lazy: create the group of an axis at its first use instead of now.
+
+    Returns:
+        The mesh, with a process group along every axis.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: shape, names or device type describe no mesh, or the world is too small.
+        MeshMismatchError: ranks passed different arguments; raised on all of them.
+
+    Example:
+        >>> launch(lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")).get_coordinate(), 2)
+        [(0, 0), (0, 1)]
+    """
+    require_each((validate, lazy), bool, "validate and lazy are bool")
+    device_type, shape = read_device_type(device_type), read_shape(mesh_shape)
+    names = read_names(mesh_dim_names, len(shape))
+    choices = read_backends(backend_override, names, len(shape))
+    world = ensure_world(device_type)
+    if validate:
+        kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
+        check_agreement(f"{device_type} mesh of shape {shape}, names {names}, backends {kinds}, lazy {lazy}")
+    check_fits(shape, world.size())
+    mesh = DeviceMesh._of(MeshFields(device_type, Layout.dense(shape), names, choices))
+    if not lazy:
+        mesh._create_groups()
+    return mesh
+
+
+def abstract_mesh(
+    shape: Sequence[int],
+    names: Sequence[str] | None = None,
+    *,
+    rank: int = 0,
+    device_type: str = "cpu",
+    connect: Callable[[tuple[int, ...]], Comm] | None = None,
+) -> DeviceMesh:
+    """A mesh as one rank sees it, without process groups: for planning and simulation.
+
+    Args:
+        shape: number of ranks along each axis.
+        names: one distinct name per axis.
+        rank: the rank whose view it is; one that is not in the mesh has no coordinate.
+        device_type: `cpu`, `cuda`, ...: without an index.
+        connect: for simulated ranks that do communicate: the communicator of this rank among given global ranks, called
+            once per group. Meshes with different functions are not equal.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: shape, names or device type describe no mesh, or the rank is negative.
+
+    Example:
+        >>> abstract_mesh((2, 2), ("dp", "tp"), rank=3).get_coordinate()
+        (1, 1)
+    """
+    sizes = read_shape(shape)
+    require(rank, int, "the rank of an abstract mesh is an int")
+    require(connect, Callable | None, "connect is a function of ranks")  # type: ignore[arg-type]  # an abstract class
+    if rank < 0:
+        raise MeshError(f"rank {rank} of an abstract mesh of {prod(sizes)} ranks")
+    axis_names = read_names(names, len(sizes))
+    choices = (BackendChoice(),) * len(sizes)
+    device_type, layout = read_device_type(device_type), Layout.dense(sizes)
+    fields = MeshFields(device_type, layout, axis_names, choices, abstract_rank=rank, connect=connect)
+    return DeviceMesh._of(fields)
+
+
+def safe_globals() -> list[Any]:
+    """The classes and functions in a pickled mesh, for `torch.load(..., weights_only=True)`.
+
+    Example:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(abstract_mesh((2, 2)), file)
+        >>> with torch.serialization.safe_globals(safe_globals()):
+        ...     torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        DeviceMesh((2, 2), 'cpu', ranks 0-3, abstract)
+    """
+    return [rebuild_mesh, MeshFields, Layout, BackendChoice]

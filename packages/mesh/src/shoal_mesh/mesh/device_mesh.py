@@ -1,0 +1,396 @@
+"""DeviceMesh: ranks in a grid, with a process group along every axis.
+
+Meshes derived from another one (slices, flattened, split and joined axes) have the same ranks and groups.
+Not here: coordinates (rank_grid.py), checks of arguments (arguments.py), creation of groups (process_groups.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from itertools import product
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import _torch
+from .._torch import ProcessGroup, constant_when_compiled
+from ..argument_types import require, require_each
+from ..errors import AxisError, MeshError
+from ..groups.process_groups import BackendChoice
+from ..groups.world import check_agreement, ensure_world
+from .arguments import BackendOverride, read_backends, read_device_type, read_groups, read_names, read_ranks
+from .communicator_grid import CommunicatorGrid
+from .rank_grid import AxisLike, MeshFields, RankGrid
+from .rank_layout import Layout, read_sizes
+
+__all__ = ["DeviceMesh", "current_mesh", "rebuild_mesh"]
+
+_ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost enclosing `with mesh:`, or None.
+
+    Example:
+        >>> with abstract_mesh((2,)) as mesh:
+        ...     current_mesh() is mesh
+        True
+    """
+    entered = _ENTERED.get()
+    return entered[-1] if entered else None
+
+
+@constant_when_compiled
+class DeviceMesh(CommunicatorGrid):
+    """Ranks in a grid with named axes and a process group along each of them.
+
+    Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or `abstract_mesh`.
+    Two meshes are equal when they have the same ranks at the same coordinates, the same names and backend choices, in
+    the same lifetime of the default process group.
+
+    Args:
+        device_type: `cpu`, `cuda`, ...: without an index.
+        mesh: global ranks as a tensor or nested list; all ranks of the world by default. Every rank of the world must
+            construct the mesh with equal arguments, also those that are not in it.
+        mesh_dim_names: one name per axis.
+        backend_override: per axis (name or index) a backend, its options, or both as a pair.
+        _init_backend: False creates the groups at first use instead of now (then nothing is validated either).
+        _rank: with `_init_backend=False`: a mesh as this rank sees it, without process groups (`abstract_mesh`).
+        validate: compare the arguments of all ranks in one all-gather of 16 bytes before groups are created.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: ranks, names or device type describe no mesh, or do not fit the world.
+        MeshMismatchError: ranks passed different arguments; raised on all of them.
+
+    Example:
+        >>> mesh = abstract_mesh((2, 4), ("dp", "tp"), rank=5)
+        >>> mesh["tp"]
+        DeviceMesh((tp=4), 'cpu', ranks 4-7, abstract)
+    """
+
+    __slots__ = ()
+    _derived: dict[Any, DeviceMesh]
+    _flattened: dict[str, DeviceMesh]
+    _root: DeviceMesh | None
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any] | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: BackendOverride | None = None,
+        _init_backend: bool = True,
+        _rank: int | None = None,
+        validate: bool = True,
+    ) -> None:
+        require_each((validate, _init_backend), bool, "validate and _init_backend are bool")
+        device_type = read_device_type(device_type)
+        abstract = None if _init_backend else _rank
+        world = None if abstract is not None else ensure_world(device_type).size()
+        layout, rank_map = read_ranks(mesh, world)
+        names = read_names(mesh_dim_names, layout.ndim)
+        choices = read_backends(backend_override, names, layout.ndim)
+        if _init_backend and validate:
+            kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
+            where = rank_map if rank_map is not None else layout
+            check_agreement(
+                f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {where}, backends {kinds}"
+            )
+        self._set(MeshFields(device_type, layout, names, choices, rank_map, abstract), None)
+        if _init_backend:
+            self._create_groups()
+
+    @classmethod
+    def from_group(
+        cls,
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: torch.Tensor | Sequence[Any] | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over groups that exist, one per axis; nothing is sent.
+
+        Args:
+            group: the group of the only axis, or a list with this rank's group along every axis.
+            device_type: `cpu`, `cuda`, ...: without an index.
+            mesh: global ranks as a tensor or nested list with one dim per axis; of one group it may be None.
+            mesh_dim_names: one name per axis.
+
+        Raises:
+            MeshTypeError: an argument of a wrong type.
+            MeshError: `mesh` is missing or its axes are not the ranks of the groups.
+
+        Example:
+            >>> def example() -> DeviceMesh:
+            ...     return DeviceMesh.from_group(dist.group.WORLD, "cpu", mesh_dim_names=("dp",))
+            >>> launch(example, 2)[0]
+            DeviceMesh((dp=2), 'cpu', ranks 0-1)
+        """
+        groups, device_type = read_groups(group), read_device_type(device_type)
+        if mesh is None:
+            if len(groups) != 1 or isinstance(group, Sequence):
+                raise MeshError(
+                    f"from_group of a list of {len(groups)} groups needs mesh=, the ranks at each coordinate"
+                )
+            mesh = list(_torch.group_ranks(groups[0]))
+        layout, rank_map = read_ranks(mesh, ensure_world(device_type).size())
+        if layout.ndim != len(groups):
+            raise MeshError(f"from_group got {len(groups)} groups for a mesh of shape {layout.shape}: one per axis")
+        names = read_names(mesh_dim_names, layout.ndim)
+        self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim, rank_map))
+        self._adopt(groups)
+        return self
+
+    # --- derived meshes ---------------------------------------------------------------------------------------------
+
+    def _derive(
+        self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...], kept: dict[int, int]
+    ) -> DeviceMesh:
+        """A mesh over ranks of this one; `kept` maps its axes to those of this mesh that have the same group."""
+        fields = replace(self._fields, layout=layout, names=names, choices=choices)
+        mesh = self._of(fields, root=self._get_root_mesh())
+        for new, old in kept.items():
+            comm = self._comms.get((old,))
+            if comm is not None and comm.axes == (mesh.axis_names[new],):
+                mesh._comms[new,] = comm
+        return mesh
+
+    def _get_root_mesh(self) -> DeviceMesh:
+        """The mesh that this one was derived from, itself for one that was constructed."""
+        return self if self._root is None else self._root
+
+    def __getitem__(self, axes: AxisLike | Sequence[AxisLike]) -> DeviceMesh:
+        """The mesh of some axes, in the order asked for, through this rank; flattened axes by the name they were given.
+
+        Args:
+            axes: a name or index, or several.
+
+        Raises:
+            MeshTypeError: neither names nor indices.
+            AxisError: unknown or repeated axis.
+        """
+        asked = self._asked(axes)
+        mesh = self._derived.get(asked)
+        if mesh is None:
+            mesh = self._derived[asked] = self._slice(asked)
+        return mesh
+
+    def _slice(self, asked: tuple[AxisLike, ...]) -> DeviceMesh:
+        root = self._get_root_mesh()
+        flattened = [a for a in asked if isinstance(a, str) and a not in self.axis_names and a in root._flattened]
+        if flattened:
+            lines = [root._flattened[a] if isinstance(a, str) and a in flattened else self._slice((a,)) for a in asked]
+            return lines[0] if len(lines) == 1 else self.concatenate(lines)
+        axes = self._axes(asked)
+        if axes == tuple(range(self.ndim)):
+            return self
+        at = self._coordinate or (0,) * self.ndim
+        layout = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes})
+        names = None if self._names is None else tuple(self._names[a] for a in axes)
+        return self._derive(layout, names, tuple(self._choices[a] for a in axes), dict(enumerate(axes)))
+
+    def flatten(self, name: str | None = None, backend_override: object | None = None) -> DeviceMesh:
+        """The 1-D mesh over all ranks of this one in row-major order.
+
+        Its group is created at first use, or is the default group if the mesh has all ranks. The name also works as an
+        axis of the mesh this one was sliced from: `mesh["a_b"]`.
+
+        Args:
+            name: by default `a_b` for axes a and b.
+            backend_override: a backend, its options, or both as a pair.
+
+        Raises:
+            MeshTypeError: the name is no text.
+            AxisError: the name is that of another axis.
+
+        Example:
+            >>> abstract_mesh((2, 2), ("dp", "tp")).flatten()
+            DeviceMesh((dp_tp=4), 'cpu', ranks 0-3, abstract)
+        """
+        require(name, str | None, "the name of a flattened mesh is a string")
+        root = self._get_root_mesh()
+        name = name or "_".join(self.axis_names)
+        if self.ndim == 1 and name == self.axis_names[0] and backend_override is None:
+            return self
+        if self._names is not None and name in root.axis_names and (root.ndim > 1 or root is not self):
+            raise AxisError(f"cannot name a flattened mesh {name!r}: {root!r} has an axis of that name")
+        choices = read_backends(None if backend_override is None else {0: backend_override}, None, 1)
+        if backend_override is None and len(set(self._choices)) == 1:
+            choices = self._choices[:1]
+        mesh = self._derive(self._layout.flatten(), (name,), choices, {})
+        if self._coordinate is None and root._coordinate is not None:
+            return mesh  # a slice elsewhere in the mesh: the name stays for the one through this rank
+        before = root._flattened.setdefault(name, mesh)
+        if before != mesh:
+            raise AxisError(f"{name!r} is already the name of {before!r}, flattened from the same mesh")
+        return before
+
+    def unflatten(
+        self,
+        dim: AxisLike,
+        sizes: Sequence[int],
+        names: Sequence[str] | None = None,
+        backend_override: BackendOverride | None = None,
+    ) -> DeviceMesh:
+        """The mesh with one axis split row-major into several.
+
+        Args:
+            dim: the axis to split.
+            sizes: number of ranks along each of the new axes.
+            names: one per size; None on an unnamed mesh.
+            backend_override: per new axis (name or index) a backend, its options, or both as a pair.
+
+        Raises:
+            MeshTypeError: an argument of a wrong type.
+            AxisError: the mesh has no such axis, or would have two of one name.
+            MeshError: the sizes do not multiply to that axis, or names are missing on a named mesh.
+
+        Example:
+            >>> abstract_mesh((2, 4), ("dp", "tp")).unflatten("tp", (2, 2), ("cp", "tp"))
+            DeviceMesh((dp=2, cp=2, tp=2), 'cpu', ranks 0-7, abstract)
+        """
+        axis, sizes = self.axis_index(dim), read_sizes(sizes, "sizes")
+        names = read_names(names, len(sizes))
+        if (names is None) != (self._names is None):
+            raise MeshError(
+                f"unflatten of axis {dim!r} of {self!r} into {tuple(sizes)} needs one name per size, got {names}"
+            )
+        layout, rank_map = self._layout.unflatten(axis, sizes), self._rank_map
+        if layout is None:  # no strides describe it: list the ranks
+            layout, rank_map = Layout.dense((*self.shape[:axis], *sizes, *self.shape[axis + 1 :])), self.ranks
+        every = None if self._names is None else (*self._names[:axis], *(names or ()), *self._names[axis + 1 :])
+        every = read_names(every, layout.ndim)
+        new = read_backends(backend_override, tuple(names) if names else None, len(sizes))
+        if backend_override is None:
+            new = (self._choices[axis],) * len(sizes)
+        kept = {a if a < axis else a + len(sizes) - 1: a for a in range(self.ndim) if a != axis}
+        choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
+        mesh = self._derive(layout, every, choices, kept)
+        if rank_map is not self._rank_map:
+            mesh = self._of(replace(self._fields, layout=layout, names=every, choices=choices, rank_map=rank_map))
+        return mesh
+
+    @staticmethod
+    def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+        """The mesh with the axes of several meshes that were sliced from one, in the order given.
+
+        Raises:
+            MeshTypeError: not a sequence of meshes.
+            MeshError: they come from different meshes, or two of them run along the same ranks.
+        """
+        require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
+        if not meshes:
+            raise MeshError("concatenate needs at least one mesh")
+        root = meshes[0]._get_root_mesh()
+        if any(m._get_root_mesh() != root or m._rank_map != meshes[0]._rank_map for m in meshes):
+            raise MeshError(f"only meshes sliced from one mesh can be concatenated, got {', '.join(map(repr, meshes))}")
+        axes = tuple(axis for mesh in meshes for axis in mesh._layout.axes)
+        if meshes[0]._coordinate is None:
+            offset = root._layout.offset
+        else:
+            offset = meshes[0]._layout(meshes[0]._coordinate)
+            for mesh in meshes:
+                offset -= mesh._layout(mesh._coordinate or ()) - mesh._layout.offset
+        layout = Layout(axes, offset)
+        if not layout.is_injective():
+            raise MeshError(f"two of {', '.join(map(repr, meshes))} run along the same ranks")
+        named = [m._names for m in meshes if m._names is not None]
+        names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
+        joined = root._derive(layout, read_names(names, layout.ndim), tuple(c for m in meshes for c in m._choices), {})
+        comms = [comm for mesh in meshes for comm in (mesh._comms.get((a,)) for a in range(mesh.ndim))]
+        joined._comms.update(
+            {(a,): c for a, c in enumerate(comms) if c is not None and c.axes == (joined.axis_names[a],)}
+        )
+        return joined
+
+    def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
+        """The slice along `axes` at every position of the other axes, in row-major order; this rank's among them.
+
+        Raises:
+            MeshTypeError: neither names nor indices.
+            AxisError: unknown or repeated axis.
+
+        Example:
+            >>> [mesh.ranks for mesh in abstract_mesh((2, 2), ("dp", "tp")).get_all_submeshes("dp")]
+            [(0, 2), (1, 3)]
+        """
+        own = self[axes]
+        kept = self._axes(axes)
+        others = [a for a in range(self.ndim) if a not in kept]
+        submeshes = []
+        for position in product(*(range(self.shape[a]) for a in others)):
+            layout = self._layout.select(kept, dict(zip(others, position, strict=True)))
+            mesh = self._derive(layout, own._names, own._choices, {})
+            submeshes.append(own if mesh == own else mesh)
+        return submeshes
+
+    # torch's spellings of the same.
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: object = None) -> DeviceMesh:
+        return self.flatten(mesh_dim_name, backend_override)
+
+    def _unflatten(
+        self,
+        dim: AxisLike,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: BackendOverride | None = None,
+    ) -> DeviceMesh:
+        return self.unflatten(dim, mesh_sizes, mesh_dim_names, backend_override)
+
+    _concatenate = concatenate
+    _get_all_submeshes = get_all_submeshes
+    _get_mesh_dim_by_name = RankGrid.axis_index
+
+    def _get_root_mesh_dim(self) -> int | None:
+        """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""
+        root = self._get_root_mesh()
+        if root is self or self.ndim != 1:
+            return None
+        return next((a for a, axis in enumerate(root._layout.axes) if axis == self._layout.axes[0]), None)
+
+    def _sym_get_coordinate(self, index: int) -> int:
+        return self.get_local_rank(index)
+
+    @property
+    def _flatten_mapping(self) -> Mapping[str, DeviceMesh]:
+        return self._get_root_mesh()._flattened
+
+    # --- as a value -------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Ranks, names and choices; groups are looked up again where the mesh is unpickled."""
+        return (rebuild_mesh, (self._fields, self._root, self._coordinate is not None))
+
+    def __copy__(self) -> DeviceMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
+        return self
+
+    def __enter__(self) -> DeviceMesh:
+        _ENTERED.set((*_ENTERED.get(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _ENTERED.set(_ENTERED.get()[:-1])
+
+
+def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
+    """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
+    if root is not None and follows and root._coordinate is not None:
+        own = root._layout(root._coordinate)
+        start = own - root._layout.offset
+        digits = [start // step % size * step for axis in fields.layout.axes for size, step in axis]
+        moved = Layout(fields.layout.axes, own - sum(digits))
+        if moved.coordinate(own) is not None:
+            fields = replace(fields, layout=moved)
+    return DeviceMesh._of(fields, root)

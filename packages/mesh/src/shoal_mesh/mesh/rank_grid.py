@@ -1,0 +1,365 @@
+"""A grid of ranks as an immutable value: shape, axis names, coordinates, equality; no communication.
+
+DeviceMesh adds process groups and derived meshes to it. `axis` is a mesh dimension, given by name or index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from .. import _torch
+from .._torch import refuse_its_own_mesh
+from ..argument_types import require, require_each
+from ..errors import AxisError, NoGroupError
+from ..groups.world import world_id
+from .rank_layout import Layout, read_sizes
+
+if TYPE_CHECKING:
+    from ..groups.process_groups import BackendChoice, Comm
+
+__all__ = ["AxisLike", "MeshFields", "RankGrid"]
+
+AxisLike = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFields:
+    """The fields of a mesh as checked values, which is also what is pickled.
+
+    Attributes:
+        device_type: without an index.
+        layout: coordinate -> rank, or position in `rank_map`.
+        names: of the axes, or None.
+        choices: backend of every axis.
+        rank_map: the ranks that the layout indexes, None when it gives the ranks themselves.
+        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
+        connect: what gives an abstract mesh its communicators, None if it has none.
+    """
+
+    device_type: str
+    layout: Layout
+    names: tuple[str, ...] | None
+    choices: tuple[BackendChoice, ...]
+    rank_map: tuple[int, ...] | None = None
+    abstract_rank: int | None = None
+    connect: Callable[[tuple[int, ...]], Comm] | None = None
+
+
+class RankGrid:
+    """Ranks at coordinates, and the coordinate of this process; all of a mesh that needs no communication.
+
+    Attributes:
+        device_type: `cpu`, `cuda`, ...: never with an index.
+        ndim: number of axes.
+        shape: number of ranks along each axis.
+        mesh_dim_names: names of the axes, None for an unnamed mesh.
+        axis_names: names of the axes; "0", "1", ... for an unnamed mesh.
+        is_abstract: whether the mesh is for planning only and has no process groups.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_abstract_rank",
+        "_choices",
+        "_comms",
+        "_coordinate",
+        "_derived",
+        "_fields",
+        "_flattened",
+        "_hash",
+        "_key",
+        "_layout",
+        "_names",
+        "_rank_map",
+        "_root",
+        "_tensor",
+        "_world",
+        "axis_names",
+        "device_type",
+        "is_abstract",
+        "mesh_dim_names",
+        "ndim",
+        "shape",
+    )  # fmt: skip
+    _abstract_rank: int | None
+    _choices: tuple[BackendChoice, ...]
+    _comms: dict[Any, Comm]
+    _coordinate: tuple[int, ...] | None
+    _derived: dict[Any, Any]
+    _flattened: dict[str, Any]
+    _hash: int
+    _key: tuple[object, ...]
+    _layout: Layout
+    _names: tuple[str, ...] | None
+    _fields: MeshFields
+    _rank_map: tuple[int, ...] | None
+    _root: Any
+    _tensor: torch.Tensor | None
+    _world: int
+    device_type: str
+    ndim: int
+    shape: tuple[int, ...]
+    mesh_dim_names: tuple[str, ...] | None
+    axis_names: tuple[str, ...]
+    is_abstract: bool
+
+    @classmethod
+    def _of(cls, fields: MeshFields, root: Any = None) -> Self:
+        """A mesh of checked fields, without communication."""
+        self = object.__new__(cls)
+        self._set(fields, root)
+        return self
+
+    def _set(self, fields: MeshFields, root: Any) -> None:
+        """Fill the slots; the only place that does."""
+        self._fields, self._root = fields, root
+        self._layout, self._names = fields.layout, fields.names
+        self._choices, self._rank_map, self._abstract_rank = fields.choices, fields.rank_map, fields.abstract_rank
+        self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
+        self._world = 0 if fields.abstract_rank is not None else world_id()
+        put = object.__setattr__
+        put(self, "device_type", fields.device_type)
+        put(self, "ndim", fields.layout.ndim)
+        put(self, "shape", fields.layout.shape)
+        put(self, "mesh_dim_names", fields.names)
+        put(self, "axis_names", fields.names or tuple(map(str, range(fields.layout.ndim))))
+        put(self, "is_abstract", fields.abstract_rank is not None)
+        where = fields.layout if fields.rank_map is None else self._normal_ranks()
+        kinds = tuple(choice.key for choice in fields.choices)
+        self._key = (
+            fields.device_type,
+            fields.names,
+            where,
+            fields.layout.shape,
+            kinds,
+            fields.abstract_rank,
+            fields.connect,
+            self._world,
+        )
+        self._hash = hash(self._key)
+        rank = self._own_rank()
+        self._coordinate = None if rank is None else self.coordinate_of(rank)
+
+    def _normal_ranks(self) -> Layout | tuple[int, ...]:
+        """What identifies the ranks of an irregular mesh: a layout if they have strides after all, else the ranks."""
+        ranks = self.ranks
+        return Layout.fit(self._layout.shape, ranks) or ranks
+
+    def _own_rank(self) -> int | None:
+        if self._abstract_rank is not None:
+            return self._abstract_rank
+        world = _torch.default_group()
+        return None if world is None else world.rank()
+
+    # --- what a mesh is ---------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every global rank of the mesh in row-major order."""
+        members = self._layout.members()
+        return members if self._rank_map is None else tuple(self._rank_map[m] for m in members)
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks as an int32 CPU tensor of the mesh's shape, created at first use."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.ranks, dtype=torch.int32, device="cpu").view(self.shape)
+        return self._tensor
+
+    def axis_index(self, axis: AxisLike) -> int:
+        """The index of an axis given by name or index (negative counts from the end).
+
+        Raises:
+            MeshTypeError: neither a name nor an index.
+            AxisError: the mesh has no such axis.
+
+        Example:
+            >>> abstract_mesh((2, 4), ("dp", "tp")).axis_index("tp")
+            1
+        """
+        if isinstance(axis, str):
+            if axis in self.axis_names:
+                return self.axis_names.index(axis)
+        else:
+            require(axis, int, f"a mesh axis is a name or an index of {', '.join(self.axis_names)}")
+            if -self.ndim <= axis < self.ndim:
+                return axis % self.ndim
+        raise AxisError(f"no mesh axis {axis!r} in {self!r}: its axes are {', '.join(self.axis_names)}")
+
+    def _axes(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[int, ...]:
+        """Indices of one or several axes; AxisError for a repeated one."""
+        asked = self._asked(axes)
+        indices = tuple(self.axis_index(axis) for axis in asked)
+        if len(set(indices)) != len(indices) or not indices:
+            raise AxisError(f"asked for axes {asked} of {self!r}: name each axis once, and at least one")
+        return indices
+
+    def _asked(self, axes: AxisLike | Iterable[AxisLike]) -> tuple[AxisLike, ...]:
+        """One or several axes as a tuple, as the user wrote them."""
+        if isinstance(axes, int | str):
+            return (axes,)
+        require_each(axes, int | str, f"mesh axes are names or indices of {', '.join(self.axis_names)}")
+        return tuple(axes)
+
+    def size(self, mesh_dim: AxisLike | None = None) -> int:
+        """Number of ranks of the mesh, or along one axis.
+
+        Raises:
+            AxisError: the mesh has no such axis.
+
+        Example:
+            >>> mesh = abstract_mesh((2, 4), ("dp", "tp"))
+            >>> mesh.size(), mesh.size("tp")
+            (8, 4)
+        """
+        return prod(self.shape) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
+
+    def rank_at(self, coordinate: Sequence[int]) -> int:
+        """The global rank at a coordinate.
+
+        Args:
+            coordinate: one index per axis.
+
+        Raises:
+            MeshTypeError: it is no sequence of integers.
+            AxisError: the mesh has no such coordinate.
+
+        Example:
+            >>> abstract_mesh((2, 4)).rank_at((1, 2))
+            6
+        """
+        coordinate = read_sizes(coordinate, "coordinate")
+        if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
+            raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
+        member = self._layout(coordinate)
+        return member if self._rank_map is None else self._rank_map[member]
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """The coordinate of a global rank, None when it is not in the mesh.
+
+        Raises:
+            MeshTypeError: the rank is no integer.
+
+        Example:
+            >>> abstract_mesh((2, 4)).coordinate_of(6)
+            (1, 2)
+        """
+        require(rank, int, "a rank is an int")
+        if self._rank_map is None:
+            return self._layout.coordinate(rank)
+        return self._layout.coordinate(self._rank_map.index(rank)) if rank in self._rank_map else None
+
+    def ranks_along(
+        self, axes: AxisLike | Iterable[AxisLike], coordinate: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """Global ranks along some axes through a coordinate, row-major over the axes.
+
+        Args:
+            axes: one axis, or several.
+            coordinate: one index per axis of the mesh; those of `axes` do not matter. This rank's by default.
+
+        Raises:
+            AxisError: the mesh has no such axis or coordinate.
+            NoGroupError: no coordinate is given and this rank is not in the mesh.
+
+        Example:
+            >>> abstract_mesh((2, 4), ("dp", "tp")).ranks_along("dp", (0, 3))
+            (3, 7)
+        """
+        at = self._coordinate
+        if coordinate is not None:
+            at = read_sizes(coordinate, "coordinate")
+            self.rank_at(at)
+        if at is None:
+            raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so nothing runs through it")
+        return tuple(self._along(self._axes(axes), at))
+
+    def _along(self, axes: tuple[int, ...], at: tuple[int, ...]) -> Sequence[int]:
+        line = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes}).line()
+        return line if self._rank_map is None else tuple(self._rank_map[m] for m in line)
+
+    # --- where this rank is -----------------------------------------------------------------------------------------
+
+    def get_rank(self) -> int:
+        """The global rank of this process; of an abstract mesh the rank whose view it is.
+
+        Raises:
+            NoGroupError: there is no default process group.
+        """
+        rank = self._own_rank()
+        if rank is None:
+            raise NoGroupError(f"{self!r} does not know its rank: there is no default process group")
+        return rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """The coordinate of this rank, None when it is not in the mesh."""
+        refuse_its_own_mesh(self)
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: AxisLike | None = None) -> int:
+        """The index of this rank along an axis; the mesh has one axis if none is given.
+
+        Raises:
+            AxisError: the mesh has no such axis, or several and none is given.
+            NoGroupError: this rank is not in the mesh.
+
+        Example:
+            >>> abstract_mesh((2, 4), ("dp", "tp"), rank=6).get_local_rank("tp")
+            2
+        """
+        axis = self._only_axis() if mesh_dim is None else self.axis_index(mesh_dim)
+        if self._coordinate is None:
+            raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}")
+        return self._coordinate[axis]
+
+    def _only_axis(self) -> int:
+        if self.ndim != 1:
+            raise AxisError(f"{self!r} has {self.ndim} axes: say which ({', '.join(self.axis_names)})")
+        return 0
+
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        refuse_its_own_mesh(self)
+        return self._coordinate is not None
+
+    # --- as a value -------------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Public facts are slots, not properties: torch.compile cannot read a property of a constant.
+        if not name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        """How code that torch.compile generates spells it: by a name of its own."""
+        name = f"mesh_{id(self)}"
+        return name, {name: self}
+
+    def _stable_hash(self) -> str:
+        """A hash that is the same in every process (for caches on disk)."""
+        return blake2b(repr(self._key[:-1]).encode(), digest_size=16).hexdigest()
+
+    def __repr__(self) -> str:
+        sizes = self.shape
+        axes = (
+            ", ".join(f"{n}={s}" for n, s in zip(self._names, sizes, strict=True)) if self._names else str(sizes)[1:-1]
+        )
+        ranks = self.ranks if self.size() <= 64 else ()
+        if not ranks:
+            where = f"{self._layout!r}"
+        elif ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+            where = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        else:
+            where = f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
+        return f"DeviceMesh(({axes}), {self.device_type!r}, {where}{', abstract' if self.is_abstract else ''})"

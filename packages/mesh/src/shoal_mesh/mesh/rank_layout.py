@@ -1,0 +1,310 @@
+"""Which rank is at which coordinate of a grid: sizes and strides of plain integers.
+
+A layout maps a coordinate to one integer: an offset plus, per axis, index times stride. An axis may have several
+modes - (size, stride) pairs, outermost first - because flattening two axes that are not adjacent in memory gives one
+axis with two strides: the axes 0 and 2 of a 2x3x4 grid have strides 12 and 1, flattened ((2, 12), (4, 1)). So a mesh
+over 16,384 ranks takes as much memory as one over four, and slicing, flattening and splitting are arithmetic. Nothing
+here depends on torch, processes or names. The integer is the global rank, unless a mesh was given irregular ranks: then
+it is a position in that mesh's list of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from operator import index
+
+from ..argument_types import kind_of, require, require_each
+from ..errors import AxisError, MeshError, MeshTypeError
+
+__all__ = ["Axis", "Layout", "read_sizes"]
+
+Axis = tuple[tuple[int, int], ...]  # modes (size, stride), outermost first; () is an axis of size 1
+
+
+def coalesce(modes: Sequence[tuple[int, int]]) -> Axis:
+    """The shortest axis that lists the same integers: modes of size 1 dropped, mergeable neighbours merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in modes:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged)
+
+
+def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
+    """Integers in an order, as a tuple.
+
+    Raises:
+        MeshTypeError: something else.
+    """
+    if not isinstance(values, str | bytes | Set | Mapping):
+        with suppress(TypeError, RuntimeError):  # RuntimeError: torch's own mesh
+            return tuple(map(index, values))
+    raise MeshTypeError(f"{name} is a sequence of int, got {kind_of(values)}")
+
+
+def axis_size(axis: Axis) -> int:
+    """Number of positions on an axis."""
+    return prod(size for size, _ in axis)
+
+
+def axis_members(axis: Axis) -> list[int]:
+    """The offset of every position on an axis."""
+    offsets = [0]
+    for size, stride in axis:
+        offsets = [base + i * stride for base in offsets for i in range(size)]
+    return offsets
+
+
+def axis_offset(axis: Axis, index: int) -> int:
+    """The offset of one position on an axis."""
+    total = 0
+    for size, stride in reversed(axis):
+        index, i = divmod(index, size)
+        total += i * stride
+    return total
+
+
+def fit_axis(offsets: Sequence[int]) -> Axis | None:
+    """The axis with these offsets (the first is 0), or None when no strides give them."""
+    modes: list[tuple[int, int]] = []
+    rest = list(offsets)
+    while len(rest) > 1:
+        stride = rest[1]
+        run = next((i for i, value in enumerate(rest) if value != i * stride), len(rest))
+        if len(rest) % run:
+            return None
+        modes.append((run, stride))
+        rest = rest[::run]
+    axis = tuple(reversed(modes))
+    return axis if axis_members(axis) == list(offsets) else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of integers; equal grids of equal shape are equal values.
+
+    Args:
+        axes: per axis its modes (size, stride), outermost first; () is an axis of size 1.
+        offset: the integer at coordinate (0, ..., 0).
+
+    Raises:
+        MeshTypeError: not integers.
+        MeshError: sizes below 1, shape and stride of different lengths.
+
+    Example:
+        >>> Layout.dense((2, 4)).select((1,), {0: 1}).members()
+        (4, 5, 6, 7)
+    """
+
+    axes: tuple[Axis, ...]
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.offset, int, "the offset of a layout is an int")
+        require_each(self.axes, tuple | list, "a layout has axes of (size, stride) pairs of int")
+        try:
+            axes = tuple(coalesce([(index(size), index(stride)) for size, stride in axis]) for axis in self.axes)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's own mesh
+            raise MeshTypeError(f"a layout has axes of (size, stride) pairs of int, got {kind_of(self.axes)}") from None
+        object.__setattr__(self, "axes", axes)
+
+    @classmethod
+    def strided(cls, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Layout:
+        """The grid with one stride per axis."""
+        shape, stride = read_sizes(shape, "shape"), read_sizes(stride, "stride")
+        if len(shape) != len(stride):
+            raise MeshError(f"a layout has one stride per axis: got shape {tuple(shape)} and stride {tuple(stride)}")
+        if any(size < 1 for size in shape) or any(step < 0 for step in stride):
+            raise MeshError(f"every axis has at least one rank and no negative stride, got {shape} and {stride}")
+        return cls(tuple(((size, step),) for size, step in zip(shape, stride, strict=True)), offset)
+
+    @classmethod
+    def dense(cls, shape: Sequence[int], offset: int = 0) -> Layout:
+        """The row-major grid that counts up from `offset`."""
+        shape = read_sizes(shape, "shape")
+        return cls.strided(shape, [prod(shape[i + 1 :]) for i in range(len(shape))], offset)
+
+    @classmethod
+    def fit(cls, shape: Sequence[int], members: Sequence[int]) -> Layout | None:
+        """The layout that lists exactly `members` in row-major order, or None when they follow no strides."""
+        shape, members = read_sizes(shape, "shape"), read_sizes(members, "members")
+        if prod(shape) != len(members):
+            raise MeshError(f"a layout of shape {shape} lists {prod(shape)} integers, got {len(members)}")
+        axes = []
+        for i, size in enumerate(shape):
+            step = prod(shape[i + 1 :])
+            axis = fit_axis([members[k * step] - members[0] for k in range(size)])
+            if axis is None:
+                return None
+            axes.append(axis)
+        layout = cls(tuple(axes), members[0])
+        return layout if layout.members() == tuple(members) else None
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Number of positions on each axis."""
+        return tuple(axis_size(axis) for axis in self.axes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+        return prod(self.shape)
+
+    def __call__(self, coordinate: Sequence[int]) -> int:
+        """The integer at a coordinate.
+
+        Raises:
+            MeshTypeError: no sequence of integers.
+            AxisError: there is no such coordinate.
+        """
+        coordinate = read_sizes(coordinate, "a coordinate")
+        if len(coordinate) != self.ndim or not all(0 <= i < n for i, n in zip(coordinate, self.shape, strict=True)):
+            raise AxisError(f"no coordinate {coordinate} in {self} of shape {self.shape}")
+        return self.offset + sum(axis_offset(axis, i) for axis, i in zip(self.axes, coordinate, strict=True))
+
+    def coordinates(self) -> Iterator[tuple[int, ...]]:
+        """Every coordinate in row-major order."""
+        return product(*map(range, self.shape))
+
+    def members(self) -> tuple[int, ...]:
+        """Every integer of the grid in row-major order."""
+        modes = [mode for axis in self.axes for mode in axis]
+        return tuple(self.offset + m for m in axis_members(tuple(modes)))
+
+    def line(self) -> Sequence[int]:
+        """Every integer in row-major order, as a range where one stride gives them: as cheap for 16,384 as for four."""
+        merged = coalesce([mode for axis in self.axes for mode in axis])
+        if len(merged) != 1 or merged[0][1] == 0:
+            return self.members()
+        [(size, stride)] = merged
+        return range(self.offset, self.offset + size * stride, stride)
+
+    def coordinate(self, member: int) -> tuple[int, ...] | None:
+        """The first coordinate, in row-major order, with the integer `member`; None when there is none.
+
+        Raises:
+            MeshTypeError: no integer.
+        """
+        require(member, int, "a member of a layout is an int")
+        if not self._nests():
+            return next((c for c in self.coordinates() if self(c) == member), None)
+        rest = member - self.offset
+        if rest < 0:
+            return None
+        digits: dict[tuple[int, int], int] = {}
+        modes = [(stride, size, a, m) for a, axis in enumerate(self.axes) for m, (size, stride) in enumerate(axis)]
+        for stride, size, a, m in sorted(modes, reverse=True):
+            digits[a, m] = min(rest // stride, size - 1)
+            rest -= digits[a, m] * stride
+        return tuple(_index(axis, a, digits) for a, axis in enumerate(self.axes)) if rest == 0 else None
+
+    def is_injective(self) -> bool:
+        """Whether no integer is at two coordinates."""
+        return self._nests() or len(set(self.members())) == self.size
+
+    def _axis(self, axis: int) -> int:
+        """A checked axis, counted from the front."""
+        require(axis, int, "an axis of a layout is an int")
+        if not -self.ndim <= axis < self.ndim:
+            raise AxisError(f"no axis {axis} in {self} of {self.ndim} axes")
+        return axis % self.ndim
+
+    def select(self, axes: Sequence[int], at: dict[int, int] | None = None) -> Layout:
+        """The grid over some axes in the order asked for, the others fixed at `at` (0 when absent).
+
+        Raises:
+            MeshTypeError: axes or positions are no integers.
+            AxisError: there is no such axis or position.
+        """
+        require(at, Mapping | None, "the fixed positions of a layout map axes to int")
+        axes = tuple(self._axis(axis) for axis in read_sizes(axes, "axes"))
+        for axis, i in (at or {}).items():
+            require(i, int, "a position on an axis is an int")
+            if not 0 <= i < self.shape[self._axis(axis)]:
+                raise AxisError(f"axis {axis} of {self} has {self.shape[axis]} positions, got {i}")
+        offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in (at or {}).items())
+        return Layout(tuple(self.axes[a] for a in axes), offset)
+
+    def flatten(self, start: int = 0, stop: int | None = None) -> Layout:
+        """The grid with axes `start` up to `stop` merged into one, row-major.
+
+        Raises:
+            MeshTypeError, AxisError: there are no such axes.
+        """
+        require(start, int, "the first axis to merge is an int")
+        require(stop, int | None, "the end of the axes to merge is an int or None")
+        stop = self.ndim if stop is None else stop
+        if not 0 <= start < stop <= self.ndim:
+            raise AxisError(f"no axes {start} up to {stop} in {self} of {self.ndim} axes")
+        merged = tuple(mode for axis in self.axes[start:stop] for mode in axis)
+        return Layout((*self.axes[:start], merged, *self.axes[stop:]), self.offset)
+
+    def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout | None:
+        """The grid with one axis split row-major into several; None when no strides describe it.
+
+        Raises:
+            MeshError: the sizes do not multiply to the size of the axis.
+        """
+        axis, sizes = self._axis(axis), read_sizes(sizes, "sizes")
+        if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
+            raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")
+        offsets = axis_members(self.axes[axis])
+        inner = Layout.fit(sizes, offsets)
+        if inner is None:
+            return None
+        return Layout((*self.axes[:axis], *inner.axes, *self.axes[axis + 1 :]), self.offset)
+
+    def complement(self, world: int) -> Layout:
+        """The grid of offsets that, added to the members of this one, covers `range(world)` exactly once.
+
+        Raises:
+            MeshTypeError: `world` is no integer.
+            MeshError: the strides overlap, or do not tile `world`.
+        """
+        require(world, int, "a number of ranks is an int")
+        modes: list[tuple[int, int]] = []
+        covered = 1
+        for stride, size in sorted((s, n) for axis in self.axes for n, s in axis):
+            if stride % covered:
+                raise MeshError(f"layout {self} does not tile a world of {world} ranks")
+            modes.append((stride // covered, covered))
+            covered = stride * size
+        if world % covered or self.offset:
+            raise MeshError(f"layout {self} does not tile a world of {world} ranks")
+        modes.append((world // covered, covered))
+        return Layout(tuple((mode,) for mode in reversed(modes) if mode[0] > 1))
+
+    def _nests(self) -> bool:
+        """Whether each stride, from small to large, steps over all that the smaller ones reach."""
+        reach = 0
+        for stride, size in sorted((s, n) for axis in self.axes for n, s in axis):
+            if stride <= reach:
+                return False
+            reach += stride * (size - 1)
+        return True
+
+    def __repr__(self) -> str:
+        axes = " x ".join("*".join(f"{n}:{s}" for n, s in axis) or "1" for axis in self.axes)
+        return f"Layout({axes or 'point'} @ {self.offset})"
+
+
+def _index(axis: Axis, a: int, digits: dict[tuple[int, int], int]) -> int:
+    """The position on one axis from the digit of each of its modes."""
+    index = 0
+    for m, (size, _) in enumerate(axis):
+        index = index * size + digits[a, m]
+    return index

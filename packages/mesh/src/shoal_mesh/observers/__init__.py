@@ -1,0 +1,1 @@
+"""Who observes collectives: counts and traces, comparison of the ranks before each collective, ranges in profiles."""

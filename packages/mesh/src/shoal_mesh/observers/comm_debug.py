@@ -1,0 +1,314 @@
+"""CommDebugMode: which collectives a program runs, how often, where and over which axes.
+
+It counts collectives as the caller asked for them, not the backend calls: a reduce-scatter that a backend emulates is
+one reduce-scatter. Collectives of shoal report themselves (events.py); those of others (`torch.distributed`, functional
+collectives) are seen on their way through the dispatcher. Tables and files are written by comm_report.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.module_tracker import ModuleTracker
+
+from .._torch import (
+    TorchDispatchMode,
+    c10d_ops,
+    functional,
+    group_name,
+    group_of_op,
+    in_backward,
+    tree_leaves,
+    without_importing_dynamo,
+)
+from ..events import Event, in_observed, observe, unobserve
+
+__all__ = ["CommDebugMode", "Record"]
+
+_FUNCTIONAL = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_": "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
+    "all_gather_single_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather_into_tensor_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "reduce_scatter_": "reduce_scatter_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_single_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "all_to_all_single",
+    "alltoall_base_": "all_to_all_single",
+    "all_to_all_single_": "all_to_all_single",
+    "broadcast_": "broadcast",
+}
+_FUNCTIONAL_NAMES = set(_FUNCTIONAL.values())
+_OUTPUTS_FIRST = {name for name in _FUNCTIONAL if not name.startswith(("allreduce", "broadcast"))} | {
+    "gather_",
+    "scatter_",
+}
+_WITHOUT_FUNCTIONAL = {"scatter": "scatter_", "gather": "gather_"}
+_POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}  # c10d only
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective of a trace.
+
+    Attributes:
+        op: name of the functional collective.
+        axes: mesh axes it ran along; the name of the group when it was not asked for by axis.
+        size: number of ranks.
+        shapes: shapes that this rank put in.
+        dtype: of the first of them.
+        nbytes: bytes that this rank put in.
+        reduce_op: `sum`, ... or ''.
+        module: path of the innermost module, `Global` outside of modules.
+        backward: whether it ran in the backward pass.
+        started: seconds since the mode was entered.
+        seconds: duration on the host.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    nbytes: int
+    reduce_op: str
+    module: str
+    backward: bool
+    started: float
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _ModuleRecord:
+    """One module that ran: its parameters, their placements, and the ops that ran in it."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    placements: dict[str, Any] = field(default_factory=dict)
+    ops: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+
+def packet_of(op: str) -> Any:
+    """The op packet that a collective is counted under: of `_c10d_functional`, of `c10d` where that has none."""
+    name = _WITHOUT_FUNCTIONAL.get(op, op)
+    return getattr(functional, name) if hasattr(functional, name) else getattr(c10d_ops, name)
+
+
+class CommDebugMode(TorchDispatchMode):
+    """Counts and records every collective inside of a `with` block, forward and backward.
+
+    Attributes:
+        trace: a `Record` per collective, in order.
+        modules: by path, every module that ran.
+
+    Example:
+        >>> def example() -> tuple[int, dict[tuple[str, ...], int]]:
+        ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     with CommDebugMode() as debug:
+        ...         all_reduce(torch.ones(8), (mesh, "tp"))
+        ...     return debug.get_total_counts(), debug.get_bytes()
+        >>> launch(example, 2)[0]
+        (1, {('tp',): 32})
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.trace: list[Record] = []
+        self.modules: dict[str, _ModuleRecord] = {}
+        self._open: dict[int, Record] = {}
+        self._tracker: ModuleTracker | None = None
+        self._names: dict[nn.Module, str] = {}
+        self._hook: Any = None
+        self._began = 0.0
+
+    def __enter__(self) -> CommDebugMode:
+        self.trace, self.modules, self._names = [], {}, {}
+        self._began = time.perf_counter()
+        self._tracker = ModuleTracker()
+        self._tracker.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._hook = nn.modules.module.register_module_forward_pre_hook(self._record_module)
+        observe(self)
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch has no types here
+        unobserve(self)
+        self._hook.remove()
+        if self._tracker is not None:
+            self._tracker.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch has no types here
+            self._tracker = None
+        self._names = {}  # keep no module alive
+
+    # --- torch's interface ------------------------------------------------------------------------------------------
+
+    def get_comm_counts(self) -> dict[Any, int]:
+        """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...)."""
+        counts: Counter[Any] = Counter()
+        for record in self.trace:
+            counts[packet_of(record.op)] += 1
+        return counts
+
+    def get_total_counts(self) -> int:
+        """How many collectives ran."""
+        return len(self.trace)
+
+    def get_parameter_info(self) -> dict[str, dict[str, Tensor]]:
+        """Module path -> parameter name -> parameter, of every module that ran."""
+        return {path: record.parameters for path, record in self.modules.items() if record.parameters}
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """`module.parameter` -> placements, of every distributed parameter of the modules that ran."""
+        return {f"{path}.{name}": p for path, record in self.modules.items() for name, p in record.placements.items()}
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """A table by module.
+
+        Args:
+            noise_level: 0 counts of collectives; 1 also parameters and placements; 2 also every single collective with
+                shape, axes and bytes; 3 also all other ops.
+
+        Raises:
+            MeshTypeError, MeshError: another noise level.
+        """
+        from .comm_report import table
+
+        return table(self, noise_level)
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """The same as JSON in a file; the argument is that of `generate_comm_debug_tracing_table`."""
+        from .comm_report import write_json
+
+        write_json(self, file_name, noise_level)
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        """The table of `generate_comm_debug_tracing_table` in a file."""
+        from .comm_report import write_table
+
+        write_table(self, file_name, noise_level)
+
+    # --- beyond it ----------------------------------------------------------------------------------------------------
+
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """`get_comm_counts()`."""
+        return self.get_comm_counts()
+
+    def get_bytes(self) -> dict[tuple[str, ...], int]:
+        """Bytes that this rank put into collectives, by mesh axes."""
+        total: Counter[tuple[str, ...]] = Counter()
+        for record in self.trace:
+            total[record.axes] += record.nbytes
+        return dict(total)
+
+    def generate_chrome_trace(self, file_name: str) -> None:
+        """The collectives over time as a file for Perfetto or chrome://tracing."""
+        from .comm_report import write_chrome_trace
+
+        write_chrome_trace(self, file_name)
+
+    # --- how it records -----------------------------------------------------------------------------------------------
+
+    def before(self, event: Event) -> None:
+        """Record a collective of shoal (called by events.py)."""
+        comm = event.comm
+        record = self._record(event.op, comm.axes, comm.size, event.tensors, event.reduce_op)
+        self._open[id(event)] = record
+
+    def after(self, event: Event) -> None:
+        """Note how long it took."""
+        record = self._open.pop(id(event), None)
+        if record is not None:
+            record.seconds = event.seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let everything pass; record collectives of others."""
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # the subclass handles it, and this mode sees what it calls
+        name = func._overloadpacket.__name__
+        if in_observed():
+            return func(*args, **(kwargs or {}))
+        if _is_collective(func.namespace, name):
+            return self._run_foreign(func, name, args, kwargs or {})
+        self._module_record(self._module()).ops[str(func), in_backward()] += 1
+        return func(*args, **(kwargs or {}))
+
+    def _run_foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "c10d":
+            group = group_of_op(args)
+            label, size = (group_name(group), group.size()) if group is not None else ("?", 0)
+            op = _FUNCTIONAL.get(name, name)
+        else:
+            label = next((a for a in reversed(args) if isinstance(a, str)), "?")
+            op, size = name.removesuffix("_"), 0
+        tensors = tuple(t for t in tree_leaves(_inputs(name, args)) if isinstance(t, Tensor))
+        record = self._record(op, (label,), size, tensors, "")
+        begin = time.perf_counter()
+        result = func(*args, **kwargs)
+        record.seconds = time.perf_counter() - begin
+        return result
+
+    def _record(self, op: str, axes: tuple[str, ...], size: int, tensors: tuple[Tensor, ...], reduce_op: str) -> Record:
+        record = Record(
+            op=op,
+            axes=axes,
+            size=size,
+            shapes=tuple(tuple(t.shape) for t in tensors),
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            nbytes=sum(t.numel() * t.element_size() for t in tensors),
+            reduce_op=reduce_op,
+            module=self._module(),
+            backward=in_backward(),
+            started=time.perf_counter() - self._began,
+        )
+        self.trace.append(record)
+        self._module_record(record.module)
+        return record
+
+    def _module(self) -> str:
+        """The path of the innermost module that runs, forward or backward."""
+        parents = self._tracker.parents if self._tracker is not None else {"Global"}
+        return max(parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
+
+    def _module_record(self, module: str) -> _ModuleRecord:
+        record = self.modules.get(module)
+        if record is None:
+            record = self.modules[module] = _ModuleRecord()
+        return record
+
+    def _record_module(self, module: nn.Module, args: Any) -> None:
+        if module not in self._names:
+            root = type(module).__name__
+            for path, inner in module.named_modules():
+                self._names.setdefault(inner, f"{root}.{path}" if path else root)
+        record = self._module_record(self._names[module])
+        for name, parameter in module.named_parameters(recurse=False):
+            record.parameters[name] = parameter.detach()
+            placements = getattr(parameter, "placements", None)
+            if placements is not None:
+                record.placements[name] = placements
+
+
+without_importing_dynamo(CommDebugMode)
+
+
+def _is_collective(namespace: str, name: str) -> bool:
+    """Whether an op sends data (a barrier or a wait does not)."""
+    if namespace == "c10d":
+        return name in _FUNCTIONAL or name in _POINT_TO_POINT
+    return namespace in {"_c10d_functional", "c10d_functional"} and name.removesuffix("_") in _FUNCTIONAL_NAMES
+
+
+def _inputs(name: str, args: tuple[Any, ...]) -> Any:
+    """The arguments of an op that hold what is sent, without output buffers."""
+    return args[1] if name in _OUTPUTS_FIRST else args[0]

@@ -1,0 +1,1 @@
+"""Collectives of ranks on one host through memory that they share, for CPU tensors of groups that would use gloo."""

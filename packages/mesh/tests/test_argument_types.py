@@ -1,0 +1,77 @@
+"""Covers: argument_types.py: what errors say about arguments of a wrong type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal_mesh import CollectiveError, CollectiveTypeError, MeshError, MeshTypeError, init_device_mesh
+from shoal_mesh.argument_types import kind_of, require, require_each
+from shoal_mesh.testing import fake_world
+from wrong_calls import public_calls, wrong_values
+
+
+def test_values_of_the_right_type_pass() -> None:
+    require(1, int, "an int")
+    require(None, int | None, "an int or None")
+    require_each((1, 2), int, "ints")
+    require_each([], int, "ints")
+
+
+def test_errors_say_what_is_taken_and_what_was_passed() -> None:
+    with pytest.raises(MeshTypeError, match=r"a rank is an int, got str '3'"):
+        require("3", int, "a rank is an int")
+    with pytest.raises(CollectiveTypeError, match="got None"):
+        require(None, int, "a dim is an int", CollectiveTypeError)
+    for values, text in (("12", "got str '12'"), (5, "got int 5"), ([1, "2"], "got list with str '2'")):
+        with pytest.raises(MeshTypeError, match=text):
+            require_each(values, int, "ranks are ints")
+
+
+def test_kinds() -> None:
+    assert kind_of(torch.ones(10_000)) == "torch.Tensor"
+    assert len(kind_of("x" * 1000)) < 100
+
+
+def test_torchs_mesh_has_a_way_out() -> None:
+    from torch.distributed.device_mesh import init_device_mesh as torchs
+
+    with fake_world(2):
+        text = kind_of(torchs("cpu", (2,)))
+    assert "torch.distributed.device_mesh.DeviceMesh" in text
+    assert "DeviceMesh.from_group(m.get_all_groups()" in text
+
+
+def _names() -> list[str]:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        return list(public_calls(mesh, mesh.comm("b"), Path()))
+
+
+@pytest.mark.parametrize("name", _names())
+def test_wrong_arguments_of_public_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is refused by an error of this package, which says what it got; or it happens to be a right one."""
+    monkeypatch.chdir(tmp_path)  # some of the values are names of files
+    unexpected = []
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        comm = mesh.comm("b")
+        call = public_calls(mesh, comm, tmp_path)[name]
+        for parameter in call.valid:
+            for kind, value in wrong_values(mesh, comm).items():
+                try:
+                    call.function(**{**call.valid, parameter: value})
+                except (MeshError, CollectiveError) as error:
+                    refused = not isinstance(error, TypeError) or "got" in str(error)
+                except OSError:  # a file that cannot be written
+                    refused = True
+                except Exception as error:  # torch's own, which says nothing of the call
+                    unexpected.append((parameter, kind, repr(error)))
+                    continue
+                else:
+                    refused = False
+                if refused == (kind in call.accepted.get(parameter, set())):
+                    unexpected.append((parameter, kind, "refused" if refused else "accepted"))
+    assert unexpected == []

@@ -1,0 +1,38 @@
+"""Covers: create.py, without real ranks."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from shoal_mesh import (
+    MeshError,
+    NoGroupError,
+    abstract_mesh,
+    init_device_mesh,
+)
+from shoal_mesh.testing import fake_world
+
+
+def test_several_factorisations_of_the_same_ranks() -> None:
+    flat = abstract_mesh((8,), ("world",), rank=5)
+    dense, expert = flat.unflatten(0, (4, 2), ("dp", "tp")), flat.unflatten(0, (2, 4), ("edp", "ep"))
+    assert dense.get_coordinate() == (2, 1)
+    assert expert.get_coordinate() == (1, 1)
+    assert dense["tp"].ranks == (4, 5)
+    assert expert["ep"].ranks == (4, 5, 6, 7)
+    assert dense.flatten("all") == expert.flatten("all")
+
+
+def test_no_world_is_said_clearly() -> None:
+    with pytest.raises(MeshError, match="torchrun"):
+        init_device_mesh("cpu", (2,))
+    mesh = pickle.loads(pickle.dumps(abstract_mesh((2,))))
+    assert mesh.get_rank() == 0
+    with fake_world(2):
+        real = pickle.dumps(init_device_mesh("cpu", (2,)))
+    lost = pickle.loads(real)
+    assert lost.get_coordinate() is None
+    with pytest.raises(NoGroupError, match="does not know its rank"):
+        lost.get_rank()

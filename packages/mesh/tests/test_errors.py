@@ -1,0 +1,33 @@
+"""Covers: errors.py: each error is also the builtin that a caller of torch expects."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from shoal_mesh import errors
+
+BUILTINS: dict[str, set[type[Exception]]] = {
+    "AxisError": {ValueError, KeyError, IndexError},
+    "BackendError": {ValueError},
+    "CollectiveError": {ValueError, RuntimeError},
+    "CollectiveTypeError": {TypeError, ValueError, RuntimeError},
+    "DimError": {IndexError, ValueError, RuntimeError},
+    "LockstepError": {RuntimeError},
+    "MeshError": {ValueError},
+    "MeshMismatchError": {ValueError, RuntimeError},
+    "MeshTypeError": {TypeError, ValueError},
+    "NoGroupError": {ValueError, RuntimeError},
+    "RankError": {RuntimeError},
+}
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_builtin_types(name: str) -> None:
+    error = getattr(errors, name)
+    builtins = (TypeError, ValueError, RuntimeError, KeyError, IndexError)
+    assert {kind for kind in builtins if issubclass(error, kind)} == BUILTINS[name]
+    back = pickle.loads(pickle.dumps(error("two words")))
+    assert type(back) is error
+    assert str(back) == "two words"

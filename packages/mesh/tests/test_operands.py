@@ -1,0 +1,54 @@
+"""Covers: operands.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal_mesh import (
+    CollectiveError,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_v,
+    broadcast,
+    init_device_mesh,
+    permute,
+    reduce_scatter,
+    reduce_scatter_v,
+    scatter,
+)
+from shoal_mesh.testing import fake_world
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: all_gather(torch.ones(2), c, 3), "no dim 3 in a tensor"),
+        (lambda c: reduce_scatter(torch.ones(3), c), "equal blocks"),
+        (lambda c: all_to_all(torch.ones(4, 3), c, 1, 0), "use the form with sizes"),
+        (lambda c: all_gather_v(torch.ones(3), c, [3]), "one non-negative count"),
+        (lambda c: all_gather_v(torch.ones(3), c, [2, 3]), "gives 3 along dim 0"),
+        (lambda c: reduce_scatter_v(torch.ones(3), c, [1, 1]), "sum of the blocks"),
+        (lambda c: all_to_all_v(torch.ones(3), c, [1, 1], [1, 1]), "blocks of"),
+        (lambda c: broadcast(torch.ones(1), c, 2), "src 2 is no rank along 0: indices are 0 to 1"),
+        (lambda c: scatter(None, c, out=torch.ones(1)), "needs 2 tensors there, got None"),
+        (lambda c: scatter([torch.ones(1)], c, out=torch.ones(1)), "got 1"),
+        (lambda c: scatter([torch.ones(1)] * 2, c, out=torch.ones(1, dtype=torch.int)), "of tensors of"),
+        (lambda c: permute(torch.ones(1), c, [0, 0]), "once"),
+        (lambda c: all_reduce(torch.ones(1, requires_grad=True), c), "no gradient"),
+        (lambda c: all_reduce_coalesced([torch.ones(1, requires_grad=True)], c), "no gradient"),
+    ],
+    ids=[str(i) for i in range(14)],
+)
+def test_what_cannot_be_right_is_refused(call: Any, text: str) -> None:
+    with fake_world(2):
+        comm = init_device_mesh("cpu", (2,)).comm(0)
+        with pytest.raises(CollectiveError, match=text):
+            call(comm)
+        with torch.no_grad():
+            all_reduce(torch.ones(1, requires_grad=True), comm)

@@ -1,0 +1,152 @@
+"""Covers: mesh/rank_layout.py, against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_mesh import Layout, MeshError
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def permuted(draw: st.DrawFn) -> Layout:
+    """A dense grid with its axes in another order and some of them flattened."""
+    shape = draw(shapes)
+    layout = Layout.dense(shape, draw(st.integers(0, 5)))
+    layout = layout.select(draw(st.permutations(range(layout.ndim))))
+    start = draw(st.integers(0, layout.ndim - 1))
+    return layout.flatten(start, draw(st.integers(start + 1, layout.ndim)))
+
+
+def brute(layout: Layout) -> dict[tuple[int, ...], int]:
+    """Coordinate -> member, from `members` alone."""
+    return dict(zip(product(*map(range, layout.shape)), layout.members(), strict=True))
+
+
+@settings(deadline=None)
+@given(permuted())
+def test_coordinates_and_members_invert_each_other(layout: Layout) -> None:
+    table = brute(layout)
+    assert list(layout.coordinates()) == list(table)
+    for coordinate, member in table.items():
+        assert layout(coordinate) == member
+        assert layout.coordinate(member) == coordinate
+    outside = {-1, max(table.values()) + 1} | (set(range(max(table.values()))) - set(table.values()))
+    assert all(layout.coordinate(m) is None for m in outside)
+    assert layout.is_injective()
+    assert layout.size == len(table) == prod(layout.shape)
+
+
+@settings(deadline=None)
+@given(permuted())
+def test_a_line_is_the_members(layout: Layout) -> None:
+    assert tuple(layout.line()) == layout.members()
+
+
+@settings(deadline=None)
+@given(permuted())
+def test_fit_finds_the_same_layout_from_its_members(layout: Layout) -> None:
+    assert Layout.fit(layout.shape, layout.members()) == layout
+
+
+@settings(deadline=None)
+@given(st.permutations(range(8)), st.sampled_from([(8,), (2, 4), (2, 2, 2)]))
+def test_fit_is_right_or_gives_up(members: list[int], shape: tuple[int, ...]) -> None:
+    found = Layout.fit(shape, members)
+    assert found is None or found.members() == tuple(members)
+
+
+@settings(deadline=None)
+@given(permuted(), st.data())
+def test_select_fixes_the_other_axes(layout: Layout, data: st.DataObject) -> None:
+    axes = data.draw(st.lists(st.sampled_from(range(layout.ndim)), unique=True, min_size=1))
+    at = tuple(data.draw(st.integers(0, n - 1)) for n in layout.shape)
+    part = layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes})
+    table = brute(layout)
+    for coordinate in part.coordinates():
+        full = list(at)
+        for axis, i in zip(axes, coordinate, strict=True):
+            full[axis] = i
+        assert part(coordinate) == table[tuple(full)]
+
+
+@settings(deadline=None)
+@given(permuted(), st.data())
+def test_flatten_keeps_row_major_order_and_unflatten_undoes_it(layout: Layout, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, layout.ndim - 1))
+    stop = data.draw(st.integers(start + 1, layout.ndim))
+    flat = layout.flatten(start, stop)
+    assert flat.members() == layout.members()
+    back = flat.unflatten(start, layout.shape[start:stop])
+    assert back is None or back == layout
+    if stop - start == 1:
+        assert back == layout
+
+
+def test_unflatten_that_no_strides_say() -> None:
+    flat = Layout.dense((2, 3)).select((1, 0)).flatten()  # 0 3 1 4 2 5
+    assert flat.members() == (0, 3, 1, 4, 2, 5)
+    assert flat.unflatten(0, (3, 2)) == Layout.dense((2, 3)).select((1, 0))
+    assert flat.unflatten(0, (2, 3)) is None
+
+
+@settings(deadline=None)
+@given(shapes, st.integers(1, 4), st.data())
+def test_complement_tiles_the_world(shape: tuple[int, ...], more: int, data: st.DataObject) -> None:
+    world = prod(shape) * more
+    axes = data.draw(st.lists(st.sampled_from(range(len(shape))), unique=True))
+    part = Layout.dense(shape).select(axes)
+    rest = part.complement(world)
+    assert sorted(a + b for a in part.members() for b in rest.members()) == list(range(world))
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [(Layout.strided((2, 2), (1, 1)), 4), (Layout.strided((2,), (2,)), 6), (Layout.dense((2,), 1), 4)],
+    ids=["overlapping strides", "a reach that does not divide the world", "an offset"],
+)
+def test_what_does_not_tile_is_refused(layout: Layout, world: int) -> None:
+    with pytest.raises(MeshError, match="does not tile"):
+        layout.complement(world)
+
+
+def test_overlapping_strides_still_have_coordinates() -> None:
+    layout = Layout.strided((2, 3), (1, 1))
+    assert not layout.is_injective()
+    assert layout.coordinate(2) == (0, 2)
+    assert layout.coordinate(9) is None
+    crossing = Layout.strided((3, 2), (2, 3))  # 0 3 2 5 4 7
+    assert crossing.is_injective()
+    assert [crossing.coordinate(m) for m in (5, 6)] == [(1, 1), None]
+
+
+def test_bad_layouts_are_refused() -> None:
+    with pytest.raises(MeshError, match="one stride per axis"):
+        Layout.strided((2,), (1, 2))
+    with pytest.raises(MeshError, match="at least one rank"):
+        Layout.strided((0,), (1,))
+    with pytest.raises(MeshError, match="has 4 ranks"):
+        Layout.dense((4,)).unflatten(0, (3,))
+    with pytest.raises(MeshError, match="has 4 ranks"):
+        Layout.dense((4,)).unflatten(0, (-2, -2))
+
+
+def test_values() -> None:
+    assert Layout.dense((4, 1)) == Layout.strided((4, 1), (1, 7))
+    assert Layout.dense((2, 2)).flatten() == Layout.dense((4,))
+    assert Layout.dense((2, 2), 4).select((1,), {0: 1}).members() == (6, 7)
+    assert Layout.dense((4,), 4).unflatten(0, (2, 2)) == Layout.dense((2, 2), 4)
+    assert hash(Layout.dense((2, 2))) == hash(Layout.dense((2, 2)))
+    assert repr(Layout.dense((2, 3), 4)) == "Layout(2:3 x 3:1 @ 4)"
+    assert repr(Layout(())) == "Layout(point @ 0)"
+
+
+def test_one_stride_lists_its_members_as_a_range() -> None:
+    assert Layout.dense((4, 4096), 3).line() == range(3, 3 + 16384)
+    assert Layout.dense((4, 4096)).select((0,)).line() == range(0, 16384, 4096)

@@ -1,0 +1,65 @@
+"""Covers: segment.py."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from shoal_mesh.shared_memory import segment
+from shoal_mesh.shared_memory.segment import OPT_OUT, map_segment
+from shoal_mesh.testing import on_ranks
+
+
+@on_ranks(3)
+def test_all_ranks_map_the_same_memory_and_leave_nothing() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    shared = map_segment(group, 1 << 16)
+    assert shared is not None
+    assert shared.pids[rank] == os.getpid()
+    shared.memory[100 + rank] = 7 + rank
+    dist.barrier()
+    assert list(shared.memory[100:103]) == [7, 8, 9]
+    dist.barrier()
+    shared.memory.close()
+    assert (set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("why", ["opted out", "another host", "another machine", "no memfd", "no access"])
+@on_ranks(2)
+def test_one_rank_without_it_is_none_with_it(why: str, culprit: int) -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    patches: dict[str, AbstractContextManager[object]] = {
+        "opted out": mock.patch.dict(os.environ, {OPT_OUT: "0"}),
+        "another host": mock.patch.object(Path, "read_text", return_value="another boot"),
+        "another machine": mock.patch("platform.machine", return_value="aarch64"),
+        "no memfd": mock.patch("os.memfd_create", mock.Mock(side_effect=OSError)),
+        "no access": mock.patch("os.open", mock.Mock(side_effect=PermissionError)),
+    }
+    with ExitStack() as stack:
+        if rank == culprit:
+            stack.enter_context(patches[why])
+        shared = map_segment(group, 1 << 16)
+    assert (shared is None) == (why != "no memfd" or culprit == 0)  # only the first rank makes the file
+
+
+@on_ranks(2)
+def test_a_file_that_is_not_the_one_meant_is_refused() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with mock.patch("secrets.randbits", return_value=5):
+        real = segment._create
+
+        def another(nbytes: int, token: int) -> int:
+            return real(nbytes, token + 1)
+
+        with mock.patch.object(segment, "_create", another):
+            assert map_segment(group, 1 << 16) is None

@@ -1,0 +1,96 @@
+"""Covers: the package itself: its public names, the examples of its docstrings, its README."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal_mesh
+
+MODULES = [
+    shoal_mesh,
+    *(
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(shoal_mesh.__path__, f"{shoal_mesh.__name__}.")
+    ),
+]
+README = Path(__file__).parents[1] / "README.md"
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.removeprefix(f"{shoal_mesh.__name__}.")
+
+
+@pytest.mark.parametrize("module", MODULES, ids=_name)
+def test_examples_in_docstrings_run(module: ModuleType) -> None:
+    # What examples take for granted: `import torch, torch.distributed as dist` and `from shoal_mesh import *`.
+    assumed = {name: getattr(shoal_mesh, name) for name in shoal_mesh.__all__} | {"torch": torch, "dist": dist}
+    names: dict[str, Any] = {**assumed, **vars(module)}
+    results = doctest.testmod(module, globs=names, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert results.failed == 0
+
+
+def test_every_public_function_and_class_has_a_docstring_and_collectives_their_type() -> None:
+    documented = {name: value for name, value in vars(shoal_mesh).items() if name in shoal_mesh.__all__}
+    missing = [
+        name
+        for name, value in documented.items()
+        if inspect.isroutine(value) or inspect.isclass(value)
+        if not (inspect.getdoc(value) or "").strip()
+    ]
+    assert missing == []
+    for module in MODULES:
+        if re.search(r"collectives\.(even|uneven|rooted|coalesced)$|\.differentiable$", module.__name__):
+            for name in module.__all__:
+                if name in {"check_targets", "exchange_flat"}:
+                    continue
+                assert re.match(r"`[^`]+ -> [^`]+`[:,]", inspect.getdoc(getattr(module, name)) or ""), name
+
+
+def test_modules_list_their_public_names() -> None:
+    for module in MODULES:
+        if hasattr(module, "__path__") and module is not shoal_mesh:
+            continue  # a folder: its docstring is its contract
+        if module.__name__.endswith("__about__"):
+            continue
+        assert len(set(module.__all__)) == len(module.__all__), module.__name__
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+        private = [name for name in module.__all__ if name.startswith("_") and name != "__version__"]
+        assert private == ([] if not module.__name__.endswith("resources") else ["_mesh_resources"]), module.__name__
+    assert dir(shoal_mesh) == sorted(shoal_mesh.__all__)
+
+
+def test_every_module_has_a_test_file() -> None:
+    tests = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
+    modules = {f"test_{_name(m).rpartition('.')[2].strip('_')}" for m in MODULES if not hasattr(m, "__path__")}
+    assert modules - tests == {"test_about"}
+    for topic in tests - modules - {"test_shoal_mesh"}:  # a second file of a module says which
+        covers = re.match(r'"""Covers: (\w+)\.py', (Path(__file__).parent / f"{topic}.py").read_text())
+        assert covers is not None
+        assert f"test_{covers[1]}" in modules, topic
+
+
+def test_the_blocks_of_the_readme_run_as_a_script(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks) + '\nif __name__ == "__main__":\n    test_sum()\n    print("done")\n')
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout

@@ -1,0 +1,90 @@
+"""Covers: uneven.py, on real gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rank_values import ORDERS, assert_near, assert_same, comm_of, values_of, values_of_all
+from shoal_mesh import (
+    all_gather_v,
+    all_to_all_v,
+    reduce_scatter_v,
+)
+from shoal_mesh.testing import on_ranks
+
+
+@pytest.mark.parametrize("order", list(ORDERS))
+@on_ranks(4)
+def test_uneven_blocks(order: str) -> None:
+    comm = comm_of(order)
+    n, me = comm.size, comm.rank
+    for sizes in ([3, 1, 2, 0][:n], [9, 0, 0, 0][:n], [2, 2, 2, 2][:n], [0, 0, 0, 0][:n], [2, 3, 3, 3][:n]):
+        for dim in (0, 1):
+            for dtype in (torch.float32, torch.int16, torch.complex64):
+                shape = [2, 2]
+                blocks = []
+                for rank, size in zip(comm.ranks, sizes, strict=True):
+                    shape[dim] = size
+                    blocks.append(values_of(rank, tuple(shape), dtype))
+                assert_same(all_gather_v(blocks[me], comm, sizes, dim), torch.cat(blocks, dim))
+                shape[dim] = sum(sizes)
+                every = values_of_all(comm, tuple(shape), dtype)
+                want = torch.split(torch.stack(every).sum(0).to(dtype), sizes, dim)[me]
+                assert_near(reduce_scatter_v(every[me], comm, sizes, dim), want.contiguous())
+    counts = [[(i * n + j) % 3 for j in range(n)] for i in range(n)]  # i sends counts[i][j] to j
+    for dtype in (torch.float32, torch.int16):
+        own = torch.cat([torch.full((counts[me][j],), 10 * me + j) for j in range(n)]).to(dtype)
+        got = all_to_all_v(own, comm, counts[me], [counts[i][me] for i in range(n)])
+        want = torch.cat([torch.full((counts[i][me],), 10 * i + me) for i in range(n)]).to(dtype)
+        assert_same(got, want)
+
+
+def wait_for(flag: str) -> None:
+    """Until another rank has made the file: it can only do so if what it started did not wait for this rank."""
+    import time
+    from pathlib import Path
+
+    end = time.monotonic() + 40
+    while not Path(flag).exists():
+        assert time.monotonic() < end, "the other rank never got past starting its collective"
+        time.sleep(0.005)
+
+
+UNEVEN: dict[str, Any] = {
+    "all_gather_v": lambda c, **k: all_gather_v(
+        torch.full((c.rank + 1, 2), float(c.rank)), c, range(1, c.size + 1), **k
+    ),
+    "all_gather_v, one rank": lambda c, **k: all_gather_v(
+        torch.ones(2, 9 * (c.rank == 1)), c, [9 * (i == 1) for i in range(c.size)], 1, **k
+    ),
+    "reduce_scatter_v": lambda c, **k: reduce_scatter_v(torch.arange(10.0).view(1, 10), c, [1, 2, 3, 4], 1, "avg", **k),
+    "reduce_scatter_v, one rank": lambda c, **k: reduce_scatter_v(torch.arange(9.0), c, [0, 9, 0, 0], **k),
+    "all_to_all_v": lambda c, **k: all_to_all_v(
+        torch.arange(float(c.rank * c.size)), c, [c.rank] * c.size, list(range(c.size)), **k
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["straight", "turned"])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_collectives_go_on_while_the_program_does(name: str, order: str, tmp_path: Any) -> None:
+    go_on_while_the_program_does(name, order, str(tmp_path / "started"))
+
+
+@on_ranks(4)
+def go_on_while_the_program_does(name: str, order: str, flag: str) -> None:
+    from pathlib import Path
+
+    comm = comm_of(order)
+    if comm.rank:
+        wait_for(flag)
+    pending = UNEVEN[name](comm, async_op=True)
+    if comm.rank == 0:
+        assert not pending.is_completed()
+        Path(flag).touch()
+    got = pending.wait()
+    assert pending.wait() is got
+    assert_same(got, UNEVEN[name](comm))

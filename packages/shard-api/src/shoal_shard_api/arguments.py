@@ -1,0 +1,82 @@
+"""Checks of argument types, each raised before any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import ArgumentTypeError
+
+
+def type_name(value: object) -> str:
+    """The type of a value with its module, so that classes of torch and of this package are distinct."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def expect(call: str, name: str, value: object, *types: Any, optional: bool = False) -> None:
+    """Check the type of an argument.
+
+    Args:
+        call: The function that was called, for the message.
+        name: The argument.
+        value: What was passed.
+        types: The types that it may have; bool is no int here.
+        optional: Whether None is allowed.
+
+    Raises:
+        ArgumentTypeError: It has another type.
+    """
+    error = type_error(call, name, value, *types, optional=optional)
+    if error is not None:
+        raise error
+
+
+def type_error(call: str, name: str, value: object, *types: Any, optional: bool = False) -> ArgumentTypeError | None:
+    """The error that ``expect`` raises, to be raised on every rank; None if the type is right."""
+    if optional and value is None:
+        return None
+    if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
+        return None
+    allowed = " or ".join([*(kind.__name__ for kind in types), *(["None"] if optional else [])])
+    hint = _hint(value, types)
+    return ArgumentTypeError(f"{call}: {name} must be {allowed}, got {type_name(value)}{hint}")
+
+
+def expect_all(call: str, name: str, values: Any, *types: Any) -> None:
+    """Check that an argument is a sequence, no string, whose entries have one of the types.
+
+    Raises:
+        ArgumentTypeError: It is not.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise ArgumentTypeError(f"{call}: {name} must be a sequence, got {type_name(values)}")
+    for index, value in enumerate(values):
+        expect(call, f"{name}[{index}]", value, *types)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided and no wrapper of other tensors, as a ShardedTensor or DTensor is."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and tensor.layout == torch.strided
+
+
+def expect_plain(call: str, name: str, value: object) -> None:
+    """Check that an argument is a plain strided tensor: no ShardedTensor, no DTensor, not sparse.
+
+    Raises:
+        ArgumentTypeError: It is not.
+    """
+    expect(call, name, value, torch.Tensor)
+    assert isinstance(value, torch.Tensor), "checked"
+    if not is_plain(value):
+        raise ArgumentTypeError(
+            f"{call}: {name} must be a plain strided tensor, got {type_name(value)}, {value.layout}"
+        )
+
+
+def _hint(value: Any, types: tuple[Any, ...]) -> str:
+    """Where the class of the same name is, for a value of torch's own shard API."""
+    namesake = next((kind for kind in type(value).__mro__ for own in types if kind.__name__ == own.__name__), None)
+    return f"; use shoal_shard_api.{namesake.__name__}, torch's own class is another one" if namesake else ""

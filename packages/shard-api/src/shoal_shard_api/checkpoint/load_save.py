@@ -1,0 +1,219 @@
+"""Checkpoints of state dicts that hold ShardedTensors, through torch.distributed.checkpoint.
+
+``save`` and ``load`` of torch.distributed.checkpoint take ShardedTensors too.  ``load`` here is atomic: it changes
+nothing unless every rank can read everything.  Sizes may differ on request (a padded vocabulary), and errors are typed.
+torch.distributed.checkpoint is imported inside of the functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal_dtensor import DTensor, local_shard
+
+from ..arguments import expect, expect_all
+from ..errors import ArgumentTypeError, CheckpointError
+from ..ranks.agreement import agree
+from ..ranks.process_groups import resolve
+from ..tensor.sharded_tensor_base import ShardedTensorBase
+
+
+def save(
+    state_dict: Mapping[str, Any], checkpoint_id: str | PathLike[str], *, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a state dict into a folder, every rank its own shards; all ranks call it.
+
+    Args:
+        state_dict: Tensors and other values by name; nested mappings are flattened.
+        checkpoint_id: The folder.
+        process_group: The ranks that save; None is the default group.
+
+    Raises:
+        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process group.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+
+    Example:
+        >>> import tempfile, warnings
+        >>> warnings.simplefilter("ignore")
+        >>> folder = [tempfile.mkdtemp()]
+        >>> torch.distributed.broadcast_object_list(folder)
+        >>> rows, columns = (ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]) for dim in (0, 1))
+        >>> save({"weight": ones(rows, 4, 2)}, folder[0])
+        >>> tensor = zeros(columns, 4, 2)
+        >>> _ = load({"weight": tensor}, folder[0])
+        >>> tensor.sum()
+        tensor(8.)
+    """
+    expect("save", "state_dict", state_dict, Mapping)
+    expect("save", "checkpoint_id", checkpoint_id, str, PathLike)
+    resolve(process_group)
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(dict(state_dict), checkpoint_id=checkpoint_id, process_group=process_group)
+
+
+def load(
+    state_dict: Mapping[str, Any],
+    checkpoint_id: str | PathLike[str],
+    *,
+    allow_shape_mismatch: Sequence[str] = (),
+    padding: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Fill the tensors of a state dict from a checkpoint of any number of ranks and any layout; all ranks call it.
+
+    Args:
+        state_dict: Tensors to fill in place, such as ``model.state_dict()``; mappings may be nested.
+        checkpoint_id: The folder that ``save`` or torch.distributed.checkpoint wrote.
+        allow_shape_mismatch: Names, or patterns with wildcards, of tensors whose size may differ from the saved one:
+            the elements in both sizes are read.
+        padding: Value of the elements beyond the saved size; None leaves them unchanged.
+        process_group: The ranks that load; None is the default group.
+
+    Returns:
+        The state dict; values that are no tensors are the saved ones.
+
+    Raises:
+        ArgumentTypeError: The state dict is no mapping, the folder no path, or the group no process group.
+        CheckpointError: No checkpoint in the folder, a truncated file, an unknown name, or a size that differs.  It is
+            raised on every rank, and the state dict is unchanged then.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+        RankMismatchError: The ranks have different names in their state dicts.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+    group = resolve(process_group)
+    wrong = _wrong_type(state_dict, checkpoint_id, allow_shape_mismatch, padding)
+    agree(group, {}, wrong)
+    flat = dict(_flat(state_dict))
+    reader = dcp.FileSystemReader(checkpoint_id)
+    agree(group, {"state dict": sorted(flat)}, _misfit(reader, flat, allow_shape_mismatch, checkpoint_id))
+    staged = {name: _staging(value, padding) for name, value in flat.items()}
+    error: Exception | None = None
+    try:
+        dcp.load(staged, storage_reader=reader, planner=_planner(), process_group=process_group)
+    except (Exception, CheckpointException) as raised:  # noqa: BLE001, RUF100  # reading a broken file raises anything
+        error = CheckpointError(f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(raised)}")
+    agree(group, {}, error)
+    with torch.no_grad():
+        for name, value in flat.items():
+            if isinstance(value, torch.Tensor):
+                for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
+                    local.copy_(new)
+    return _nested(state_dict, staged)
+
+
+def _wrong_type(state_dict: Any, checkpoint_id: Any, allowed: Any, padding: Any) -> ArgumentTypeError | None:
+    """The first argument of ``load`` of a wrong type, as an error; None if all are right."""
+    try:
+        expect("load", "state_dict", state_dict, Mapping)
+        expect("load", "checkpoint_id", checkpoint_id, str, PathLike)
+        expect_all("load", "allow_shape_mismatch", allowed, str)
+        expect("load", "padding", padding, int, float, optional=True)
+    except ArgumentTypeError as error:
+        return error
+    return None
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Leaves with the names that torch.distributed.checkpoint gives them: keys joined by dots."""
+    leaves: list[tuple[str, Any]] = []
+    for key, value in state.items():
+        nested = isinstance(value, Mapping) and bool(value)
+        leaves += _flat(value, f"{prefix}{key}.") if nested else [(f"{prefix}{key}", value)]
+    return leaves
+
+
+def _nested(state: Mapping[str, Any], staged: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _nested(value, staged, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value
+        else (value if isinstance(value, torch.Tensor) else staged[f"{prefix}{key}"])
+        for key, value in state.items()
+    }
+
+
+def _misfit(reader: Any, flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> Exception | None:
+    """The first entry of the checkpoint's index that does not fit the state dict, as an error; None if all fit."""
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # noqa: BLE001, RUF100  # no folder, or a truncated index: pickle raises anything
+        return CheckpointError(f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}")
+    missing = sorted(flat.keys() - saved.keys())
+    if missing:
+        return CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
+    for name, value in flat.items():
+        if isinstance(value, torch.Tensor) is not hasattr(saved[name], "size"):
+            return CheckpointError(f"checkpoint {where}: {name} is a tensor here or there, not in both")
+        if not isinstance(value, torch.Tensor) or tuple(saved[name].size) == tuple(value.size()):
+            continue
+        sizes = f"size {tuple(saved[name].size)}, here it has {tuple(value.size())}"
+        if len(saved[name].size) != value.dim():
+            return CheckpointError(f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same")
+        if not any(fnmatchcase(name, pattern) for pattern in allowed):
+            return CheckpointError(
+                f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in both"
+            )
+    return None
+
+
+def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(value, ShardedTensorBase):
+        return value._local_tensors
+    return [local_shard(value) if isinstance(value, DTensor) else value]
+
+
+def _staging(value: Any, padding: float | None) -> Any:
+    """A tensor of the same layout to read into, so that a failure leaves the given one unchanged."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        copied: Any = value.detach().clone()
+        if padding is not None:
+            for local in _local_tensors(copied):
+                local.fill_(padding)
+    return copied
+
+
+def _cause(error: BaseException) -> str:
+    """The error of the lowest rank in a CheckpointException, in one line; any other error in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, wrapped = min(failures.items(), key=lambda item: item[0])
+        cause = wrapped[0] if isinstance(wrapped, tuple) else wrapped
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _planner() -> Any:
+    """A load planner that reads the elements in both the saved and the requested shards, for any global sizes."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    class AnySizes(DefaultLoadPlanner):
+        """Sizes are checked before, by ``_misfit``."""
+
+        def create_local_plan(self) -> Any:
+            metadata = self.metadata
+            assert metadata is not None, "torch.distributed.checkpoint sets the planner up first"
+            sizes = {}
+            for name, value in self.state_dict.items():
+                saved = metadata.state_dict_metadata[name]
+                if isinstance(saved, TensorStorageMetadata) and isinstance(value, torch.Tensor):
+                    sizes[name], saved.size = saved.size, value.size()
+            try:
+                return super().create_local_plan()
+            finally:
+                for name, size in sizes.items():
+                    saved = metadata.state_dict_metadata[name]
+                    assert isinstance(saved, TensorStorageMetadata), "only tensors were entered"
+                    saved.size = size
+
+    return AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)

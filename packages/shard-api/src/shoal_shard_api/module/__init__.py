@@ -1,0 +1,1 @@
+"""What shards the parameters of modules, and the optimizer that steps on local shards."""

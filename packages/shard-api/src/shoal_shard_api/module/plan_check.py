@@ -1,0 +1,131 @@
+"""The checks of a sharding plan against a module that one rank can make alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ..arguments import expect, type_name
+from ..errors import (
+    MissingParameterError,
+    ParameterError,
+    PlanConflictError,
+    PlanTypeError,
+    SharderPathError,
+)
+from ..spec.sharding_spec import ShardingSpec
+from .plan import Sharder, ShardingPlan
+
+ParameterCheck = Callable[[nn.Module, str, ShardingSpec, str], Exception | None]
+"""(owner, name, spec, path) -> the error in sharding that parameter, None if there is none."""
+
+
+@dataclass(slots=True)
+class CheckedPlan:
+    """The entries of a plan by kind, after every check that one rank can make."""
+
+    parameters: dict[str, ShardingSpec] = field(default_factory=dict)
+    sharders: dict[str, Sharder] = field(default_factory=dict)
+    outputs: dict[str, ShardingSpec] = field(default_factory=dict)
+    locals_: list[str] = field(default_factory=list)
+
+
+def check_plan(module: nn.Module, plan: Any, parameter_error: ParameterCheck) -> CheckedPlan:
+    """The entries of the plan by kind, after every check that one rank can make."""
+    expect("shard_module", "module", module, nn.Module)
+    if not isinstance(plan, ShardingPlan):
+        raise PlanTypeError(f"expected a ShardingPlan of this package, got {type_name(plan)}")
+    tables: list[tuple[str, Any]] = [("plan", plan.plan), ("output_plan", plan.output_plan or {})]
+    for name, value in tables:
+        if not isinstance(value, Mapping) or not all(isinstance(path, str) for path in value):
+            raise PlanTypeError(f"{name} must map paths to specs, got {type_name(value)} {value!r}")
+    checked = CheckedPlan()
+    for path, entry in plan.plan.items():
+        if isinstance(entry, Sharder):
+            if not path:
+                raise SharderPathError("a Sharder needs the path of a sub-module; '' has no parent to replace it in")
+            submodule(module, path, "plan")
+            checked.sharders[path] = entry
+        elif isinstance(entry, ShardingSpec):
+            checked.parameters[path] = entry
+        else:
+            raise PlanTypeError(
+                f"plan[{path!r}] must be a ShardingSpec or a Sharder of this package, got {type_name(entry)}"
+            )
+    _check_ownership(module, checked)
+    for path, spec in checked.parameters.items():
+        _check_parameter(module, path, spec, parameter_error)
+    _merge_tied(module, checked)
+    _check_outputs(module, plan, checked)
+    return checked
+
+
+def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, parameter_error: ParameterCheck) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = submodule(module, parent, "plan")
+    error = parameter_error(owner, name, spec, path)
+    if error is None and name not in owner._parameters:
+        error = ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
+    if error is not None:
+        raise error
+
+
+def submodule(module: nn.Module, path: str, where: str) -> nn.Module:
+    """The sub-module at a path.
+
+    Raises:
+        MissingParameterError: There is none; ``where`` says which argument has the path.
+    """
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise MissingParameterError(f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})") from None
+
+
+def _check_ownership(module: nn.Module, checked: CheckedPlan) -> None:
+    """Refuse other entries for the sub-tree of a Sharder, and for parameters tied to one in it."""
+    for sharder in checked.sharders:
+        owned = {id(p): name for name, p in module.get_submodule(sharder).named_parameters(sharder)}
+        for path in (*checked.parameters, *checked.sharders):
+            if path.startswith(f"{sharder}."):
+                raise PlanConflictError(f"{path!r} is in the sub-tree of the Sharder of {sharder!r}")
+        for path in checked.parameters:
+            try:
+                parameter = module.get_parameter(path)
+            except AttributeError:
+                continue  # reported by _check_parameter
+            if id(parameter) in owned:
+                raise PlanConflictError(
+                    f"{path!r} is tied to {owned[id(parameter)]!r}, which belongs to the Sharder of {sharder!r}"
+                )
+
+
+def _merge_tied(module: nn.Module, checked: CheckedPlan) -> None:
+    """Keep one entry for each parameter."""
+    first: dict[int, str] = {}
+    for path, spec in list(checked.parameters.items()):
+        known = first.setdefault(id(module.get_parameter(path)), path)
+        if known != path:
+            if checked.parameters[known] != spec:
+                raise PlanConflictError(
+                    f"{known!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
+                    f"{checked.parameters[known]} and {spec}"
+                )
+            del checked.parameters[path]
+
+
+def _check_outputs(module: nn.Module, plan: ShardingPlan, checked: CheckedPlan) -> None:
+    for path, spec in (plan.output_plan or {}).items():
+        if not isinstance(spec, ShardingSpec):
+            raise PlanTypeError(f"output_plan[{path!r}] must be a ShardingSpec of this package, got {type_name(spec)}")
+        checked.outputs[path] = spec
+    local: Any = plan.return_local_tensor or ()
+    if isinstance(local, str) or not isinstance(local, Sequence) or not all(isinstance(path, str) for path in local):
+        raise PlanTypeError(f"return_local_tensor must be a sequence of paths, got {local!r}")
+    checked.locals_ = list(local)
+    for path in (*checked.outputs, *checked.locals_):
+        if not any(path.startswith(f"{sharder}.") for sharder in checked.sharders):
+            submodule(module, path, "output_plan or return_local_tensor")

@@ -1,0 +1,193 @@
+"""Sharding of modules by a plan.
+
+Each rank checks its arguments, then the ranks exchange errors and arguments.  Either all ranks raise the same error and
+nothing has changed, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..arguments import expect, type_name
+from ..errors import (
+    PlanTypeError,
+    UnsupportedOpError,
+)
+from ..ranks.agreement import agree
+from ..ranks.process_groups import resolve
+from ..spec.chunk_spec import ChunkShardingSpec
+from ..spec.sharding_spec import ShardingSpec
+from ..tensor.sharded_tensor import ShardedTensor
+from .plan import ShardingPlan
+from .plan_check import CheckedPlan, check_plan, submodule
+from .shard_parameter import parameter_error, source_error
+
+
+def shard_module(
+    module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: dist.ProcessGroup | None = None
+) -> None:
+    """Plain on ``src_rank`` -> sharded: shards a module by a plan, in place; all ranks of the group call it.
+
+    Parameters become ShardedTensors by their specs; tied parameters stay tied.  Sub-modules with a Sharder are replaced
+    by the module that it returns.  Hooks reshard outputs, or replace them by local tensors.
+
+    Args:
+        module: The root; paths in the plan are relative to it.
+        plan: The plan, the same on every rank.
+        src_rank: Rank in the process group whose data are used.
+        process_group: The ranks that hold the shards; None is the default group.
+
+    Raises:
+        ArgumentTypeError: ``module`` is no module, or the group no process group.
+        PlanTypeError: The plan, or an entry, has a wrong type.
+        SharderPathError: A Sharder has the empty path.
+        PlanConflictError: A parameter belongs to the sub-tree of a Sharder, Sharders are nested, or one tied parameter
+            has two different specs.
+        MissingParameterError: A path of the plan is not in the module.
+        ParameterError, ShardingSpecError, RankMismatchError, ProcessGroupError: As for ``shard_parameter``.
+
+        Each is raised on every rank, and the module is unchanged then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU())
+        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> shard_module(model, ShardingPlan({"0.weight": rows}, {"": rows}, return_local_tensor=[""]))
+        >>> model(torch.ones(2, 4)).shape
+        torch.Size([6])
+    """
+    group = resolve(process_group)
+    checked, error = CheckedPlan(), None
+    try:
+        checked = check_plan(
+            module, plan, lambda owner, name, spec, path: parameter_error(owner, name, spec, group, path)
+        )
+    except (TypeError, KeyError, RuntimeError, AttributeError, ValueError) as raised:
+        error = raised
+    agree(group, _facts(module, checked, src_rank), error or source_error(src_rank, group))
+    replacements = _run_sharders(module, checked, group)
+    sharded = {
+        path: spec.shard(module.get_parameter(path), src_rank=src_rank, process_group=group)
+        for path, spec in sorted(checked.parameters.items())
+    }
+    for path, tensor in sharded.items():
+        _install_tied(module, module.get_parameter(path), tensor)
+    for path, new in replacements.items():
+        _replace_everywhere(module, module.get_submodule(path), new)
+    for path, spec in checked.outputs.items():
+        _reshard_output(module.get_submodule(path), spec)
+    for path in checked.locals_:
+        _collect_local_shard(module.get_submodule(path))
+
+
+def _facts(module: nn.Module, checked: CheckedPlan, src_rank: int) -> dict[str, Any]:
+    """Values that must be equal on all ranks; Sharders are compared by their class."""
+    facts: dict[str, Any] = {
+        "src_rank": src_rank,
+        "plan entries": sorted((*checked.parameters, *checked.sharders)),
+        "output_plan": checked.outputs,
+        "return_local_tensor": checked.locals_,
+    }
+    for path, spec in checked.parameters.items():
+        parameter = module.get_parameter(path)
+        facts[f"sharding_spec of {path}"] = spec
+        facts[f"size and dtype of {path}"] = (tuple(parameter.size()), parameter.dtype)
+    for path, sharder in checked.sharders.items():
+        facts[f"Sharder of {path}"] = f"{type(sharder).__module__}.{type(sharder).__qualname__}"
+    return facts
+
+
+def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGroup) -> dict[str, nn.Module]:
+    """The new sub-modules by path, not installed yet; an error of any rank's Sharder is raised on all ranks."""
+    if not checked.sharders:
+        return {}
+    new: dict[str, nn.Module] = {}
+    error: Exception | None = None
+    try:
+        for path, sharder in sorted(checked.sharders.items()):
+            result: Any = sharder.shard(module.get_submodule(path))
+            if not isinstance(result, nn.Module):
+                raise PlanTypeError(f"the Sharder of {path!r} returned {type_name(result)}, not a Module")
+            new[path] = result
+        for path in (*checked.outputs, *checked.locals_):
+            for sharded, replacement in new.items():
+                if path.startswith(f"{sharded}."):
+                    submodule(replacement, path.removeprefix(f"{sharded}."), f"the module that replaces {sharded!r}")
+    except Exception as raised:  # noqa: BLE001, RUF100  # a Sharder is user code; any error is sent to the other ranks
+        error = raised
+    agree(group, {}, error)
+    return new
+
+
+def _install_tied(module: nn.Module, old: nn.Parameter, tensor: ShardedTensor) -> None:
+    """Replace a parameter under each of its names by one new parameter."""
+    new = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is old:
+                owner._parameters[name] = new
+
+
+def _replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace a sub-module under each of its names."""
+    for owner, name in list(_places(module, old)):
+        owner._modules[name] = new
+
+
+def _places(module: nn.Module, wanted: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for owner in module.modules():
+        for name, child in owner._modules.items():
+            if child is wanted:
+                yield owner, name
+
+
+def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """The module, with a hook that reshards its ShardedTensor output; other outputs pass unchanged.
+
+    Args:
+        module: The module.
+        resharding_spec: The spec of the output.
+
+    Raises:
+        ArgumentTypeError: An argument has a wrong type.
+    """
+    expect("_reshard_output", "module", module, nn.Module)
+    expect("_reshard_output", "resharding_spec", resharding_spec, ShardingSpec)
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return output.resharded(resharding_spec) if isinstance(output, ShardedTensor) else output
+
+    module.register_forward_hook(hook)
+    return module
+
+
+def _collect_local_shard(module: nn.Module) -> nn.Module:
+    """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass unchanged.
+
+    A dim of a ChunkShardingSpec along which the local tensor has size 1 is squeezed, as torch does.
+
+    Args:
+        module: The module.
+
+    Raises:
+        ArgumentTypeError: It is no module.
+    """
+    expect("_collect_local_shard", "module", module, nn.Module)
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if not isinstance(output, ShardedTensor):
+            return output
+        if len(output.local_shards()) > 1:
+            raise UnsupportedOpError(
+                f"return_local_tensor: rank {dist.get_rank()} has {len(output.local_shards())} shards of the output"
+            )
+        local, spec = output._local_tensors[0], output.sharding_spec()
+        if isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and local.dim() == output.dim():
+            return local.squeeze(spec.dim)
+        return local
+
+    module.register_forward_hook(hook)
+    return module

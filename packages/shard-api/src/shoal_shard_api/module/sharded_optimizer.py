@@ -1,0 +1,257 @@
+"""ShardedOptimizer: a torch optimizer of plain parameters and of the local shards of sharded ones.
+
+Its state dict has parameter names as keys.  State of a parameter's shape is a ShardedTensor there, so a checkpoint of
+it can be loaded onto another number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from ..arguments import expect
+from ..errors import ArgumentTypeError, CheckpointError, ParameterError, UnsupportedOpError
+from ..ops.handlers import with_layout_of
+from ..tensor.sharded_tensor import ShardedTensor
+
+Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, nn.Parameter | ShardedTensor]]:
+    """Name and value of every parameter of a module, and of every ShardedTensor that is a plain attribute of it.
+
+    A tensor with several names comes once, under the first of them.
+
+    Args:
+        module: The module.
+        prefix: Prefix of all names, joined by a dot.
+        recurse: Whether to include sub-modules.
+
+    Raises:
+        ArgumentTypeError: ``module`` is no module, or ``prefix`` no string.
+
+    Example:
+        >>> [name for name, _ in named_params_with_sharded_tensor(torch.nn.Linear(2, 2), "head")]
+        ['head.weight', 'head.bias']
+    """
+    expect("named_params_with_sharded_tensor", "module", module, nn.Module)
+    expect("named_params_with_sharded_tensor", "prefix", prefix, str)
+    seen: set[int] = set()
+    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        attributes = [(name, value) for name, value in vars(owner).items() if isinstance(value, ShardedTensor)]
+        for name, value in [*attributes, *owner._parameters.items()]:
+            if value is not None and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{path}{'.' if path else ''}{name}", value
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """A torch optimizer whose step updates plain parameters and the local shards of sharded ones.
+
+    Attributes that it does not have are those of the torch optimizer: ``param_groups``, ``state``, ``defaults``.
+
+    Args:
+        named_params: Names and parameters, plain or sharded, as a mapping or as pairs.
+        optimizer_class: Class of the torch optimizer.
+        optimizer_args: Further positional arguments of the class.
+        optimizer_kwargs: Keyword arguments of the class.
+
+    Raises:
+        ArgumentTypeError: The parameters are no names and tensors, or the class is no optimizer class.
+
+    Example:
+        >>> linear = torch.nn.Linear(3, 4)
+        >>> shard_parameter(linear, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
+        >>> optimizer = ShardedOptimizer(dict(named_params_with_sharded_tensor(linear)), torch.optim.SGD, lr=0.1)
+        >>> linear(torch.ones(3)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self, named_params: Named, optimizer_class: type[optim.Optimizer], *optimizer_args: Any, **optimizer_kwargs: Any
+    ) -> None:
+        kind: Any = optimizer_class
+        if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+            raise ArgumentTypeError(
+                f"ShardedOptimizer: optimizer_class must be a class of torch.optim, got {optimizer_class!r}"
+            )
+        self.named_params: dict[str, torch.Tensor] = {}
+        self._optim = optimizer_class(self._local_tensors_of(named_params), *optimizer_args, **optimizer_kwargs)
+
+    def _local_tensors_of(self, named_params: Named) -> list[torch.Tensor]:
+        """The local tensors of parameters that are added to ``named_params``."""
+        try:
+            named = dict(named_params)
+        except (TypeError, ValueError) as error:
+            raise ArgumentTypeError(
+                f"ShardedOptimizer: parameters must be a mapping or pairs of names and tensors: {error}"
+            ) from None
+        for name, parameter in named.items():
+            expect("ShardedOptimizer", "a parameter name", name, str)
+            expect("ShardedOptimizer", f"parameter {name!r}", parameter, torch.Tensor)
+        repeated = sorted(named.keys() & self.named_params.keys())
+        if repeated:
+            raise ParameterError(f"parameters {repeated} are in the optimizer already")
+        self.named_params |= named
+        return [local for each in named.values() for local in _local_tensors(each)]
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the torch optimizer."""
+        if name == "_optim":
+            raise AttributeError(name)
+        return getattr(self._optim, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer of {len(self.named_params)} parameters over {self._optim!r}"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all local tensors."""
+        self._optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the local tensors; no communication.
+
+        A parameter without a shard on this rank is stepped as an empty one, so all ranks have the same state entries.
+
+        Args:
+            closure: As for the torch optimizer.
+
+        Raises:
+            UnsupportedOpError: A parameter was resharded since it was added: its old shards would be stepped.
+        """
+        self._owners()
+        for each in self.named_params.values():
+            for local in _local_tensors(each):
+                if local.numel() == 0 and local.grad is None:
+                    local.grad = torch.zeros_like(local)
+        return self._optim.step(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own.
+
+        Args:
+            param_group: "params" has names and parameters, as in the constructor; other entries are options.
+
+        Raises:
+            ArgumentTypeError: It is no dict with "params", or these are no names and tensors.
+            ParameterError: A name is in the optimizer already.
+        """
+        expect("add_param_group", "param_group", param_group, dict)
+        if "params" not in param_group:
+            raise ArgumentTypeError(f"add_param_group: param_group must have 'params', got {sorted(param_group)}")
+        tensors = self._local_tensors_of(param_group["params"])
+        self._optim.add_param_group({**param_group, "params": tensors})
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and options by parameter name; no communication.
+
+        Returns:
+            "state": name -> entries; an entry of the shape of a sharded parameter is a ShardedTensor.
+            "param_groups": the groups, with parameters by name.
+
+        Raises:
+            UnsupportedOpError: A parameter was resharded since it was added.
+        """
+        state = {name: self._state_of(each) for name, each in self.named_params.items()}
+        owner = self._owners()
+        groups = [
+            {**group, "params": list(dict.fromkeys(owner[id(local)] for local in group["params"]))}
+            for group in self.param_groups
+        ]
+        return {"state": {name: entries for name, entries in state.items() if entries}, "param_groups": groups}
+
+    def _owners(self) -> dict[int, str]:
+        """Parameter name by the id of each local tensor in the parameter groups."""
+        owner = {id(local): name for name, each in self.named_params.items() for local in _local_tensors(each)}
+        if not all(id(local) in owner for group in self.param_groups for local in group["params"]):
+            raise UnsupportedOpError(
+                "a parameter of this ShardedOptimizer was resharded in place: construct a new optimizer and load the "
+                "state dict of this one, taken before"
+            )
+        return owner
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        local_tensors = _local_tensors(parameter)
+        per_part = [self.state.get(local, {}) for local in local_tensors]
+        entries = {}
+        for key, first in per_part[0].items():
+            values = [each[key] for each in per_part]
+            shaped = all(
+                isinstance(value, torch.Tensor) and value.shape == local.shape and local.dim() > 0
+                for value, local in zip(values, local_tensors, strict=True)
+            )
+            entries[key] = parameter._with(values) if shaped and isinstance(parameter, ShardedTensor) else first
+        return entries
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load state and options; all ranks call it, since state in another layout is moved.
+
+        Args:
+            state_dict: What ``state_dict`` of an optimizer with the same parameter names returned.
+
+        Raises:
+            ArgumentTypeError: It is no mapping.
+            CheckpointError: No "state" or "param_groups", unknown names, other groups, or state of another size; the
+                optimizer is unchanged then.
+        """
+        expect("load_state_dict", "state_dict", state_dict, Mapping)
+        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+            raise CheckpointError(f"an optimizer state dict has 'state' and 'param_groups', got {sorted(state_dict)}")
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        self._check(state, groups)
+        loaded: dict[torch.Tensor, dict[str, Any]] = {}
+        for name in sorted(state):
+            parameter = self.named_params[name]
+            for local in _local_tensors(parameter):
+                loaded[local] = {}
+            for key in sorted(state[name]):
+                for local, value in zip(
+                    _local_tensors(parameter), _per_local_tensor(parameter, state[name][key]), strict=True
+                ):
+                    loaded[local][key] = value
+        for group, new in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in new.items() if key != "params"})
+        self.state.clear()
+        self.state.update(loaded)
+
+    def _check(self, state: Mapping[str, Any], groups: list[Any]) -> None:
+        wrong = [name for name, entries in state.items() if not isinstance(entries, Mapping)]
+        if wrong or not all(isinstance(group, Mapping) for group in groups):
+            raise CheckpointError(
+                f"the state of a parameter and a parameter group are mappings; not so: {wrong or groups}"
+            )
+        unknown = sorted(map(str, state.keys() - self.named_params.keys()))
+        if unknown:
+            raise CheckpointError(f"optimizer state for unknown parameters {unknown}")
+        own = [set(group["params"]) for group in self.state_dict()["param_groups"]]
+        given = [set(group.get("params", ())) for group in groups]
+        if own != given:
+            raise CheckpointError(f"the parameter groups differ: here {own}, in the state dict {given}")
+        for name, entries in state.items():
+            for key, value in entries.items():
+                size = tuple(self.named_params[name].size())
+                if isinstance(value, ShardedTensor) and tuple(value.size()) != size:
+                    raise CheckpointError(f"{key} of {name} has size {tuple(value.size())}, the parameter has {size}")
+
+
+def _local_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The local tensors of a parameter: the tensors of its shards, one empty tensor, or the plain parameter itself."""
+    return parameter._local_tensors if isinstance(parameter, ShardedTensor) else [parameter]
+
+
+def _per_local_tensor(parameter: torch.Tensor, value: Any) -> list[Any]:
+    """A state entry for every local tensor."""
+    if isinstance(parameter, ShardedTensor) and isinstance(value, ShardedTensor):
+        return [each.detach().clone() for each in with_layout_of(parameter, value)]
+    return [value.clone() if isinstance(value, torch.Tensor) else value for _ in _local_tensors(parameter)]

@@ -1,0 +1,1 @@
+"""What an operation on ShardedTensors does: on each shard alone, or by way of a DTensor of the same shards."""

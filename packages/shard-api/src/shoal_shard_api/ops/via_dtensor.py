@@ -1,0 +1,185 @@
+"""A function of ShardedTensors by way of DTensors: convert the arguments, run it, convert its results.
+
+All arguments are converted to one mesh: that of the first tensor whose layout has placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from shoal_dtensor import DTensor, Replicate, Shard, implicit_replication
+from shoal_mesh import DeviceMesh
+
+from .._torch import tree_leaves, tree_map
+from ..arguments import expect
+from ..errors import NotExpressibleError, UnsupportedOpError
+from ..ranks.process_groups import one_dim_mesh
+from . import dtensor_conversion
+from .pointwise import is_pointwise, run_shardwise
+
+_MAY_RESHARD: ContextVar[bool] = ContextVar("implicit_reshard", default=False)
+
+
+@contextmanager
+def implicit_reshard(allow: bool = True) -> Iterator[None]:
+    """Inside the ``with``, a tensor whose layout has no placements is moved to Shard(0) for an op that needs them.
+
+    Args:
+        allow: False refuses such ops again, which is the default outside.
+
+    Example:
+        >>> both_on_one = EnumerableShardingSpec(
+        ...     [ShardMetadata([0], [2], "rank:0/cpu"), ShardMetadata([2], [2], "rank:0/cpu")])
+        >>> with implicit_reshard():
+        ...     ones(both_on_one, 4).cumsum(0).full_tensor()
+        tensor([1., 2., 3., 4.])
+    """
+    expect("implicit_reshard", "allow", allow, bool)
+    token = _MAY_RESHARD.set(allow)
+    try:
+        yield
+    finally:
+        _MAY_RESHARD.reset(token)
+
+
+class DTensorCall:
+    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
+
+    def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
+        self.cls, self.func, self.tensors = cls, func, tensors
+        self.name = str(getattr(func, "__name__", func))
+        self.initializer = getattr(func, "__module__", "") == "torch.nn.init"
+        self.in_place = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+        self.grids: dict[int, Any] = {id(each): dtensor_conversion.grid_or_none(each) for each in tensors}
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plain: Callable[[DTensor], Any] | None = None
+    ) -> Any:
+        """The result: refused, computed shard by shard, or by way of DTensors.
+
+        This is decided from layouts and sizes, so it is the same on every rank.  ``plain`` makes a result with dims
+        plain, in place of a ShardedTensor.
+        """
+        self._refuse_leaf(args, kwargs)
+        if None in self.grids.values():
+            if is_pointwise(self.func, args, kwargs, self.tensors):
+                return run_shardwise(self.func, args, kwargs, self.tensors)
+            self.check_layouts()
+        home = self.home()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.initializer):
+            return self._run_on(home, args, kwargs, plain)
+
+    def _refuse_leaf(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a write to a leaf that requires grad.  The op writes to a view of the shard, which torch allows."""
+        if self.initializer or not torch.is_grad_enabled():
+            return
+        written = [args[0]] if self.in_place and args else []
+        written += tree_leaves(kwargs.get("out"))
+        if any(isinstance(each, self.cls) and each.requires_grad and each.is_leaf for each in written):
+            raise UnsupportedOpError(
+                f"{self.name}: a leaf ShardedTensor that requires grad cannot be written in place; use torch.no_grad()"
+            )
+
+    def check_layouts(self) -> None:
+        """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
+        if _MAY_RESHARD.get():
+            return
+        for each in self.tensors:
+            try:
+                dtensor_conversion.grid_for(each)
+            except NotExpressibleError as error:
+                raise NotExpressibleError(
+                    f"{self.name}: {error}. reshard() the tensor to a ChunkShardingSpec first, or make the call inside "
+                    "implicit_reshard()"
+                ) from None
+
+    def home(self) -> DeviceMesh:
+        """The mesh of the first tensor that has placements, else the 1-D mesh of all ranks."""
+        for each in self.tensors:
+            if self.grids[id(each)] is not None:
+                return dtensor_conversion.mesh_for(each, self.grids[id(each)])
+        first = self.tensors[0]
+        return one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
+
+    def _at_home(self, tensor: Any, home: DeviceMesh) -> bool:
+        grid = self.grids[id(tensor)]
+        return grid is not None and dtensor_conversion.mesh_for(tensor, grid) == home
+
+    def _run_on(
+        self, home: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[DTensor], Any] | None
+    ) -> Any:
+        dtensors = {id(each): self._on_mesh(each, home) for each in self.tensors}
+        before = {key: dtensor.grad_fn for key, dtensor in dtensors.items()}
+        replicated = [Replicate()] * home.ndim
+
+        def convert(leaf: Any) -> Any:
+            if isinstance(leaf, self.cls):
+                return dtensors[id(leaf)]
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dim() > 0:
+                return DTensor.from_local(leaf, home, replicated, run_check=False)
+            return leaf
+
+        with implicit_replication():  # plain tensors that the function creates
+            result = self.func(*tree_map(convert, args), **tree_map(convert, kwargs))
+        for each in self.tensors:
+            self._write_back(each, dtensors[id(each)], before[id(each)], home)
+        originals = {id(dtensors[id(each)]): each for each in self.tensors}
+        return tree_map(lambda leaf: self._back(leaf, originals, home, plain), result)
+
+    def _on_mesh(self, tensor: Any, home: DeviceMesh) -> DTensor:
+        """The DTensor on the home mesh; a tensor of another layout takes the placements of one of its shape there."""
+        if self._at_home(tensor, home):
+            return dtensor_conversion.to_dtensor(tensor)
+        placements = self._placements_at_home(tensor.shape, home)
+        if placements is None:
+            grid = self.grids[id(tensor)]
+            dim = grid.placements[0].dim if grid is not None else 0
+            placements = (Shard(dim),) * home.ndim
+        return dtensor_conversion.to_dtensor_on(tensor, home, placements)
+
+    def _placements_at_home(self, shape: torch.Size, home: DeviceMesh) -> tuple[Shard, ...] | None:
+        """The placements of an argument of this shape on the home mesh, None if there is none."""
+        for each in self.tensors:
+            if each.shape == shape and self._at_home(each, home):
+                placements: tuple[Shard, ...] = self.grids[id(each)].placements
+                return placements
+        return None
+
+    def _write_back(self, tensor: Any, dtensor: DTensor, before: Any, home: DeviceMesh) -> None:
+        """Give the tensor what the op wrote to its DTensor: the values if it was moved, else the autograd history."""
+        if self._at_home(tensor, home):
+            if dtensor.grad_fn is not before:
+                tensor._set_local_tensors([dtensor.to_local()])
+        elif self.in_place and tensor is self.tensors[0]:
+            moved = dtensor_conversion.from_dtensor(self.cls, dtensor, like=tensor).resharded(tensor.sharding_spec())
+            for local, new in zip(tensor._local_tensors, moved._local_tensors, strict=True):
+                local.copy_(new)
+
+    def _back(
+        self, leaf: Any, originals: dict[int, Any], home: DeviceMesh, plain: Callable[[DTensor], Any] | None
+    ) -> Any:
+        """A result as the caller gets it: plain or a ShardedTensor."""
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if id(leaf) in originals:
+            return originals[id(leaf)]
+        if leaf.dim() == 0:
+            return leaf.full_tensor()
+        if plain is not None:
+            return plain(leaf)
+        if not all(placement.is_shard() for placement in leaf.placements):
+            leaf = leaf.redistribute(placements=self._placements_at_home(leaf.shape, home) or _shard_further(leaf))
+        return dtensor_conversion.from_dtensor(self.cls, leaf, like=self.tensors[0])
+
+
+def _shard_further(dtensor: DTensor) -> tuple[Any, ...]:
+    """Placements with Shard(0) on every axis that shards no dim; on all axes if one of them shards dim 0 already."""
+    placements = tuple(dtensor.placements)
+    if any(placement.is_shard(0) for placement in placements):
+        return (Shard(0),) * len(placements)
+    return tuple(placement if placement.is_shard() else Shard(0) for placement in placements)

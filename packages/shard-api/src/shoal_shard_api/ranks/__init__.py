@@ -1,0 +1,1 @@
+"""How the ranks of one process group agree on arguments and move shards between them."""

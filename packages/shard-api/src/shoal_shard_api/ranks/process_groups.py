@@ -1,0 +1,166 @@
+"""Process groups: the default one, their members, this rank's place in them, and the meshes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from shoal_mesh import Comm, DeviceMesh
+
+from .._torch import default_group
+from ..arguments import expect, type_name
+from ..errors import ArgumentTypeError, ProcessGroupError
+
+_LOADING: ContextVar[dist.ProcessGroup | None] = ContextVar("process group of load_with_process_group", default=None)
+
+
+def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group for None.
+
+    Raises:
+        ArgumentTypeError: It is no process group.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
+    group = default_group() if process_group is None else process_group
+    if not isinstance(group, dist.ProcessGroup | int):  # c10d represents a group without this rank by an integer
+        raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type_name(group)}")
+    if isinstance(group, int) or dist.get_rank(group) < 0:
+        raise ProcessGroupError(
+            f"rank {dist.get_rank()} is not in the given process group ({group}); only its members make this call"
+        )
+    return group
+
+
+def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> None:
+    """Check a rank in a process group.
+
+    Raises:
+        ArgumentTypeError: It is no integer.
+        ProcessGroupError: The group has no such rank.
+    """
+    expect(call, name, rank, int)
+    if not 0 <= int(str(rank)) < dist.get_world_size(group):
+        raise ProcessGroupError(
+            f"{call}: {name}={rank} is not a rank of the process group of {dist.get_world_size(group)} ranks"
+        )
+
+
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Global ranks of the group, in the order of their ranks in it."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+@contextmanager
+def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[None]:
+    """Set the process group of the ShardedTensors that are unpickled inside the ``with``.
+
+    Args:
+        process_group: The group; its ranks must be those that saved the tensors, in the same order.
+
+    Raises:
+        ArgumentTypeError: It is no process group.
+        ProcessGroupError: Inside another ``load_with_process_group``, or this rank is not in the group.
+
+    Example:
+        >>> import io
+        >>> tensor = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
+        >>> file = io.BytesIO()
+        >>> torch.save(tensor, file)
+        >>> _ = file.seek(0)
+        >>> with load_with_process_group(torch.distributed.group.WORLD):
+        ...     torch.load(file, weights_only=False).full_tensor()
+        tensor([1., 1., 1., 1.])
+    """
+    if _LOADING.get() is not None:
+        raise ProcessGroupError("load_with_process_group is already active: it cannot be nested")
+    token = _LOADING.set(resolve(process_group))
+    try:
+        yield
+    finally:
+        _LOADING.reset(token)
+
+
+def _get_current_process_group() -> dist.ProcessGroup:
+    """The group of the enclosing ``load_with_process_group``, else the default group."""
+    loading = _LOADING.get()
+    return resolve(None) if loading is None else loading
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroupState:
+    """This rank's place in a process group and in the world, saved in pickles so that another place is refused.
+
+    Attributes:
+        local_rank: Rank in the process group.
+        global_rank: Rank in the world.
+        local_world_size: Number of ranks of the process group.
+        global_world_size: Number of ranks of the world.
+    """
+
+    local_rank: int
+    global_rank: int
+    local_world_size: int
+    global_world_size: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> ProcessGroupState:
+        """This rank's place in the group and in the world."""
+        return ProcessGroupState(
+            dist.get_rank(group), dist.get_rank(), dist.get_world_size(group), dist.get_world_size()
+        )
+
+    def check(self, group: dist.ProcessGroup) -> None:
+        """Check that this rank has the same place in ``group``.
+
+        Raises:
+            ProcessGroupError: It has another place; says what differs.
+        """
+        now = ProcessGroupState.of(group)
+        for name, what in (
+            ("local_rank", "rank in the process group"),
+            ("local_world_size", "size of the process group"),
+            ("global_rank", "global rank"),
+            ("global_world_size", "world size"),
+        ):
+            if getattr(now, name) != getattr(self, name):
+                raise ProcessGroupError(
+                    f"a ShardedTensor saved with {what} {getattr(self, name)} cannot be loaded with {what} "
+                    f"{getattr(now, name)}; torch.distributed.checkpoint loads onto other ranks"
+                )
+
+
+def comm_of(group: dist.ProcessGroup, device_type: str) -> Comm:
+    """The communicator over all ranks of the group, in group order."""
+    return one_dim_mesh(group, device_type).comm(0)
+
+
+def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The 1-D mesh over the group's ranks, in group order."""
+    return _one_dim_mesh(group, device_type)
+
+
+@lru_cache(maxsize=64)
+def _one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)
+
+
+def mesh_of(group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of this shape over all ranks of the group, given row-major; subgroups are created at first use."""
+    if shape == (len(ranks),) and ranks == members(group):
+        return one_dim_mesh(group, device_type)
+    return _grid_mesh(group, device_type, shape, ranks)
+
+
+@lru_cache(maxsize=256)
+def _grid_mesh(
+    group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]
+) -> DeviceMesh:
+    flat = DeviceMesh.from_group([group], device_type, ranks)
+    return flat if len(shape) == 1 else flat.unflatten(0, shape)

@@ -1,0 +1,1 @@
+"""Sharding specs and shard metadata as immutable values: no tensor data, no process group."""

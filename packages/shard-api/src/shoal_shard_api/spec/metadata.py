@@ -1,0 +1,207 @@
+"""Metadata of a sharded tensor: its shards, the properties that they share, its size.
+
+Field names and list types are those of ``torch.distributed._shard``, because they are compared and pickled by users.
+No process group and no tensor data here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .._torch import RemoteDevice
+from ..errors import ArgumentTypeError, ShardingSpecError
+from .boxes import Box, box
+
+Layout = tuple[tuple[int, Box], ...]
+"""(global rank, box) of every shard, in the order of the metadata.  Hashable, so plans are cached."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ShardMetadata:
+    """Offsets and sizes of one shard in the global tensor, and the rank and device that hold it.
+
+    Args:
+        shard_offsets: First index of the shard along every dim.
+        shard_sizes: Number of elements along every dim; 0 for an empty shard.
+        placement: "rank:1/cuda:1" (a global rank and its device), a parsed one, or None if unknown.
+
+    Raises:
+        ShardingSpecError: Offsets and sizes are no sequences of integers of one length, one is negative, or the
+            placement cannot be parsed.
+
+    Example:
+        >>> ShardMetadata([2, 0], [2, 5], "rank:1/cpu").box
+        ((2, 4), (0, 5))
+    """
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: RemoteDevice | None
+
+    def __init__(
+        self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: str | RemoteDevice | None = None
+    ) -> None:
+        offsets, sizes = _integers("shard_offsets", shard_offsets), _integers("shard_sizes", shard_sizes)
+        if len(offsets) != len(sizes):
+            raise ShardingSpecError(
+                f"shard_offsets and shard_sizes must have one entry for each dim: got {len(offsets)} offsets "
+                f"{offsets} and {len(sizes)} sizes {sizes}"
+            )
+        if any(n < 0 for n in (*offsets, *sizes)):
+            raise ShardingSpecError(
+                f"shard_offsets and shard_sizes must be >= 0: got offsets {offsets} and sizes {sizes}"
+            )
+        object.__setattr__(self, "shard_offsets", offsets)
+        object.__setattr__(self, "shard_sizes", sizes)
+        object.__setattr__(self, "placement", parse_placement(placement) if placement is not None else None)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
+
+    @property
+    def box(self) -> Box:
+        """The shard's global indices: one (start, stop) pair per dim."""
+        return box(self.shard_offsets, self.shard_sizes)
+
+    @property
+    def rank(self) -> int:
+        """Global rank that holds the shard.
+
+        Raises:
+            ShardingSpecError: The placement is missing or names no rank.
+        """
+        rank = self.placement.rank() if self.placement is not None else None
+        if rank is None:
+            raise ShardingSpecError(
+                f"shard at offsets {self.shard_offsets} has placement {self.placement}: 'rank:<global rank>/<device>' "
+                "is needed (RPC worker names are not supported)"
+            )
+        return int(rank)
+
+
+def _integers(name: str, values: Any) -> list[int]:
+    if isinstance(values, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in values):
+        return list(values)
+    raise ShardingSpecError(f"{name} must be a sequence of integers, got {values!r}")
+
+
+def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
+    """The parsed form of "rank:1/cuda:1"; a parsed placement is returned unchanged.
+
+    Raises:
+        ShardingSpecError: The string has another form, or the value is neither a string nor a parsed placement.
+    """
+    if isinstance(placement, RemoteDevice):
+        return placement
+    try:
+        return RemoteDevice(placement)
+    except (ValueError, TypeError, RuntimeError) as bad:
+        raise ShardingSpecError(f"placement must read 'rank:<global rank>/<device>', got {placement!r}") from bad
+
+
+class MEM_FORMAT_ENCODING(Enum):
+    """Stable names of memory formats in pickles; torch.memory_format has none.
+
+    Example:
+        >>> MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value
+        0
+    """
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_MEMORY_FORMATS = {
+    MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST: torch.channels_last,
+    MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
+
+
+@dataclass(frozen=True)
+class TensorProperties:
+    """dtype, layout, requires_grad, memory format and pinning of all shards of a tensor.
+
+    Attributes:
+        dtype: Element type; the default dtype unless given.
+        layout: Always torch.strided for a ShardedTensor.
+        requires_grad: Whether the shards require gradients.
+        memory_format: Always torch.contiguous_format for a ShardedTensor.
+        pin_memory: Whether the shards are in pinned host memory.
+
+    Example:
+        >>> TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.float64)).dtype
+        torch.float64
+    """
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: Any) -> TensorProperties:
+        """The properties of a plain tensor, or of one local shard.
+
+        Raises:
+            ArgumentTypeError: It is no tensor.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(f"TensorProperties.create_from_tensor: expected a Tensor, got {tensor!r}")
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            pin_memory=tensor.is_pinned(),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {each.name: getattr(self, each.name) for each in fields(self)}
+        names = {fmt: name for name, fmt in _MEMORY_FORMATS.items()}
+        if self.memory_format not in names:
+            raise ShardingSpecError(f"memory format {self.memory_format} cannot be saved; known: {list(names)}")
+        return {**state, "memory_format": names[self.memory_format]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "memory_format": _MEMORY_FORMATS[state["memory_format"]]})
+
+
+@dataclass(frozen=True)
+class ShardedTensorMetadata:
+    """Every shard of a tensor, on all ranks, its global size, and the properties of its shards.
+
+    Attributes:
+        shards_metadata: One entry per shard.
+        size: Global size.
+        tensor_properties: Properties that all shards share.
+
+    Example:
+        >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> spec.build_metadata(torch.Size([4]), TensorProperties()).layout
+        ((0, ((0, 2),)), (1, ((2, 4),)))
+    """
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    @property
+    def layout(self) -> Layout:
+        """Global rank and box of every shard, hashable."""
+        return tuple((shard.rank, shard.box) for shard in self.shards_metadata)
+
+
+def on_devices(metadata: ShardedTensorMetadata, devices: Mapping[int, torch.device]) -> ShardedTensorMetadata:
+    """The metadata with every shard on another device of its rank; ``devices`` maps a global rank to its device."""
+    shards = [
+        ShardMetadata(each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}")
+        for each in metadata.shards_metadata
+    ]
+    return replace(metadata, shards_metadata=shards)

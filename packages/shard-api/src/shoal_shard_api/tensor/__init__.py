@@ -1,0 +1,1 @@
+"""The class ShardedTensor, its shards, and every way to construct one."""

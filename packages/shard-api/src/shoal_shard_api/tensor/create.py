@@ -1,0 +1,175 @@
+"""The factories of ``torch`` with a sharding spec as first argument.
+
+Random factories draw the values that the same call without a spec draws from the same generator state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal_dtensor import Shard as ShardPlacement
+from shoal_dtensor import rand as rand_dtensor
+from shoal_dtensor import randn as randn_dtensor
+
+from ..arguments import expect
+from ..errors import NotExpressibleError, UnsupportedOpError
+from ..ops import dtensor_conversion
+from ..ranks.process_groups import one_dim_mesh
+from ..spec.sharding_spec import ShardingSpec
+from .shard import Shard
+from .sharded_tensor import ShardedTensor
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
+    """An uninitialised ShardedTensor; all ranks of the group call it, no communication.
+
+    Args:
+        sharding_spec: The shards of the tensor and their placements.
+        size: Global size, as integers or one sequence.
+        properties: dtype, layout, requires_grad, pin_memory, memory_format, process_group, init_rrefs.
+
+    Raises:
+        ArgumentTypeError: The spec is no ShardingSpec, or the size is no sequence of integers.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+        ShardingSpecError: The spec does not fit the size or the group.
+
+    Example:
+        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> empty(rows, 4, 3, dtype=torch.int64).size()
+        torch.Size([4, 3])
+    """
+    return ShardedTensor(sharding_spec, *size, **properties)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
+    """A ShardedTensor of zeros; arguments and errors as for ``empty``.
+
+    Example:
+        >>> zeros(ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 3).full_tensor()
+        tensor([0., 0., 0.])
+    """
+    return _filled(empty(sharding_spec, *size, **properties), 0)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
+    """A ShardedTensor of ones; arguments and errors as for ``empty``.
+
+    Example:
+        >>> ones(ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 3).full_tensor()
+        tensor([1., 1., 1.])
+    """
+    return _filled(empty(sharding_spec, *size, **properties), 1)
+
+
+def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any) -> ShardedTensor:
+    """A ShardedTensor of one value; other arguments and errors as for ``empty``.
+
+    Args:
+        sharding_spec: The shards of the tensor and their placements.
+        size: Global size.
+        fill_value: A number or bool, whose dtype is the default for ``dtype``.
+        properties: As for ``empty``.
+
+    Example:
+        >>> full(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), [3], 7).full_tensor()
+        tensor([7, 7, 7])
+    """
+    expect("full", "fill_value", fill_value, bool, int, float, complex, torch.Tensor)
+    if properties.get("dtype") is None:
+        properties["dtype"] = torch.full((), fill_value).dtype
+    return _filled(empty(sharding_spec, size, **properties), fill_value)
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
+    """A ShardedTensor of uniform numbers in [0, 1); arguments and errors as for ``empty``.
+
+    Raises:
+        NotExpressibleError: The tensor has no dims.
+        UnsupportedOpError: The dtype is no floating point type.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> rand(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
+        tensor([0.4963, 0.7682, 0.0885])
+    """
+    return _draw(rand_dtensor, empty(sharding_spec, *size, **properties))
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
+    """A ShardedTensor of standard normal numbers; arguments and errors as for ``empty``.
+
+    Raises:
+        NotExpressibleError: The tensor has no dims.
+        UnsupportedOpError: The dtype is no floating point type.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> randn(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
+        tensor([ 1.5410, -0.2934, -2.1788])
+    """
+    return _draw(randn_dtensor, empty(sharding_spec, *size, **properties))
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard],
+    *global_size: Any,
+    process_group: dist.ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """Local shards -> sharded: the ShardedTensor of the shards of all ranks, without a copy; all ranks call it.
+
+    Args:
+        local_shards: This rank's shards, placed on this rank; may be empty.
+        global_size: Global size, as integers or one sequence.  One dim may be None if every rank has one shard: the
+            shards are then concatenated along it in the order of the ranks.
+        process_group: The ranks that hold the tensor; None is the default group.
+        init_rrefs: Must be False.
+
+    Raises:
+        ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of integers.
+        LocalShardError: Local shards differ in dtype or layout, are not contiguous, or are placed on another rank.
+        RankMismatchError: The size, or dtype, layout, requires_grad or pinning, differs between ranks.
+        ShardingSpecError: The shards overlap, leave a gap, reach beyond the size, or are outside the group.
+
+        Each is raised on every rank.
+
+    Example:
+        >>> rank = torch.distributed.get_rank()
+        >>> shard = Shard.from_tensor_and_offsets(torch.full((2,), float(rank)), [2 * rank], rank)
+        >>> init_from_local_shards([shard], 4).full_tensor()
+        tensor([0., 0., 1., 1.])
+    """
+    options: dict[str, Any] = {"process_group": process_group, "init_rrefs": init_rrefs}
+    return ShardedTensor._init_from_local_shards(local_shards, *global_size, **options)
+
+
+def _filled(tensor: ShardedTensor, value: Any) -> ShardedTensor:
+    with torch.no_grad():
+        for shard in tensor.local_shards():
+            shard.tensor.fill_(value)
+    return tensor
+
+
+def _draw(factory: Callable[..., Any], tensor: ShardedTensor) -> ShardedTensor:
+    """The tensor filled by a factory of shoal_dtensor, which draws the numbers of one device.
+
+    A layout without placements is drawn as Shard(0) and moved.
+    """
+    if tensor.dim() == 0:
+        raise NotExpressibleError("a random ShardedTensor needs at least one dim: draw a plain tensor")
+    if not tensor.dtype.is_floating_point:
+        raise UnsupportedOpError(f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}")
+    grid = dtensor_conversion.grid_or_none(tensor)
+    if grid is None:
+        mesh = one_dim_mesh(tensor.process_group, tensor.device.type)
+        placements: Any = (ShardPlacement(0),)
+    else:
+        mesh, placements = dtensor_conversion.mesh_for(tensor, grid), grid.placements
+    dtensor = factory(tuple(tensor.size()), dtype=tensor.dtype, device_mesh=mesh, placements=placements)
+    with torch.no_grad():
+        tensor.copy_(dtensor_conversion.from_dtensor(ShardedTensor, dtensor, like=tensor))
+    return tensor

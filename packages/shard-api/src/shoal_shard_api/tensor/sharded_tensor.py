@@ -1,0 +1,367 @@
+"""ShardedTensor: one global tensor whose shards are on the ranks of a process group, as its spec says.
+
+The shards carry the autograd history and the gradients.  The tensor around them has the global size and no storage.
+Operations are in ops/, data movement in ranks/reshard.py, constructors in constructors.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal_dtensor import DTensor
+from shoal_mesh import Comm
+
+from ..arguments import expect, type_name
+from ..errors import ArgumentTypeError, LocalShardError, ProcessGroupError, UnsupportedOpError
+from ..ops import dispatch, dtensor_conversion
+from ..ops.handlers import with_layout_of
+from ..ranks.agreement import agree, devices_of_all
+from ..ranks.process_groups import ProcessGroupState, check_rank, comm_of, resolve
+from ..ranks.reshard import collect, gather, move
+from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
+from ..spec.metadata import on_devices
+from ..spec.sharding_spec import ShardingSpec
+from . import dcp_protocol
+from .assemble import checked_metadata, on_placements
+from .constructors import ShardedTensorConstructors
+from .shard import Shard
+from .sharded_tensor_base import load_pickled
+
+
+class ShardedTensor(ShardedTensorConstructors):
+    """A global tensor whose shards are on the ranks of a process group.
+
+    The constructor, called by all ranks of the group, allocates uninitialised shards, as ``torch.empty`` does; it does
+    not communicate.  Operations work as on a plain tensor; a plain tensor among their arguments is taken to be
+    replicated: equal on all ranks, except for the indices of embedding and embedding_bag (``replicated_indices``).
+
+    Args:
+        sharding_spec: The shards of the tensor and their placements.
+        size: Global size, as integers or one sequence.
+        process_group: The ranks that hold the tensor; None is the default group.
+        init_rrefs: Must be False: remote references over RPC are not supported.
+        properties: dtype, layout, requires_grad, pin_memory, memory_format.
+
+    Raises:
+        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, the group no process group.
+        ProcessGroupError: There is no default group, or this rank is not in the group.
+        ShardingSpecError: The spec does not fit the size, or places shards on ranks outside the group.
+
+    Example:
+        >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+        >>> tensor = ShardedTensor(rows, 4, 3).fill_(2.0)
+        >>> tensor.local_tensor().shape, (tensor + 1).sum()
+        (torch.Size([2, 3]), tensor(36.))
+    """
+
+    ProcessGroupState = ProcessGroupState
+
+    def _with(self, local_tensors: Sequence[torch.Tensor], *, stride: Sequence[int] | None = None) -> ShardedTensor:
+        """The tensor with this layout and other local tensors, which may have another dtype."""
+        metadata = self._metadata
+        like = local_tensors[0]
+        properties = replace(metadata.tensor_properties, dtype=like.dtype, requires_grad=like.requires_grad)
+        if properties != metadata.tensor_properties:
+            metadata = replace(metadata, tensor_properties=properties)
+        return self._wrap(
+            self._sharding_spec, metadata, local_tensors, self._process_group, stride=stride or self.stride()
+        )
+
+    # --- access ---------------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the tensor."""
+        return self._process_group
+
+    @property
+    def _comm(self) -> Comm:
+        return comm_of(self._process_group, self._local_tensors[0].device.type)
+
+    def local_tensor(self) -> torch.Tensor:
+        """The tensor of this rank's only shard.
+
+        Raises:
+            UnsupportedOpError: This rank has several shards, or none.
+        """
+        if len(self._local_shards) != 1:
+            raise UnsupportedOpError(
+                f"local_tensor() needs exactly one local shard, rank {dist.get_rank()} has {len(self._local_shards)}; "
+                "use local_shards()"
+            )
+        return self._local_shards[0].tensor
+
+    @property  # type: ignore[override]  # an attribute of torch.Tensor; the shards have it
+    def grad(self) -> ShardedTensor | None:
+        """The gradients of the shards, sharded by the same spec; None before the first backward."""
+        grads = [local.grad for local in self._local_tensors if local.is_leaf]
+        present = [each for each in grads if each is not None]
+        return self._with(present) if present and len(present) == len(self._local_tensors) else None
+
+    @grad.setter
+    def grad(self, value: ShardedTensor | None) -> None:
+        new: list[Any] = [None] * len(self._local_tensors)
+        if value is not None:
+            new = with_layout_of(self, value)
+        for local, each in zip(self._local_tensors, new, strict=True):
+            local.grad = each
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def _get_preferred_device(self) -> torch.device:
+        """The device of this rank's shards, and of the collectives on them."""
+        return self._local_tensors[0].device
+
+    def remote_shards(self) -> dict[int, Any]:
+        """Remote references are not supported (docs/shard_api_parity.md).
+
+        Raises:
+            UnsupportedOpError: Always.
+        """
+        raise UnsupportedOpError("remote references over RPC are not supported; use gather, full_tensor or reshard")
+
+    # --- moving data ----------------------------------------------------------------------------------------------
+
+    def resharded(self, spec: ShardingSpec) -> ShardedTensor:
+        """Sharded -> sharded by ``spec``: a new tensor of the same values; differentiable, all ranks call it.
+
+        One all-to-all sends every element once, from its old to its new rank.  Equal layouts do not communicate: the
+        result then shares the shards.
+
+        Args:
+            spec: The spec of the result.
+
+        Raises:
+            ArgumentTypeError: It is no ShardingSpec.
+            ShardingSpecError: It does not fit the size or the group.
+        """
+        expect("ShardedTensor.resharded", "spec", spec, ShardingSpec)
+        metadata = checked_metadata(
+            spec.build_metadata(self.size(), self.metadata().tensor_properties), self._process_group
+        )
+        local_tensors = move(self._local_tensors, self._layout, metadata.layout, self._comm)
+        return self._wrap(spec, metadata, on_placements(local_tensors, metadata), self._process_group)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Sharded -> sharded by another spec, in place; returns this tensor; all ranks call it.
+
+        A leaf (a parameter) stays a leaf: its data and its gradient move outside the autograd graph.  Any other tensor
+        keeps its history.  ``resharded`` returns a new tensor instead.
+
+        Args:
+            resharding_spec: The new spec.
+
+        Raises:
+            ArgumentTypeError: It is no ShardingSpec.
+            ShardingSpecError: It does not fit the size or the group; the tensor is unchanged.
+        """
+        leaf, requires_grad = self.is_leaf, self.requires_grad
+        gradient = self.grad
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
+            moved = self.resharded(resharding_spec)
+        self._adopt(moved)
+        if leaf and requires_grad:
+            self._set_local_tensors([local.detach().requires_grad_() for local in self._local_tensors])
+        if gradient is not None:
+            self.grad = gradient.resharded(resharding_spec)
+        return self
+
+    def _adopt(self, other: ShardedTensor) -> None:
+        """Take the spec, metadata and shards of ``other``."""
+        self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
+        self._local_shards, self._anchor = list(other._local_shards), other._anchor
+
+    def gather(  # type: ignore[override]  # torch's ShardedTensor takes Tensor.gather's name for this
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Sharded -> plain on ``dst``: the global tensor is written into ``out``; all ranks call it.
+
+        Args:
+            dst: Rank in the process group that receives the tensor.
+            out: A plain tensor of the global size on ``dst``; None on the other ranks.
+            enforce_dtype: As ``dtype=out.dtype`` (deprecated).
+            dtype: Element type in which the shards are sent; ``out`` keeps its own.
+
+        Raises:
+            ArgumentTypeError: An argument has a wrong type.
+            LocalShardError: ``out`` is missing on ``dst``, given on another rank, of another size, or not writable.
+            ProcessGroupError: ``dst`` is not a rank of the group.
+            RankMismatchError: ``dst`` or ``dtype`` differs between ranks.
+
+            Each is raised on every rank.
+        """
+        if enforce_dtype:
+            warnings.warn("enforce_dtype is deprecated: pass dtype", FutureWarning, stacklevel=2)
+        agree(self._process_group, {"dst": dst, "dtype": dtype}, self._gather_error(dst, out, dtype, enforce_dtype))
+        with torch.no_grad():
+            local_tensors = [local if dtype is None else local.to(dtype) for local in self._local_tensors]
+            gather(local_tensors, self._layout, dst, self._comm, out)
+
+    def _gather_error(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> Exception | None:
+        """The error in this rank's arguments of ``gather``, None if they are right."""
+        try:
+            check_rank("gather", "dst", dst, self._process_group)
+            expect("gather", "out", out, torch.Tensor, optional=True)
+            expect("gather", "enforce_dtype", enforce_dtype, bool)
+            expect("gather", "dtype", dtype, torch.dtype, optional=True)
+        except (ArgumentTypeError, ProcessGroupError) as error:
+            return error
+        here = dist.get_rank(self._process_group)
+        if here != dst:
+            return None if out is None else LocalShardError(f"gather: out must be None on every rank but dst={dst}")
+        if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.size() != self.size():
+            kind = "None" if out is None else f"a {type_name(out)} of size {tuple(out.size())}"
+            return LocalShardError(
+                f"gather: out must be a plain tensor of size {tuple(self.size())} on dst={dst}, got {kind}"
+            )
+        if out.is_meta or any(n > 1 and stride == 0 for n, stride in zip(out.size(), out.stride(), strict=True)):
+            return LocalShardError("gather: out must own an element of storage for each element, not meta nor expanded")
+        return None
+
+    def full_tensor(self) -> torch.Tensor:
+        """Sharded -> replicated: the global tensor as a plain one on every rank; differentiable, all ranks call it.
+
+        Every rank's gradient of the result is taken to be the same; each keeps that of its own shards.
+        """
+        return collect(self._local_tensors, self._layout, self.size(), self._comm)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """The tensor with every shard converted by ``Tensor.to``; all ranks call it with the same arguments.
+
+        Args:
+            args: As for ``Tensor.to``; a ShardedTensor stands for its dtype and device.
+            kwargs: As for ``Tensor.to``; ``process_group`` is the group of the result, with the same ranks.
+
+        Returns:
+            This tensor if nothing changes, else a new one; placements name each rank's own device.
+
+        Raises:
+            ArgumentTypeError: ``process_group`` is no process group.
+            RankMismatchError: The ranks move to different types of devices.
+        """
+        group = kwargs.pop("process_group", None)
+        args = tuple(arg._local_tensors[0] if isinstance(arg, ShardedTensor) else arg for arg in args)
+        local_tensors = [local.to(*args, **kwargs) for local in self._local_tensors]
+        if group is None and all(new is old for new, old in zip(local_tensors, self._local_tensors, strict=True)):
+            return self
+        spec, metadata = self._sharding_spec, self._metadata
+        if local_tensors[0].device != self._local_tensors[0].device:
+            metadata = on_devices(metadata, devices_of_all(self._process_group, local_tensors[0].device))
+            spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+        properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
+        return self._wrap(
+            spec,
+            replace(metadata, tensor_properties=properties),
+            local_tensors,
+            resolve(group) if group else self._process_group,
+        )
+
+    def cpu(
+        self, memory_format: torch.memory_format = torch.preserve_format, process_group: Any = None
+    ) -> ShardedTensor:
+        """The tensor with its shards in CPU memory; see ``to``."""
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> ShardedTensor:
+        """The tensor with its shards on this rank's CUDA device, by default the current one; see ``to``."""
+        target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        return self.to(target, non_blocking=non_blocking, memory_format=memory_format, process_group=process_group)
+
+    # --- conversion -----------------------------------------------------------------------------------------------
+
+    def to_dtensor(self) -> Any:
+        """The DTensor of the same shards, which it shares; differentiable, no communication.
+
+        Raises:
+            NotExpressibleError: The layout has no placements: several shards on one rank, or no grid.
+
+        Example:
+            >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+            >>> ones(rows, 4, 3).to_dtensor().placements
+            (Shard(dim=0),)
+        """
+        return dtensor_conversion.to_dtensor(self)
+
+    @classmethod
+    def from_dtensor(cls, dtensor: Any) -> ShardedTensor:
+        """The ShardedTensor of the shards of a DTensor, which it shares; differentiable, no communication.
+
+        Args:
+            dtensor: A shoal_dtensor.DTensor, sharded along every mesh axis of more than one rank.
+
+        Raises:
+            ArgumentTypeError: It is no DTensor of shoal_dtensor.
+            NotExpressibleError: It is replicated or partial along some mesh axis, or has no dims.
+
+        Example:
+            >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+            >>> ShardedTensor.from_dtensor(ones(rows, 4).to_dtensor() * 2).full_tensor()
+            tensor([2., 2., 2., 2.])
+        """
+        expect("ShardedTensor.from_dtensor", "dtensor", dtensor, DTensor)
+        result: ShardedTensor = dtensor_conversion.from_dtensor(cls, dtensor)
+        return result
+
+    # --- torch's protocols ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return dispatch.run(ShardedTensor, func, tuple(types), tuple(args), kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]  # the memo of copy.deepcopy holds anything
+        copied = self._with(
+            [local.detach().clone().requires_grad_(local.requires_grad) for local in self._local_tensors]
+        )
+        memo[id(self)] = copied
+        if self.grad is not None:
+            gradient = self.grad
+            copied.grad = gradient._with([local.clone() for local in gradient._local_tensors])
+        if getattr(self, "_is_param", False):
+            copied.__dict__["_is_param"] = True  # set by torch.nn.Parameter on tensors of other classes
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = {
+            "shards": [Shard(shard.tensor.detach(), shard.metadata) for shard in self._local_shards],
+            "metadata": self.metadata(),
+            "spec": self._sharding_spec,
+            "group": ProcessGroupState.of(self._process_group),
+            "marks": {"_is_param": True} if getattr(self, "_is_param", False) else {},  # set by torch.nn.Parameter
+        }
+        return load_pickled, (type(self), state)
+
+    __create_write_items__ = dcp_protocol.create_write_items
+    __create_chunk_list__ = dcp_protocol.create_chunk_list
+    __get_tensor_shard__ = dcp_protocol.get_tensor_shard
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100  # torch's
+        kind = "Parameter containing ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"
+        return (
+            f"{kind}(size={tuple(self.size())}, dtype={self.dtype}, requires_grad={self.requires_grad}, "
+            f"spec={self._sharding_spec}, local={[(s.metadata.shard_offsets, s.tensor) for s in self._local_shards]})"
+        )
+
+
+ShardingSpec.bind(ShardedTensor._scatter)

@@ -1,0 +1,217 @@
+"""ShardedTensorBase: size, spec and local shards of a sharded tensor; no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from .._torch import make_wrapper
+from ..arguments import expect, expect_all
+from ..errors import LocalShardError, UnsupportedOpError
+from ..ranks.process_groups import _get_current_process_group, resolve
+from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
+from ..spec.metadata import Layout, ShardedTensorMetadata, TensorProperties
+from ..spec.sharding_spec import ShardingSpec
+from .assemble import empty_local_tensors, known_size
+from .shard import Shard
+
+
+class ShardedTensorBase(torch.Tensor):
+    """Size, spec and local shards of a sharded tensor, without a process group.
+
+    The constructor returns a tensor without local shards.
+
+    Args:
+        sharding_spec: The shards of the tensor.
+        size: Global size, as integers or one sequence.
+        dtype: Element type; None is the default dtype.
+        layout: torch.strided.
+        requires_grad: Whether the shards require gradients.
+        pin_memory: Whether the shards are in pinned host memory.
+        memory_format: torch.contiguous_format.
+
+    Raises:
+        ArgumentTypeError: The spec is no ShardingSpec, the size is no sequence of integers, or a property has a wrong
+            type.
+        ShardingSpecError: The spec does not fit the size.
+
+    Example:
+        >>> ShardedTensorBase(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 5, 2).size()
+        torch.Size([5, 2])
+    """
+
+    _sharding_spec: ShardingSpec
+    _metadata: ShardedTensorMetadata
+    _local_shards: list[Shard]
+    _anchor: torch.Tensor | None
+    _process_group: dist.ProcessGroup | None
+    _layout: Layout
+
+    def __new__(
+        cls,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> Self:
+        """See the class."""
+        expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec)
+        expect(cls.__name__, "dtype", dtype, torch.dtype, optional=True)
+        expect(cls.__name__, "layout", layout, torch.layout)
+        expect(cls.__name__, "requires_grad", requires_grad, bool)
+        expect(cls.__name__, "pin_memory", pin_memory, bool)
+        expect(cls.__name__, "memory_format", memory_format, torch.memory_format)
+        properties = TensorProperties(
+            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
+        )
+        return cls._wrap(sharding_spec, sharding_spec.build_metadata(known_size(size), properties), [])
+
+    @classmethod
+    def _wrap(
+        cls,
+        spec: ShardingSpec,
+        metadata: ShardedTensorMetadata,
+        local_tensors: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        stride: Sequence[int] | None = None,
+    ) -> Self:
+        """The tensor of local tensors that fit the metadata; no checks, no communication.
+
+        ``local_tensors`` are this rank's shards in the order of the metadata.  A rank without shards passes one empty
+        tensor, so that it has a node in the autograd graph and takes part in the collectives of backward.
+        """
+        rank = dist.get_rank() if group is not None else None
+        own = [shard for shard in metadata.shards_metadata if rank is not None and shard.rank == rank]
+        device = local_tensors[0].device if local_tensors else torch.device("cpu")
+        props = metadata.tensor_properties
+        self: Self = make_wrapper(
+            cls, metadata.size, stride, props.dtype, device=device, layout=props.layout, pin_memory=props.pin_memory
+        )
+        self._sharding_spec, self._metadata, self._process_group = spec, metadata, group
+        self._layout = metadata.layout if group is not None else ()
+        self._local_shards = [Shard(local, each) for local, each in zip(local_tensors, own, strict=False)]
+        self._anchor = None if own or not local_tensors else _anchor(local_tensors[0])
+        return self
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """All shards, the global size and the properties of the tensor."""
+        properties = self._metadata.tensor_properties
+        if properties.requires_grad == self.requires_grad:
+            return self._metadata
+        return replace(self._metadata, tensor_properties=replace(properties, requires_grad=self.requires_grad))
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards, in the order of the metadata; an empty list on a rank without shards."""
+        return self._local_shards
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec by which the tensor is sharded."""
+        return self._sharding_spec
+
+    @property
+    def _local_tensors(self) -> list[torch.Tensor]:
+        """Tensors of the local shards, or one empty tensor on a rank without shards."""
+        return [shard.tensor for shard in self._local_shards] or ([] if self._anchor is None else [self._anchor])
+
+    def _set_local_tensors(self, local_tensors: Sequence[torch.Tensor]) -> None:
+        """Replace the local tensors by others of the same sizes: after an in-place op, by those with its grad_fn."""
+        if self._local_shards:
+            shards = zip(local_tensors, self._local_shards, strict=True)
+            self._local_shards = [Shard(local, shard.metadata) for local, shard in shards]
+        else:
+            self._anchor = _anchor(local_tensors[0])
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> Self:
+        """The tensor of these shards and metadata; no communication.
+
+        Args:
+            local_shards: This rank's shards.
+            sharded_tensor_metadata: Metadata of all shards, the same on every rank (this is not checked).
+            sharding_spec: The spec of the result; None infers it from the metadata.
+
+        Raises:
+            ArgumentTypeError: The metadata are no ShardedTensorMetadata of this package.
+            LocalShardError: A local shard is not in the metadata.
+        """
+        expect(cls.__name__, "sharded_tensor_metadata", sharded_tensor_metadata, ShardedTensorMetadata)
+        expect_all(cls.__name__, "local_shards", local_shards, Shard)
+        expect(cls.__name__, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
+        shards = sharded_tensor_metadata.shards_metadata
+        spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(shards)
+        self = cls._wrap(spec, sharded_tensor_metadata, [shard.tensor for shard in local_shards])
+        for shard in local_shards:
+            if shard.metadata not in shards:
+                raise LocalShardError(f"the shard {shard.metadata} is not in the metadata {shards}")
+        self._local_shards = list(local_shards)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the local shards require gradients."""
+        tensors = self._local_tensors
+        declared = self._metadata.tensor_properties.requires_grad
+        return any(local.requires_grad for local in tensors) if tensors else declared
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        for local in self._local_tensors:
+            local.requires_grad_(value)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # as requires_grad
+        """Whether the local shards are leaves of the autograd graph."""
+        return all(local.is_leaf for local in self._local_tensors)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]  # as requires_grad
+        """The autograd node of the first local shard, None for a leaf."""
+        return self._local_tensors[0].grad_fn if self._local_tensors else None
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether the shards are in pinned host memory."""
+        return self.metadata().tensor_properties.pin_memory
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled one of its C type
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise UnsupportedOpError(
+            f"{func} reached a ShardedTensor below __torch_function__, where its shards cannot be seen; "
+            "call it without DisableTorchFunction, or on local_tensor()"
+        )
+
+    __hash__ = torch.Tensor.__hash__
+
+
+def _anchor(local: torch.Tensor) -> torch.Tensor:
+    """The empty 1-D tensor in the autograd graph of a rank without shards."""
+    return local if local.dim() == 1 else local.reshape(0)
+
+
+def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
+    """The unpickled ShardedTensor, on the group of ``load_with_process_group`` or the default group.
+
+    Raises:
+        ProcessGroupError: This rank has another place in the group or the world than the rank that saved the tensor.
+    """
+    group = resolve(_get_current_process_group())
+    state["group"].check(group)
+    local_tensors = [shard.tensor for shard in state["shards"]] or empty_local_tensors(state["metadata"])
+    result = cls._wrap(state["spec"], state["metadata"], local_tensors, group)
+    result.requires_grad = state["metadata"].tensor_properties.requires_grad
+    result.__dict__.update(state["marks"])
+    return result

@@ -1,0 +1,74 @@
+"""ShardedTensor to DTensor and back.  Covers: ops/dtensor_conversion.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sharding_cases import chunk, enumerable
+from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import observed, on_ranks
+from shoal_shard_api import (
+    NotExpressibleError,
+    ShardedTensor,
+    _shard_tensor,
+)
+
+FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
+
+
+SPECS = {
+    "rows": chunk(0),
+    "columns, any order": chunk(1, (2, 0, 3, 1)),
+    "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [7, 6], 1)),
+    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
+}
+
+
+BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
+
+
+def full(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("spec", SPECS)
+def test_conversion_shares_the_shards_both_ways(spec: str) -> None:
+    tensor = _shard_tensor(FULL, SPECS[spec])
+    with observed() as events:
+        dtensor = tensor.to_dtensor()
+        back = ShardedTensor.from_dtensor(dtensor)
+    assert [event.op for event in events] == []
+    assert torch.equal(dtensor.full_tensor(), FULL)
+    assert {b: r for r, b in back._layout} == {b: r for r, b in tensor._layout}
+    if back.local_shards() and back._local_tensors[0].numel():
+        assert back.local_tensor().data_ptr() == tensor.local_tensor().data_ptr()
+    dtensor.mul_(2)
+    assert torch.equal(full(tensor), FULL * 2)
+
+
+@on_ranks(4)
+def test_conversion_is_differentiable() -> None:
+    tensor = _shard_tensor(FULL.clone().requires_grad_(), chunk(1))
+    ShardedTensor.from_dtensor(tensor.to_dtensor() * 2).to_dtensor().sum().full_tensor().backward()
+    assert torch.equal(full(tensor.grad), torch.full((8, 6), 2.0))
+
+
+@on_ranks(4)
+def test_a_dtensor_without_a_counterpart() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replicated = distribute_tensor(FULL, mesh, [Replicate(), Shard(0)])
+    with pytest.raises(NotExpressibleError, match=r"Replicate.* on axis 'dp'.*redistribute"):
+        ShardedTensor.from_dtensor(replicated)
+    nested = distribute_tensor(FULL, mesh, [Shard(0), Shard(0)])
+    sharded = ShardedTensor.from_dtensor(nested)
+    assert sharded.sharding_spec() == chunk(0)
+    assert torch.equal(full(sharded), FULL)
+    crossed = distribute_tensor(FULL, mesh, [Shard(1), Shard(0)])
+    assert torch.equal(full(ShardedTensor.from_dtensor(crossed)), FULL)
+    with pytest.raises(NotExpressibleError, match="hold several"):
+        _shard_tensor(FULL, BRICKS).to_dtensor()

@@ -1,0 +1,57 @@
+"""The class without a process group, and pickles.  Covers: tensor/sharded_tensor_base.py."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sharding_cases import FULL, chunk, sharded
+from shoal_mesh.testing import on_ranks
+from shoal_shard_api import (
+    LocalShardError,
+    Shard,
+    ShardedTensorBase,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    load_with_process_group,
+)
+
+
+@on_ranks(4)
+def test_pickles_come_back_on_the_same_place_only() -> None:
+    tensor = sharded(chunk(0))
+    tensor.requires_grad_()
+    buffer = io.BytesIO()
+    torch.save({"w": tensor, "p": torch.nn.Parameter(tensor)}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded["w"].detach(), FULL)
+    assert loaded["w"].requires_grad
+    assert isinstance(loaded["p"], torch.nn.Parameter)
+    assert loaded["w"].sharding_spec() == chunk(0)
+    text = pickle.dumps(tensor)
+    with load_with_process_group(dist.distributed_c10d._get_default_group()):
+        assert torch.equal(pickle.loads(text).detach(), FULL)
+
+
+def test_the_base_class_needs_no_process_group() -> None:
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata([0], [2], "rank:0/cpu"), ShardMetadata([2], [2], "rank:1/cpu")],
+        torch.Size([4]),
+        TensorProperties(),
+    )
+    shard = Shard(torch.ones(2), metadata.shards_metadata[0])
+    base = ShardedTensorBase._init_from_local_shards_and_global_metadata([shard], metadata)
+    assert base.local_shards() == [shard]
+    assert base.metadata() == metadata
+    assert base.sharding_spec() == chunk(0, (0, 1))
+    assert tuple(base.size()) == (4,)
+    stranger = Shard(torch.ones(1), ShardMetadata([0], [1], "rank:0/cpu"))
+    with pytest.raises(LocalShardError, match="is not in the metadata"):
+        ShardedTensorBase._init_from_local_shards_and_global_metadata([stranger], metadata)
+    assert ShardedTensorBase(chunk(0, (0, 1)), 4, requires_grad=True).requires_grad

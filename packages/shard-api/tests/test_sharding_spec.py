@@ -1,0 +1,58 @@
+"""Checks of lists of shards, and overrides by class of spec.  Covers: spec/sharding_spec.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal_shard_api import (
+    ChunkShardingSpec,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardingSpecError,
+    ShardMetadata,
+    TensorProperties,
+    UnsupportedOpError,
+    _dispatch_custom_op,
+    _has_custom_op,
+    check_tensor,
+    custom_sharding_spec_op,
+)
+
+
+def ranks(*order: int) -> list[str]:
+    return [f"rank:{rank}/cpu" for rank in order]
+
+
+def shard(offsets: list[int], sizes: list[int], rank: int = 0) -> ShardMetadata:
+    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+
+def test_a_shard_that_reaches_beyond_the_tensor_is_named() -> None:
+    with pytest.raises(ShardingSpecError, match=r"shard 0 \[0:3, 0:4\] on rank:0/cpu reaches beyond .*\(2, 4\)"):
+        check_tensor([shard([0, 0], [3, 4])], (2, 4))
+    with pytest.raises(ShardingSpecError, match="has 2 dims, the tensor of size"):
+        check_tensor([shard([0, 0], [3, 4])], (3,))
+    with pytest.raises(ShardingSpecError, match="at least one shard"):
+        check_tensor([], (3,))
+
+
+class _OnRankZero(ShardingSpec):
+    """A user's spec: everything on rank 0."""
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        return ShardedTensorMetadata(
+            [shard([0] * len(tensor_sizes), list(tensor_sizes))], tensor_sizes, tensor_properties
+        )
+
+
+def test_ops_overridden_for_a_kind_of_spec() -> None:
+    @custom_sharding_spec_op(_OnRankZero, torch.lgamma)
+    def lgamma(types: object, args: object, kwargs: object, process_group: object) -> str:
+        return "overridden"
+
+    assert _has_custom_op(_OnRankZero(), torch.lgamma)
+    assert not _has_custom_op(ChunkShardingSpec(0, ranks(0)), torch.lgamma)
+    assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]  # unused
+    with pytest.raises(UnsupportedOpError, match="not overridden for _OnRankZero"):
+        _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]  # unused

@@ -1,0 +1,1 @@
+"""The only folder that changes modules: their parameters become DTensors, their forward local computation, and back."""

@@ -1,0 +1,235 @@
+"""A module's parameters become DTensors and its forward a lowering, and back.
+
+A parameter that several modules hold stays one: the plain parameter refers to the DTensor parameter that replaced it,
+so whichever module is reached later, in this call or another, takes the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Placement, Spec, distribute_tensor
+from shoal_mesh import DeviceMesh
+
+from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
+from ..lowering.boundary import Boundary
+from ..lowering.lowered import Lowered
+from ..sharding.module_kinds import computed_parameters
+from ..sharding.module_sharding import Adapter, FusedBlocks, ModuleSharding
+from .fused_parameters import block_rows, check_blocks, fuse_blocks, split_blocks
+from .parameter_state import carry_over
+
+__all__ = [
+    "already_parallel",
+    "apply_sharding",
+    "check_parameters",
+    "conflicting_style",
+    "note_undeclared",
+    "plain_module",
+    "shardings_of",
+]
+
+_SUCCESSOR = "_shoal_successor"
+_UNDECLARED = "_shoal_undeclared_styles"
+
+
+def apply_sharding(
+    module: nn.Module,
+    sharding: ModuleSharding,
+    mesh: DeviceMesh,
+    *,
+    src_data_rank: int | None = 0,
+    lower: bool = True,
+) -> nn.Module:
+    """The module, parallel on a one-axis mesh as the record declares.
+
+    Args:
+        module: changed in place.
+        sharding: placements of parameters, inputs and outputs.
+        mesh: with one axis.
+        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
+        lower: let known module types run as local computation; False runs everything through DTensor dispatch.
+
+    Raises:
+        LayoutError: if the mesh has several axes, or the instance has a forward that the style would hide.
+        PlanError: if the module already has the style, or another that shards it.
+        TiedWeightError: if a shared parameter already has another layout.
+        UnsupportedModuleError: if a parameter is computed from others.
+    """
+    if mesh.ndim != 1:
+        raise LayoutError(
+            f"a style acts on one mesh axis, the mesh has {dict(zip(mesh.axis_names, mesh.shape, strict=True))}; "
+            "name one with style.on(axis) or pass the sub-mesh"
+        )
+    inner = module.__dict__.get("forward")
+    if inner is not None and not isinstance(inner, Lowered):
+        raise LayoutError(
+            f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
+        )
+    earlier = conflicting_style(module, sharding.style, distributes=sharding.distributes)
+    if earlier is not None:
+        raise PlanError(already_parallel("", module, sharding.style, earlier))
+    check_parameters(module, sharding)
+    lowering = _lowering(module, sharding, inner, lower=lower)
+    if sharding.fused is not None:
+        check_blocks(module, sharding.style, sharding.fused)
+        split_blocks(module, sharding.fused, mesh, src_data_rank)
+    if sharding.distributes:
+        _distribute(module, sharding, mesh, src_data_rank, buffers=lowering is Boundary)
+    module.__dict__["forward"] = lowering(module, sharding, mesh, inner)
+    return module
+
+
+def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
+    """Refuse parameters that are computed from others, where a style would shard or read them.
+
+    Raises:
+        UnsupportedModuleError: naming the parameters and the way out.
+    """
+    if not sharding.distributes:
+        return
+    for path, owner in module.named_modules():
+        names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
+        if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
+            raise UnsupportedModuleError(
+                f"{sharding.style}: {', '.join(names)} of {type(module).__name__} is computed from other parameters "
+                "(a parametrization, weight_norm, pruning), which are not sharded. Make it permanent first "
+                "(torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, prune.remove), or leave the "
+                "module out of the plan"
+            )
+
+
+def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None, *, lower: bool) -> type[Lowered]:
+    """The class that stands in for the forward.  A lowering replaces the class's forward: it wraps no other style."""
+    required = isinstance(sharding.options, FusedBlocks | Adapter)  # the class's forward does not know these parameters
+    if sharding.lowering is None or not (lower or required):
+        return Boundary
+    if inner is None:
+        return sharding.lowering
+    if required:
+        raise LayoutError(
+            f"{sharding.style}: {type(module).__name__} already has the style {inner.sharding.style}; "
+            f"apply {sharding.style} first"
+        )
+    return Boundary
+
+
+def _distribute(
+    module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, src_data_rank: int | None, *, buffers: bool
+) -> None:
+    blocks = {name for name, _ in block_rows(sharding.fused)} if sharding.fused is not None else set()
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            path = f"{prefix}.{name}" if prefix else name
+            if param is not None and path not in blocks:
+                placement = sharding.placement(path, mesh.size())
+                owner._parameters[name] = _distributed(path, param, placement, mesh, src_data_rank)
+        for name, buffer in owner._buffers.items():
+            if buffers and buffer is not None and not isinstance(buffer, DTensor):
+                path = f"{prefix}.{name}" if prefix else name
+                placement = sharding.placement(path, mesh.size())
+                owner._buffers[name] = distribute_tensor(buffer, mesh, (placement,), src_data_rank=src_data_rank)
+
+
+def _distributed(
+    name: str, param: nn.Parameter, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None
+) -> nn.Parameter:
+    """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
+    current: Tensor = getattr(param, _SUCCESSOR, param)
+    if isinstance(current, DTensor):
+        asked = Spec(mesh, (placement,), current.shape, current.spec.stride, current.dtype)
+        if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
+            raise LayoutError(
+                f"parameter {name!r} is to become {placement} on {mesh}, but it is {current.placements} on "
+                f"{current.device_mesh} already; styles come before fully_shard: call parallelize_module first, then "
+                "fully_shard on the same modules"
+            )
+        if not current.spec.same_layout(asked):
+            raise TiedWeightError(
+                f"parameter {name!r} is to become {placement} on {mesh}, but it is shared and already "
+                f"{current.placements} on {current.device_mesh}; styles of modules that share a parameter must agree"
+            )
+        return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
+    sharded = distribute_tensor(param.detach(), mesh, (placement,), src_data_rank=src_data_rank)
+    successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
+    if param.grad is not None:
+        successor.grad = distribute_tensor(param.grad, mesh, (placement,), src_data_rank=src_data_rank)
+    carry_over(param, successor)
+    setattr(param, _SUCCESSOR, successor)
+    return successor
+
+
+def conflicting_style(module: nn.Module, style: str, *, distributes: bool) -> str | None:
+    """The style that a module already has and that excludes another: the same one, or both shard parameters."""
+    if style in module.__dict__.get(_UNDECLARED, ()):
+        return style
+    for sharding, _ in shardings_of(module):
+        if sharding.style == style or (sharding.distributes and distributes):
+            return sharding.style
+    return None
+
+
+def already_parallel(path: str, module: nn.Module, style: str, earlier: str) -> str:
+    """The message about a module that is made parallel a second time."""
+    return (
+        f"{style} on module {path!r} ({type(module).__name__}): it already has the style {earlier}; a second one would "
+        "shard shards. Call unparallelize_module first"
+    )
+
+
+def note_undeclared(module: nn.Module, style: str) -> None:
+    """Remember that a style without a declaration was applied."""
+    module.__dict__[_UNDECLARED] = (*module.__dict__.get(_UNDECLARED, ()), style)
+
+
+def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
+    """The records applied to a module, first applied first."""
+    lowered = module.__dict__.get("forward")
+    if isinstance(lowered, Lowered):
+        yield from _records(lowered)
+
+
+def _records(lowered: Lowered) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
+    if lowered.inner is not None:
+        yield from _records(lowered.inner)
+    yield lowered.sharding, lowered.mesh
+
+
+def plain_module(module: nn.Module) -> nn.Module:
+    """The module with plain, unsharded parameters and its own forward again; shared parameters stay shared."""
+    plain: dict[int, nn.Parameter] = {}
+    alive: list[Tensor] = []  # an id is unique among tensors that live
+    for owner in module.modules():
+        for sharding, _ in shardings_of(owner):
+            if sharding.fused is not None:
+                fuse_blocks(owner, sharding.fused)
+        owner.__dict__.pop(_UNDECLARED, None)
+        if isinstance(owner.__dict__.get("forward"), Lowered):
+            del owner.__dict__["forward"]
+        for name, param in owner._parameters.items():
+            current: Tensor | None = param
+            if isinstance(current, DTensor):
+                if id(current) not in plain:
+                    alive.append(current)
+                    plain[id(current)] = _plain_parameter(current)
+                owner._parameters[name] = plain[id(current)]
+        for name, buffer in owner._buffers.items():
+            if isinstance(buffer, DTensor):
+                owner._buffers[name] = _full(buffer)
+    return module
+
+
+def _plain_parameter(param: Tensor) -> nn.Parameter:
+    plain = nn.Parameter(_full(param), requires_grad=param.requires_grad)
+    if param.grad is not None:
+        plain.grad = _full(param.grad)
+    carry_over(param, plain)
+    return plain
+
+
+def _full(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,149 @@
+"""`fully_shard`: parameters sharded over data axes, under torch's name and arguments.
+
+    fully_shard(block, mesh["data"]) for every block, then fully_shard(model, mesh["data"])
+
+A module and its descendants that are no unit of their own are one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shoal_dtensor import Shard
+from shoal_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import LayoutError, TiedWeightError
+from .fsdp_module import FSDPModule
+from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .sharded_parameters import DataAxes, Site, shard_parameter
+from .unit import Unit
+from .unit_forward import STATE, UnitState, states_of
+
+__all__ = ["fully_shard"]
+
+M = TypeVar("M", nn.Module, list[nn.Module])
+
+
+def fully_shard(  # noqa: PLR0913  # torch's signature
+    module: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # an immutable value, as in torch's signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
+    ignored_params: set[nn.Parameter] | None = None,
+) -> M:
+    """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
+
+    Parameters become DTensors whose gradients are averaged over the data axes; those that styles have placed on other
+    axes of the same mesh stay so there, and are sharded over the data axes too. Make the optimizer afterwards.
+
+    Args:
+        module: changed in place; its class becomes a subclass that is an `FSDPModule` too. Descendants that were
+            passed before are units of their own: call it on blocks first, and on the model last. Several modules that
+            run one after another can be one unit, as a list.
+        mesh: the data axes: one, over which parameters are sharded; or two, over the first of which they are
+            replicated. The whole world when left out.
+        reshard_after_forward: free the gathered parameters after the forward, and gather them again in backward. By
+            default all units do but the outermost.
+        shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first dim.
+        mp_policy: the dtypes of computation, reduction and outputs.
+        offload_policy: where the shards are kept.
+        ignored_params: parameters that stay as they are.
+
+    Raises:
+        LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
+            is placed on a data axis or partial.
+        TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        ...     model = fully_shard(model, init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
+        ...     model[0].weight.placements, model[0].weight.to_local().shape
+        ((Shard(dim=0),), torch.Size([2, 8]))
+    """
+    given: Any = module
+    modules: list[nn.Module] = given if isinstance(given, list) else [given]
+    _check(modules, reshard_after_forward)
+    axes = _data_axes(mesh)
+    owned = _own_parameters(modules, {id(param) for param in ignored_params or ()})
+    policies = (mp_policy, offload_policy)
+    parameters = [shard_parameter(param, sites, axes, shard_placement_fn, policies) for param, sites in owned]
+    for param, _ in owned:
+        setattr(param, STATE, True)
+    name = "+".join(type(one).__name__ for one in modules)
+    state = UnitState(Unit(name, parameters, axes), modules, mp_policy, reshard_after_forward)
+    state.unit.show()
+    state.lead(_inner(modules))
+    for one in modules:
+        _attach(one, state)
+    return module
+
+
+def _attach(module: nn.Module, state: UnitState) -> None:
+    """Make a module one of a unit."""
+    kind = type(module)
+    vars(module)[STATE] = state
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+
+
+def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise LayoutError(
+            f"fully_shard: reshard_after_forward is True, False or None, got {reshard_after_forward!r}; to shard over "
+            "fewer ranks after the forward is not offered"
+        )
+    for module in modules:
+        kind = type(module).__name__
+        if isinstance(module, FSDPModule):
+            raise LayoutError(f"fully_shard: this {kind} is sharded already; it can be one unit only")
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            raise LayoutError(
+                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass the modules in it"
+            )
+
+
+def _inner(modules: Sequence[nn.Module]) -> list[UnitState]:
+    """The states of the units in modules."""
+    return list(dict.fromkeys(state for module in modules for state in states_of(module)))
+
+
+def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
+    if mesh is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"fully_shard: expected a shoal_mesh.DeviceMesh of one or two data axes, got {type(mesh).__name__}; "
+            "shoal_dtensor.interop converts torch's"
+        )
+    if mesh.ndim > 2:
+        raise LayoutError(
+            f"fully_shard: expected one or two data axes, got {mesh!r}; pass a slice such as mesh['data']"
+        )
+    return DataAxes(mesh)
+
+
+def _own_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Parameter, list[Site]]]:
+    """The parameters of a new unit, each once, with the modules that hold it."""
+    owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
+    leaves = {id(parameter.leaf) for state in _inner(modules) for parameter in state.unit.parameters}
+    for name, owner in (pair for module in modules for pair in module.named_modules()):
+        for key, param in owner._parameters.items():
+            if param is None or id(param) in ignored or id(param) in leaves:
+                continue
+            if hasattr(param, STATE):
+                raise TiedWeightError(
+                    f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of another "
+                    "unit; make one unit of the modules that share it, or of a module that contains them"
+                )
+            owned.setdefault(id(param), (param, []))[1].append((owner, key))
+    return list(owned.values())

@@ -1,0 +1,272 @@
+"""One parameter of a unit: its leaf on all axes, what modules see of it, and the layouts between which it moves.
+
+With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
+
+    at rest      Shard(0) over (data, tensor), the tensor axis outermost     local (2, 6), a leaf
+    gathered     Replicate over data, Shard(0) over tensor                   local (4, 6), a DTensor of the tensor axis
+    gradient     Partial over data, Shard(0) over tensor                     local (4, 6), reduced to the layout at rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, local_shard
+from shoal_mesh import DeviceMesh
+
+from ..apply.parameter_state import carry_over
+from ..errors import LayoutError
+from ..lowering.parameters import grad_hooked
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["DataAxes", "ShardedParameter", "shard_parameter"]
+
+Site = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxes:
+    """The axes of data parallelism.
+
+    Attributes:
+        mesh: the mesh of these axes alone.
+        sharded: how many of them, the last ones, shard parameters; over the others parameters are replicated.
+    """
+
+    mesh: DeviceMesh
+    sharded: int = 1
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Over how many ranks a parameter is sharded."""
+        return prod(self.mesh.shape[self.mesh.ndim - self.sharded :])
+
+    def placements(self, shard: Placement) -> list[Placement]:
+        """One placement per data axis of a parameter that `shard` shards."""
+        return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
+
+
+@dataclass(slots=True, eq=False)
+class ShardedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        sites: the modules that hold it, and under which name.
+        leaf: the sharded parameter: what optimizers and checkpoints see.
+        resting: the leaf's layout, in the dtype of the computation: from where it is gathered.
+        gathered: the layout in which it is used.
+        inner: the spec of the DTensor that modules see, on the axes of their styles; None if they see a plain tensor.
+        reduced: the leaf's layout in the dtype of the reduction: where gradients arrive.
+        precision: the dtypes of computation and reduction, where they are not the leaf's.
+    """
+
+    sites: tuple[Site, ...]
+    leaf: nn.Parameter
+    resting: Spec
+    gathered: Spec
+    inner: Spec | None
+    reduced: Spec
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # an immutable value
+
+    def shard(self) -> Tensor:
+        """This rank's shard in the dtype of the computation, on the device of the mesh."""
+        held = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        return held.detach().to(self.gathered.mesh.device_type, self.resting.dtype)
+
+    def version(self) -> tuple[object, ...]:
+        """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
+        shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        return self.leaf._version, shard._version, shard.data_ptr(), shard.dtype
+
+    def empty(self) -> Tensor:
+        """A gathered local tensor without values."""
+        return torch.empty(self.gathered.local_shape, dtype=self.gathered.dtype, device=self.gathered.mesh.device_type)
+
+    def zeros(self) -> Tensor:
+        """A gradient of the leaf that changes nothing."""
+        leaf: Any = self.leaf
+        zeros: Tensor = DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec)
+        return zeros
+
+    def view(self, local: Tensor) -> Tensor:
+        """What modules see of a gathered local tensor; shares its memory."""
+        if self.inner is None:
+            return local.detach()
+        seen: Tensor = DTensor(local.detach(), self.inner)
+        return seen
+
+    def put(self, tensor: Tensor) -> None:
+        """Have the modules hold a tensor."""
+        for module, name in self.sites:
+            module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
+
+    def adopt(self) -> None:
+        """Take the parameter that the first module holds now, should somebody have put another into its place.
+
+        `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype.
+
+        Raises:
+            LayoutError: if it is not sharded as this one.
+        """
+        module, name = self.sites[0]
+        held: Any = module._parameters.get(name)
+        if held is not self.leaf:
+            asked = self.resting
+            if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
+                got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
+                raise LayoutError(
+                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay sharded as "
+                    f"{asked!r}"
+                )
+            self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
+        computed, reduced = _dtypes(self.leaf, self.precision)
+        if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
+            self.resting, self.gathered = self.resting.with_(dtype=computed), self.gathered.with_(dtype=computed)
+            self.inner = self.inner.with_(dtype=computed) if self.inner else None
+            self.reduced = self.reduced.with_(dtype=reduced)
+
+    def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
+        """The local gradient of what modules saw, in the dtype of the reduction, and its layout on all axes.
+
+        Args:
+            grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
+        """
+        mesh, shape, dtype = self.gathered.mesh, self.gathered.shape, self.reduced.dtype
+        own = self.inner.placements if self.inner is not None else ()
+        if grad is None:
+            grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=mesh.device_type)
+        elif isinstance(grad, DTensor):
+            own, grad = grad.placements, local_shard(grad)
+        data: list[Placement] = [Partial()] * (mesh.ndim - len(own))
+        return grad.to(dtype).contiguous(), Spec(mesh, (*data, *own), shape, None, dtype)
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
+        leaf: Any = self.leaf
+        grad = DTensor(reduced.to(local_shard(leaf).device, leaf.dtype), leaf.spec)
+        if grad_hooked(leaf):
+            torch.autograd.backward([leaf], [grad])
+        elif leaf.grad is None:
+            leaf.grad = grad
+        else:
+            leaf.grad += grad
+
+
+def shard_parameter(
+    param: nn.Parameter,
+    sites: Sequence[Site],
+    axes: DataAxes,
+    placement: Callable[[nn.Parameter], Shard | None] | None,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    *,
+    view: bool = False,
+) -> ShardedParameter:
+    """The parameter, sharded over the data axes too; every rank keeps its shard of what it holds.
+
+    Args:
+        param: plain, or a DTensor on axes that are no data axes.
+        sites: where it is held.
+        axes: the data axes.
+        placement: which dim to shard; the first by default.
+        policies: dtypes, and where the shards are kept.
+        view: whether the shard may share the parameter's memory; by default it is a tensor of its own.
+
+    Raises:
+        LayoutError: if the parameter is on the data axes already, or partial.
+    """
+    precision, offload = policies
+    inner = param.spec if isinstance(param, DTensor) else None
+    mesh, placements, order = _joined(axes, inner, _data_shard(param, placement))
+    dtype, reduce_dtype = _dtypes(param, precision)
+    resting = Spec(mesh, placements, param.shape, None, param.dtype, order)
+    own = [*[Replicate()] * axes.mesh.ndim, *(inner.placements if inner else ())]
+    inner_order = (
+        tuple((dim, tuple(a + axes.mesh.ndim for a in over)) for dim, over in inner.shard_order) if inner else ()
+    )
+    gathered = Spec(mesh, own, param.shape, None, dtype, inner_order)
+    held = local_shard(param) if isinstance(param, DTensor) else param
+    shard = _narrowed(held.detach(), gathered, resting)
+    shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
+    if isinstance(offload, CPUOffloadPolicy):
+        pinned = offload.pin_memory and mesh.device_type == "cuda"
+        shard = shard.cpu().pin_memory() if pinned else shard.cpu()
+    leaf = nn.Parameter(DTensor(shard, resting), requires_grad=param.requires_grad)
+    _carry(param, leaf)
+    return ShardedParameter(
+        tuple(sites),
+        leaf,
+        resting.with_(dtype=dtype),
+        gathered,
+        inner.with_(dtype=dtype) if inner else None,
+        resting.with_(dtype=reduce_dtype),
+        precision,
+    )
+
+
+def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
+    """Give the leaf the attributes and hooks of the parameter that it replaces."""
+    if isinstance(param, DTensor):
+        if grad_hooked(param):
+            raise LayoutError(
+                "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
+                "gradient; register them after fully_shard, on the parameter that it leaves"
+            )
+        vars(leaf).update(vars(param))
+        return
+    carry_over(param, leaf)
+
+
+def _dtypes(param: Tensor, precision: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """In which a parameter is used, and in which its gradient is reduced."""
+    computed = precision.param_dtype if precision.param_dtype and param.is_floating_point() else param.dtype
+    return computed, precision.reduce_dtype or computed
+
+
+def _data_shard(param: nn.Parameter, placement: Callable[[nn.Parameter], Shard | None] | None) -> Placement:
+    """How the data axes shard a parameter; a number stays replicated."""
+    if param.ndim == 0:
+        return Replicate()
+    asked = placement(param) if placement else None
+    if asked is not None and not isinstance(asked, Shard):
+        raise LayoutError(f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}")
+    return asked or Shard(0)
+
+
+def _joined(
+    axes: DataAxes, inner: Spec | None, shard: Placement
+) -> tuple[DeviceMesh, list[Placement], tuple[tuple[int, tuple[int, ...]], ...] | None]:
+    """Mesh, placements and shard order at rest: the data axes shard what the axes of the style have left."""
+    placements = axes.placements(shard)
+    if inner is None:
+        return axes.mesh, placements, None
+    if inner.partials:
+        raise LayoutError(f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}")
+    shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
+    if shared:
+        raise LayoutError(
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded over the data axes "
+            f"{axes.mesh.axis_names}; an axis can do one of both"
+        )
+    mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
+    first = axes.mesh.ndim - axes.sharded
+    over = {dim: tuple(a + axes.mesh.ndim for a in held) for dim, held in inner.shard_order}
+    if isinstance(shard, Shard):
+        dim = shard.dim % len(inner.shape)
+        over[dim] = (*over.get(dim, ()), *range(first, axes.mesh.ndim))
+    return mesh, [*placements, *inner.placements], tuple(sorted(over.items()))
+
+
+def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
+    """This rank's shard of a tensor that the data axes hold replicated, as a view."""
+    if target.coordinate is None:
+        return local.new_empty(target.local_shape)
+    start = source.box(target.coordinate)
+    for dim, ((low, high), (base, _)) in enumerate(zip(target.box(target.coordinate), start, strict=True)):
+        local = local.narrow(dim, low - base, high - low)
+    return local

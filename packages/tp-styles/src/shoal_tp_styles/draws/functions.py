@@ -1,0 +1,157 @@
+"""Which torch functions draw random numbers, and which modules may call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dis import get_instructions
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..lowering.boundary import Boundary
+from ..lowering.lowered import Lowered
+
+__all__ = ["active", "drawers_of", "draws", "name_of"]
+
+_DROPOUTS = frozenset(
+    f"{kind}{end}"
+    for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
+    for end in ("", "_")
+) | {"dropout1d", "dropout2d", "dropout3d"}
+_FILLS = frozenset(
+    (
+        "bernoulli",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "random_",
+    )
+) | {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial", "poisson"}
+_FILLS |= {"binomial", "normal", "gumbel_softmax"}
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+_BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_NAMES = _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
+# What code calls that may draw; attention and recurrent functions are known by the dropout that they are given.
+_CALLED = _FILLS | {"rrelu", "rrelu_"}
+
+
+def name_of(function: Any) -> str:
+    """The name of a torch function, without its overload.
+
+    Example:
+        >>> import torch
+        >>> name_of(torch.ops.aten.bernoulli.default)
+        'bernoulli'
+    """
+    return str(getattr(function, "__name__", "")).partition(".")[0]
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a torch function draws random numbers.
+
+    Example:
+        >>> draws("dropout", (None,), {"p": 0.5, "training": False}), draws("relu", (None,), {})
+        (False, False)
+    """
+    if name not in _NAMES:
+        return False
+    training = kwargs.get("training", kwargs.get("train"))
+    if name in _DROPOUTS:
+        chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        return bool(chance) and (training is None or bool(training)) and not (len(args) > 2 and not args[2])
+    if name in _BY_ARGUMENT:
+        at = _BY_ARGUMENT[name]
+        return bool(kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)) and training is not False
+    if name in _RECURRENT:
+        chance = next((arg for arg in args if type(arg) is float), 0.0)
+        return chance > 0 and bool(args[args.index(chance) + 1])
+    return not name.startswith("rrelu") or bool(training) or any(arg is True for arg in args)
+
+
+def drawers_of(root: nn.Module) -> list[nn.Module]:
+    """The modules of a tree whose own forward may draw, by their class or by the names in their code.
+
+    Example:
+        >>> drawers_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+        [Dropout(p=0.1, inplace=False)]
+    """
+    return [module for module in root.modules() if _may_draw(module)]
+
+
+def active(drawer: nn.Module) -> bool:
+    """Whether a module that may draw does so now: while training, and unless its probability is 0."""
+    if not drawer.training or not _of_torch(drawer):
+        return drawer.training
+    return getattr(drawer, "p", 1) != 0 and getattr(drawer, "dropout", 1) != 0
+
+
+def _of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _may_draw(module: nn.Module) -> bool:
+    lowered = _innermost(module.__dict__.get("forward"))
+    if lowered is not None and lowered.sharding.lowering is not None and not isinstance(lowered, Boundary):
+        return False  # a lowering draws as one device by itself
+    if _of_torch(module):
+        return isinstance(module, _DropoutNd | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
+    children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
+    values = [value for kind in type(module).__mro__ if not _is_base(kind) for value in vars(kind).values()]
+    values += vars(module).values()
+    return any(_draws(function, children, set()) for function in _functions(values))
+
+
+def _is_base(kind: type) -> bool:
+    return kind is object or kind.__module__.startswith("torch.nn.modules.")
+
+
+def _innermost(forward: Any) -> Lowered | None:
+    while isinstance(forward, Lowered) and forward.inner is not None:
+        forward = forward.inner
+    return forward if isinstance(forward, Lowered) else None
+
+
+def _functions(values: Sequence[Any]) -> Iterator[FunctionType]:
+    for value in values:
+        function = getattr(value, "__func__", getattr(value, "fget", value))
+        if isinstance(function, FunctionType) and function.__name__ != "__init__":
+            yield function
+
+
+def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]) -> bool:
+    """Whether the names in a function's code are of draws, or those in functions that it calls by a global name."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
+        if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
+            return True
+        called = (function.__globals__.get(name) for name in code.co_names)
+        if any(_draws(each, children, seen) for each in called if isinstance(each, FunctionType)):
+            return True
+    return False
+
+
+def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
+    """The names that a function's code uses, but for those of child modules: these are asked themselves."""
+    of_local = False  # whether the attribute is one of a local variable, such as `self`
+    for instruction in get_instructions(code):
+        name = instruction.argval
+        if instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            if not (of_local and name in children):
+                yield name
+            continue
+        of_local = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
+            yield name
+        elif isinstance(name, tuple):  # names of keyword arguments
+            yield from (item for item in name if isinstance(item, str))

@@ -1,0 +1,168 @@
+"""`DrawRegion`: the forward of a module under which code may draw; while it may, its forward is watched.
+
+Modules of a parallel tree that contain such code get one, so that recomputation of any of them in backward is watched
+like the first forward.  Where nothing draws (eval mode, a probability of 0) it passes the call on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shoal_dtensor import get_random_mode
+from shoal_mesh import DeviceMesh
+
+from .._torch import backward_number, is_compiling, never_compiled, unwatched_functions
+from ..lowering.local_layout import LocalLayout, active_watch, current_watch, layout_of, note_layout
+from ..lowering.lowered import Lowered
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall, ModuleSharding
+from .functions import active, drawers_of
+from .watch import Watch
+
+__all__ = ["DrawRegion", "unwatch_draws", "watch_draws"]
+
+_SHARDING = ModuleSharding("random numbers as on one device", distributes=False)
+_MOST_SHAPES = 64
+
+
+def watch_draws(root: nn.Module) -> None:
+    """Have the random numbers that a parallel module's code draws be those of one device."""
+    unwatch_draws(root)
+    meshes = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
+    drawers = {*drawers_of(root)} if meshes else set()
+    for module in [*root.modules()] if drawers else ():
+        if any(child in drawers for child in module.modules()):
+            inner = module.__dict__.get("forward")
+            region = module.__dict__["forward"] = DrawRegion(module, _SHARDING, meshes[0], inner)
+            region.meshes = tuple(dict.fromkeys(meshes))
+
+
+def unwatch_draws(root: nn.Module) -> None:
+    """Undo `watch_draws`."""
+    for module in root.modules():
+        region = module.__dict__.get("forward")
+        if isinstance(region, DrawRegion):
+            del module.__dict__["forward"]
+            if region.inner is not None:
+                module.__dict__["forward"] = region.inner
+
+
+class DrawRegion(Lowered):
+    """The forward of a module under which code may draw.
+
+    Attributes:
+        drawers: the modules whose code may draw; None before the first call.
+        meshes: the axes on which styles shard the tree.
+        arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
+            differ from call to call.
+    """
+
+    __slots__ = ("arrived", "drawers", "meshes")
+
+    drawers: list[nn.Module] | None
+    meshes: tuple[DeviceMesh, ...]
+    arrived: dict[Any, LocalLayout]
+
+    def resolve(self) -> None:
+        self.drawers, self.meshes, self.arrived = None, (self.mesh,), {}
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+    def __copy__(self) -> Self:
+        clone = super().__copy__()
+        clone.drawers, clone.arrived = None, {}
+        return clone
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.drawers is None:
+            self.drawers = drawers_of(self.module)
+        if not any(map(active, self.drawers)) or get_random_mode() == "local":
+            return self.forward(*args, **kwargs)
+        watch = current_watch()
+        if watch is not None:
+            if backward_number() == -1:
+                with unwatched_functions():
+                    self.remember(args, kwargs)
+            assert isinstance(watch, Watch), "regions are the only ones who watch"
+            return self.under(watch, args, kwargs)
+        return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, unwatched."""
+        module = self.module
+        return type(module).forward(module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+
+    def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's forward under a watch of its own."""
+        lowered = _lowered(self.module)
+        joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
+        watch = Watch(joint, {mesh: axis for axis, mesh in enumerate(self.meshes)})
+        if backward_number() != -1:
+            self.recall(args, kwargs)
+        with _replaced(lowered, watch), watch:
+            return self.under(watch, args, kwargs)
+
+    def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's forward under a watch."""
+        with watch.inside():
+            return self.forward(*args, **kwargs) if self.inner is None else watch.call(self.inner, *args, **kwargs)
+
+    def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
+        for key, tensor in _named(args, kwargs):
+            layout = layout_of(tensor) or LocalLayout()
+            if self.arrived.setdefault(key, layout) != layout:
+                self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
+        if len(self.arrived) > _MOST_SHAPES:
+            self.arrived.clear()
+
+    def recall(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Give the inputs of a recomputation the layouts that those of the forward had."""
+        for key, tensor in _named(args, kwargs):
+            if layout_of(tensor) is None and key in self.arrived:
+                note_layout(tensor, self.arrived[key])
+
+
+# A watch follows single calls, so what it watches runs uncompiled.
+_uncompiled: Any = never_compiled(DrawRegion.watched)
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if type(value) is Tensor:
+            yield (name, value.shape, value.dtype), value
+
+
+def _lowered(root: nn.Module) -> dict[nn.Module, Lowered]:
+    """The modules of a tree that have styles."""
+    forwards = ((module, module.__dict__.get("forward")) for module in root.modules())
+    inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
+    return {module: forward for module, forward in inner if isinstance(forward, Lowered)}
+
+
+def _meshes(lowered: Lowered) -> Iterator[DeviceMesh]:
+    if lowered.inner is not None:
+        yield from _meshes(lowered.inner)
+    yield lowered.mesh
+
+
+@contextmanager
+def _replaced(lowered: Mapping[nn.Module, Lowered], watch: Watch) -> Iterator[None]:
+    """Inside the block, calls of lowered modules go through the watch."""
+    token = active_watch.set(watch)
+    direct = {m: f for m, f in lowered.items() if m.__dict__["forward"] is f}
+    for module, forward in direct.items():
+        module.__dict__["forward"] = partial(watch.call, forward)
+    try:
+        yield
+    finally:
+        for module, forward in direct.items():
+            module.__dict__["forward"] = forward
+        active_watch.reset(token)

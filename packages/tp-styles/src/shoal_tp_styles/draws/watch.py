@@ -1,0 +1,360 @@
+"""`Watch`: while it is active, torch functions leave layouts on local tensors, and those that draw, draw as DTensors.
+
+    h = up(x)            the style says: h is sharded along its last dim
+    a = act(h)           so is a
+    d = dropout(a)       this rank's shard of the dropout of the DTensor of which a is this rank's shard
+
+Only torch functions that modules call are seen, once each, whatever they consist of; what lowered modules compute is
+not.  What a function does to layouts is worked out once per function and layouts (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, Spec, implicit_replication, local_shard
+from shoal_mesh import DeviceMesh
+
+from .._torch import saving_state, unwatched_functions
+from ..errors import LayoutError
+from ..lowering.boundary import Boundary
+from ..lowering.local_layout import PLAIN, LocalLayout, layout_of, note_layout
+from ..lowering.lowered import Lowered
+from ..modules.attention import AttentionHeads
+from ..modules.dropout import SequenceDropout
+from ..modules.fused_linear import FusedColumn
+from ..sharding.heads import HeadShard
+from ..sharding.module_sharding import Port, shard_sizes
+from .follow import WAY_OUT, followed, replicated, tensors_in
+from .functions import active, draws, name_of
+from .layouts import extents, global_stride
+
+__all__ = ["Watch"]
+
+
+class Watch(TorchFunctionMode):
+    """Follows the layouts of local tensors on a mesh, and draws as one device.
+
+    Attributes:
+        mesh: the axes on which styles shard, as one mesh.
+        axes: the number of each axis in it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
+        super().__init__()
+        self.mesh, self.axes = mesh, axes
+        self._entered: list[tuple[bool, object]] = []
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The block is the forward of a module that would be watched by itself when it is run again in backward."""
+        self._entered.append(saving_state())
+        try:
+            yield
+        finally:
+            self._entered.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = name_of(func)
+        if draws(name, args, kwargs):
+            return self.draw(name, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self.follow(name, func, args, kwargs, (out,))
+        elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
+            self.follow(name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)])
+        elif name == "__setitem__":
+            self.written(name, args[0], args[1:])
+        return out
+
+    # --- layouts of results ------------------------------------------------------------------------------------------
+
+    def follow(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+    ) -> None:
+        """Leave layouts on what a function returned."""
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        layouts = [layout_of(tensor) for tensor in tensors]
+        if not any(layout is not None and layout is not PLAIN for layout in layouts):
+            for out in outs:
+                if layout_of(out) is None:
+                    note_layout(out, PLAIN)
+            return
+        if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
+            self.written(name, outs[0], tensors)
+            return
+        shards = [local_shard(out) if isinstance(out, DTensor) else out for out in outs]
+        for out, layout in zip(outs, followed(name, func, args, kwargs, shards, layouts), strict=True):
+            note_layout(out, layout)
+
+    def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
+        """A function wrote to a tensor; if that was not known to be sharded, it is not known to be anything now."""
+        own = layout_of(target)
+        others = [layout_of(each) for each in sources if isinstance(each, Tensor) and each is not target]
+        if (own is None or own.spec is None) and any(layout and layout is not PLAIN for layout in others):
+            note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
+
+    # --- modules -----------------------------------------------------------------------------------------------------
+
+    def call(self, lowered: Lowered, *args: Any, **kwargs: Any) -> Any:
+        """What a lowered module returns, with its layout; the functions that a lowering calls are not watched."""
+        source = next(tensors_in((*args, *kwargs.values())), None)
+        with unwatched_functions():
+            for value, port in zip(args, lowered.sharding.inputs or (), strict=False):
+                self._refuse_drawn(value, port, lowered)
+            self._refuse_drawing(lowered, source)
+            if not isinstance(lowered, Boundary):
+                out = lowered(*args, **kwargs)
+        if isinstance(lowered, Boundary):
+            out = lowered(*args, **kwargs)
+        with unwatched_functions():
+            self._place_all(lowered, out, source)
+        return out
+
+    def _place_all(self, lowered: Lowered, out: Any, source: Tensor | None) -> None:
+        results = out if isinstance(out, tuple | list) else (out,)
+        for result, port in zip(results, lowered.sharding.outputs or (), strict=False):
+            if port is None or result is source or not isinstance(result, Tensor):
+                continue
+            if isinstance(result, DTensor):
+                self.note_spec(result, result.spec, source)
+            else:
+                self._place(lowered, result, port, source)
+
+    def _refuse_drawn(self, value: Any, port: Port | None, lowered: Lowered) -> None:
+        layout = layout_of(value) if type(value) is Tensor else None
+        if layout is None or not layout.drawn or port is None or not isinstance(port.layout, Shard):
+            return
+        if layout.spec is not None and layout.spec.placements[self.axes[lowered.mesh]].is_shard():
+            return
+        raise LayoutError(
+            f"{lowered.sharding.style}: an input that is {port.layout} on every rank holds random numbers that were "
+            f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
+        )
+
+    def _refuse_drawing(self, lowered: Lowered, source: Tensor | None) -> None:
+        """Refuse a lowering that draws by itself, on its own axis, where another axis shards its input."""
+        spec = self._spec_of(source)
+        if not isinstance(lowered, SequenceDropout | AttentionHeads) or spec is None or not active(lowered.module):
+            return
+        if any(p.is_shard() for axis, p in enumerate(spec.placements) if axis != self.axes[lowered.mesh]):
+            raise LayoutError(
+                f"{lowered.sharding.style}: {type(lowered.module).__name__} drops on {lowered.mesh} alone; its input "
+                "is sharded over other axes too. A Dropout needs no style; attention does without dropout. "
+                f"{WAY_OUT}"
+            )
+
+    def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
+        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
+        if spec.mesh not in self.axes or spec.partials:
+            return
+        (placement,) = spec.placements
+        shard = (placement.dim, spec.sizes(placement.dim)) if isinstance(placement, Shard) else None
+        if not isinstance(local, DTensor):
+            note_layout(local, self.placed(local, self.axes[spec.mesh], shard, source))
+        elif self.mesh.ndim > 1:  # on its own mesh it draws by itself
+            note_layout(local, self.placed(local_shard(local), self.axes[spec.mesh], shard, source))
+
+    def _place(self, lowered: Lowered, result: Tensor, port: Port, source: Tensor | None) -> None:
+        """Note the layout of a module's plain output."""
+        axis, noted = self.axes[lowered.mesh], layout_of(result)
+        shard: tuple[int, Sequence[int] | None] | None = None
+        if isinstance(lowered, FusedColumn):
+            note_layout(result, self._fused(lowered, result, source))
+            return
+        if noted is not None and noted.spec is not None:  # the boundary knew the sizes of all shards
+            placement = noted.spec.placements[axis]
+            shard = (placement.dim, extents(noted.spec, axis)) if isinstance(placement, Shard) else None
+        elif isinstance(port.desired, Shard):
+            dim = port.desired.dim % result.ndim
+            shard = (dim, _sizes(lowered, port, result, dim, self._spec_of(source), axis))
+        note_layout(result, self.placed(result, axis, shard, source))
+
+    def _fused(self, lowered: FusedColumn, result: Tensor, source: Tensor | None) -> LocalLayout:
+        """The layout of shards of several blocks behind each other."""
+        axis, fused = self.axes[lowered.mesh], lowered.sharding.fused
+        assert fused is not None, "the style declared blocks"
+        blocks = []
+        for heads in fused.blocks.values():
+            if heads.replicated(lowered.comm.size):
+                return LocalLayout(unknown="several ranks hold the same heads")
+            sizes = shard_sizes(heads.features, HeadShard(0, heads).on(lowered.comm.size), lowered.comm.size)
+            local = result.narrow(-1, 0, sizes[lowered.comm.rank])
+            layout = self.placed(local, axis, (result.ndim - 1, sizes), source)
+            if layout.spec is None:
+                return layout
+            blocks.append(layout.spec)
+        if len(blocks) == 1:
+            return LocalLayout(blocks[0])
+        return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(blocks))
+
+    def placed(
+        self, local: Tensor, axis: int, shard: tuple[int, Sequence[int] | None] | None, source: Tensor | None
+    ) -> LocalLayout:
+        """The layout of a local tensor that one axis shards as `(dim, sizes)`, and the others as they do `source`.
+
+        Without sizes every rank is taken to hold a shard of the same size.
+        """
+        shards: dict[int, tuple[int, Sequence[int] | None]] = {} if shard is None else {axis: shard}
+        around = layout_of(source) if source is not None else None
+        if around is not None and around.unknown and self.mesh.ndim > 1:
+            return around
+        if around is not None and around.spec is not None and source is not None:
+            for other, placement in enumerate(around.spec.placements):
+                if other == axis or not isinstance(placement, Shard):
+                    continue
+                dim = placement.dim
+                if dim >= local.ndim or local.shape[dim] != around.spec.local_shape[dim]:
+                    return LocalLayout(unknown=f"where the sharded dim {dim} of the module's input went")
+                shards[other] = dim, extents(around.spec, other)
+        drawn = around is not None and around.drawn
+        if not shards:
+            return LocalLayout(replicated(self.mesh, local), drawn=True) if drawn else PLAIN
+        return self._sharded(local, shards, drawn)
+
+    def _sharded(
+        self, local: Tensor, shards: Mapping[int, tuple[int, Sequence[int] | None]], drawn: bool
+    ) -> LocalLayout:
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        shape = [*local.shape]
+        for axis, (dim, sizes) in shards.items():
+            ranks = self.mesh.size(axis)
+            alone = sum(other == dim for other, _ in shards.values()) == 1
+            even = sizes is None or len({*sizes}) == 1
+            if not alone and not even:
+                return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
+            shape[dim] = shape[dim] * ranks if even else sum(sizes or ())
+            regular = even or shard_sizes(shape[dim], Shard(dim), ranks) == [*(sizes or ())]
+            placements[axis] = Shard(dim) if regular else Shard(dim, sizes=tuple(sizes or ()))
+        spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
+        if spec.local_shape != local.shape:
+            return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
+        return LocalLayout(spec, drawn=drawn)
+
+    @staticmethod
+    def _spec_of(tensor: Tensor | None) -> Spec | None:
+        layout = layout_of(tensor) if tensor is not None else None
+        return layout.spec if layout is not None else None
+
+    # --- draws -------------------------------------------------------------------------------------------------------
+
+    def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function that draws returns: this rank's shard of what one device draws.
+
+        Raises:
+            LayoutError: on all ranks, if the layout of an argument is unknown.
+        """
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        layouts = [layout_of(tensor) for tensor in tensors]
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            self._check_known(name, tensor, layout)
+        if self._entered[-1] != saving_state():
+            raise LayoutError(
+                f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
+                "draw other numbers when backward runs the function again; checkpoint a module instead"
+            )
+        if any(layout is not None and layout.spec and not layout.spec.is_replicated for layout in layouts):
+            return self._draw_sharded(name, func, args, kwargs)
+        out = func(*args, **kwargs)
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if type(each) is Tensor and each.ndim:
+                note_layout(each, LocalLayout(replicated(self.mesh, each), drawn=True))
+        return out
+
+    def _draw_sharded(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = layout_of(args[0]) if isinstance(args[0], Tensor) else None
+        if first is None or first.spec is None:
+            raise LayoutError(f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}")
+        like = first.spec
+        target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
+        if target is not None:  # what autograd does not record is drawn into its memory
+            args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
+            note_layout(args[0], first)
+        with implicit_replication():
+            named = {key: self._as_dtensor(value) for key, value in kwargs.items()}
+            drawn = func(*map(self._as_dtensor, args), **named)
+        out = tuple(_local(each, like, name) for each in drawn) if type(drawn) is tuple else _local(drawn, like, name)
+        if target is None:
+            return out
+        if target.requires_grad:
+            target.copy_(out)
+        note_layout(target, first)
+        return target
+
+    def _check_known(self, name: str, tensor: Tensor, layout: LocalLayout | None) -> None:
+        why = layout.unknown if layout is not None else ""
+        passed_by = layout is None and tensor.requires_grad and not tensor.is_leaf
+        if isinstance(tensor, DTensor):
+            spec = self._spec_of(tensor)
+            passed_by = (
+                self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.is_replicated)
+            )
+        if passed_by:
+            why = "it comes from code that is no torch function, or from a DTensor of some of the axes"
+        if why:
+            raise LayoutError(
+                f"{name} between styles draws what one device draws, but how its argument of local shape "
+                f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
+            )
+
+    def _as_dtensor(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(self._as_dtensor, value))
+        if type(value) is not Tensor:
+            return value
+        spec = self._spec_of(value)
+        if spec is None:
+            if value.requires_grad:
+                raise LayoutError(
+                    f"a function that draws gets shards beside a tensor of shape {tuple(value.shape)} that is not "
+                    f"sharded and needs a gradient. {WAY_OUT}"
+                )
+            return value
+        return DTensor.from_local(
+            value, self.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
+def _local(drawn: Any, like: Spec, name: str) -> Any:
+    """This rank's shard of a result, sharded like the function's first argument."""
+    if not isinstance(drawn, DTensor):
+        return drawn
+    placements = []
+    for placement in like.placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None and (dim >= drawn.ndim or drawn.shape[dim] != like.shape[dim]):
+            raise LayoutError(f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}")
+        placements.append(placement)
+    placed = drawn.redistribute(placements=placements)
+    local: Tensor = placed.to_local(grad_placements=placements)
+    note_layout(local, LocalLayout(placed.spec, drawn=not all(p.is_shard() for p in placements)))
+    return local
+
+
+def _sizes(
+    lowered: Lowered, port: Port, result: Tensor, dim: int, source: Spec | None, axis: int
+) -> Sequence[int] | None:
+    """The sizes of all ranks' shards of a module's output along `dim`; None where they are equal."""
+    sizes: Sequence[int] | None = getattr(port.desired, "sizes", None)
+    if sizes is not None:
+        return sizes
+    weight = lowered.params.get("weight")
+    rank, size = lowered.comm.rank, result.shape[dim]
+    if isinstance(weight, DTensor) and port.layout == port.desired:
+        for d, placement in enumerate(weight.placements):
+            sharded = getattr(placement, "dim", None)
+            if d == 0 and sharded is not None and weight.spec.sizes(sharded)[rank] == size:
+                return weight.spec.sizes(sharded)
+    if source is not None and getattr(source.placements[axis], "dim", None) == dim:
+        own = extents(source, axis)
+        if own[rank] == size:
+            return own
+    return None

@@ -1,0 +1,330 @@
+"""Losses on logits whose vocabulary (class dim) is sharded over ranks.  No rank ever holds full logits.
+
+Everything rests on one differentiable step, `_RowStatistics`: per row, the log-sum-exp over the full
+vocabulary and weighted sums of the logits, in two collectives of one number per row and sum.  What a loss
+computes from those few numbers per row (weights, smoothing, ignored rows, means) is plain arithmetic, so its
+gradient is right by construction.  Saved for backward: the logits themselves and the log-sum-exp.
+
+Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in size), or plain local shards
+together with `vocab=Vocab(...)`.  Other axes may shard the rows (a batch over data-parallel ranks).  Targets and
+weights are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on all ranks, and one
+entry for each of this rank's rows where nothing is reduced.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor
+from shoal_mesh import all_reduce, all_reduce_
+
+from .._torch import apply
+from ..errors import LayoutError, SecondOrderError
+from .rows import LogitRows
+from .vocab import Vocab, local_logits, plain
+
+__all__ = ["cross_entropy", "kl_div", "log_prob", "log_softmax", "log_sum_exp", "nll_loss"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+class _RowStatistics(Function):
+    """x: S(-1) over classes -> per row: log-sum-exp, x[target], sum of q * x, sum of w * x; all R.
+
+    Each of target, q (per row and class) and w (per class) may be None; its sum is then zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor | None, q: Tensor | None, w: Tensor | None, vocab: Vocab) -> Any:
+        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        rows = x.shape[:-1]
+        peak = work.amax(-1) if vocab.own else work.new_full(rows, -torch.inf)
+        all_reduce_(peak, vocab.comm, "max")
+        # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as on one device.
+        peak = peak.masked_fill_(peak == -torch.inf, 0)
+        zero = work.new_zeros(rows)
+        sums = [(work - peak.unsqueeze(-1)).exp_().sum(-1)]
+        own = None if target is None else _own(target, vocab)
+        sums.append(zero if own is None else _pick(work, *own))
+        sums.append(zero if q is None else (work * q).sum(-1))
+        sums.append(zero if w is None else (work * w).sum(-1))
+        stacked = all_reduce(torch.stack(sums), vocab.comm)
+        lse = stacked[0].log().add_(peak)
+        ctx.save_for_backward(x, lse, *(own or (None, None)), q, w)
+        ctx.set_materialize_grads(False)
+        return lse, stacked[1], stacked[2], stacked[3]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
+        x, lse, index, inside, q, w = ctx.saved_tensors
+        to_lse, to_picked, to_q, to_w = grads
+        work = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        if to_lse is None:
+            dx = torch.zeros_like(work)
+        else:
+            dx = (work - lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))
+        if to_picked is not None and index is not None and x.shape[-1]:
+            dx.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
+        if to_q is not None and q is not None:
+            dx.addcmul_(to_q.unsqueeze(-1).expand_as(q).to(dx.dtype), q.to(dx.dtype))
+        if to_w is not None and w is not None:
+            dx.addcmul_(to_w.unsqueeze(-1).expand_as(dx), w.to(dx.dtype).expand_as(dx))
+        return dx.to(x.dtype), None, None, None, None
+
+
+def _own(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
+    """Index of each target among this rank's classes (0 for those of other ranks), and whether it is one of them."""
+    local = target - vocab.first
+    inside = (local >= 0) & (local < vocab.own)
+    return local.masked_fill(~inside, 0), inside
+
+
+def _pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    if x.shape[-1] == 0:
+        return x.new_zeros(x.shape[:-1])
+    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
+
+
+def _stats(x: Tensor, target: Any, q: Any, w: Any, vocab: Vocab) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lse, picked, by_q, by_w = apply(_RowStatistics, x, target, q, w, vocab)
+    return lse, picked, by_q, by_w
+
+
+def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
+    """Per row of this rank's logits (classes last), the log-sum-exp over all classes."""
+    return _stats(x, None, None, None, vocab)[0]
+
+
+def cross_entropy(  # noqa: PLR0913  # torch's signature
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.cross_entropy` gives for the full logits.
+
+    Args:
+        input: logits `(C,)`, `(N, C)` or `(N, C, d1, ...)`, C sharded over ranks.
+        target: class indices, or probabilities of the full shape (a DTensor sharded like the logits is not moved).
+        weight: one per class, `(C,)`, replicated.
+        ignore_index: class index of rows that enter no sum.
+        reduction: "none", "mean" or "sum".
+        label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
+        vocab: the classes of each rank, for plain local logits (or how many are real, where there is padding).
+
+    Returns:
+        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for half-precision logits.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     print(cross_entropy(logits, torch.tensor([0, 3])))
+        tensor(1.3863)
+    """
+    class_dim = 0 if input.ndim == 1 else 1
+    x, classes = local_logits(input, vocab, class_dim)
+    rows = LogitRows.of(input, class_dim)
+    if target.is_floating_point():
+        probabilities = _own_probabilities(target, input, classes, class_dim)
+        return _soft(x, probabilities, weight, classes, rows, reduction, label_smoothing)
+    labels = rows.shard(target)
+    ignored = labels == ignore_index
+    weights = plain(weight)
+    of_class = None if weights is None else classes.shard(weights)
+    smooth = label_smoothing > 0
+    ones = x.new_ones(classes.own) if smooth and of_class is None else of_class
+    lse, picked, _, total = _stats(x, labels, None, ones if smooth else None, classes)
+    of_target = torch.ones_like(lse) if weights is None else weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
+    of_target = of_target.masked_fill(ignored, 0)
+    loss = (lse - picked) * of_target
+    if smooth:
+        mass = classes.total if weights is None else weights[: classes.total].sum()
+        even = (lse * mass - total).masked_fill(ignored, 0)
+        loss = (1 - label_smoothing) * loss + (label_smoothing / classes.total) * even
+    loss = loss.masked_fill(ignored, 0)
+    return _reduced(loss, reduction, of_target.sum(), rows)
+
+
+def _own_probabilities(target: Tensor, logits: Tensor, classes: Vocab, class_dim: int) -> Tensor:
+    """The probabilities of this rank's logits, classes last."""
+    if target.requires_grad:
+        raise LayoutError(
+            "cross_entropy on a sharded vocabulary returns no gradient of probability targets; detach them"
+        )
+    if isinstance(target, DTensor) and isinstance(logits, DTensor):
+        there = target.redistribute(logits.device_mesh, logits.placements, shard_order=logits.shard_order)
+        return there.to_local().movedim(class_dim, -1).narrow(-1, 0, classes.own)
+    given = plain(target)
+    assert given is not None, "a target was given"
+    return classes.shard(LogitRows.of(logits, class_dim).shard(given.movedim(class_dim, -1)))
+
+
+def _soft(  # noqa: PLR0913  # everything that one loss depends on
+    x: Tensor, q: Tensor, weight: Tensor | None, classes: Vocab, rows: LogitRows, reduction: Reduction, smoothing: float
+) -> Tensor:
+    """Cross entropy with a distribution per row as target."""
+    if smoothing > 0:
+        q = q * (1 - smoothing) + smoothing / classes.total
+    if weight is not None:
+        weights = plain(weight)
+        assert weights is not None, "a weight was given"
+        q = q * classes.shard(weights)
+    mass = all_reduce(q.sum(-1), classes.comm)
+    lse, _, by_q, _ = _stats(x, None, q, None, classes)
+    loss = lse * mass - by_q
+    return _reduced(loss, reduction, max(prod(rows.global_shape(loss)), 1), rows)
+
+
+def _reduced(loss: Tensor, reduction: Reduction, weight: Tensor | int, rows: LogitRows) -> Tensor:
+    """The losses of this rank's rows, reduced over all rows; `weight` is that of its rows (a tensor), or of all."""
+    if reduction == "none":
+        return loss
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    total = rows.total(loss.sum())
+    if reduction == "sum":
+        return total
+    return total / (rows.count(weight) if isinstance(weight, Tensor) else weight)
+
+
+def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+    """Log-probability of one given token per row.
+
+    Args:
+        logits: sharded along `dim`.
+        tokens: class indices, of the logits' shape without `dim`; results are of this rank's rows.
+        dim: the class dim.
+        vocab: the classes of each rank, for plain local logits.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     logits = distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     print(log_prob(logits, torch.tensor([0, 3])))
+        tensor([-1.3863, -1.3863])
+    """
+    x, classes = local_logits(logits, vocab, dim)
+    lse, picked, _, _ = _stats(x, LogitRows.of(logits, dim).shard(tokens), None, None, classes)
+    return picked - lse
+
+
+def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+    """This rank's shard of the log-probabilities, sharded like the logits (plain).
+
+    The gradient that arrives must be that of this shard.
+    """
+    x, classes = local_logits(logits, vocab, dim)
+    out: Tensor = apply(_LogSoftmax, x, classes)
+    return out.movedim(-1, dim)
+
+
+class _LogSoftmax(Function):
+    """x: S(-1) -> log-probabilities: S(-1).  Backward: one all-reduce of a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vocab: Vocab) -> Tensor:
+        lse = log_sum_exp(x, vocab)
+        out = (x - lse.unsqueeze(-1)).to(x.dtype)
+        ctx.save_for_backward(out)
+        ctx.comm = vocab.comm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
+        (out,) = ctx.saved_tensors
+        total = all_reduce(grad.sum(-1, keepdim=True), ctx.comm)
+        return grad - out.exp() * total, None
+
+
+def nll_loss(
+    log_probs: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`)."""
+    class_dim = 0 if log_probs.ndim == 1 else 1
+    x, classes = local_logits(log_probs, vocab, class_dim)
+    rows = LogitRows.of(log_probs, class_dim)
+    labels, weights = rows.shard(target), plain(weight)
+    ignored = labels == ignore_index
+    picked: Tensor = apply(_Pick, x, labels, classes)
+    of_target = torch.ones_like(picked) if weights is None else weights[labels.masked_fill(ignored, 0)].to(picked.dtype)
+    of_target = of_target.masked_fill(ignored, 0)
+    return _reduced((-picked * of_target).masked_fill(ignored, 0), reduction, of_target.sum(), rows)
+
+
+class _Pick(Function):
+    """x: S(-1) -> x[target]: R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, vocab: Vocab) -> Tensor:
+        index, inside = _own(target, vocab)
+        ctx.save_for_backward(index, inside)
+        ctx.own = x.shape[-1]
+        return all_reduce(_pick(x, index, inside), vocab.comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        index, inside = ctx.saved_tensors
+        dx = grad.new_zeros((*grad.shape, ctx.own))
+        if ctx.own:
+            dx = dx.scatter(-1, index.unsqueeze(-1), (grad * inside).unsqueeze(-1))
+        return dx, None, None
+
+
+def kl_div(
+    logits: Tensor,
+    target_logits: Tensor,
+    *,
+    dim: int = -1,
+    reduction: Reduction | Literal["batchmean"] = "batchmean",
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """KL(softmax(target_logits) || softmax(logits)), both sharded alike; gradients go to `logits` only (distillation).
+
+    Args:
+        logits: of the student, sharded along `dim`.
+        target_logits: of the teacher, sharded alike; taken as constant.
+        dim: the class dim.
+        reduction: "none" gives one value per row; "batchmean" divides the sum by the first dim, "mean" by the rows.
+        vocab: the classes of each rank, for plain local logits.
+    """
+    x, classes = local_logits(logits, vocab, dim)
+    if isinstance(logits, DTensor) and isinstance(target_logits, DTensor):
+        target_logits = target_logits.redistribute(
+            logits.device_mesh, logits.placements, shard_order=logits.shard_order
+        )
+    teacher, _ = local_logits(target_logits.detach(), vocab, dim)
+    lse_t = log_sum_exp(teacher, classes)
+    log_q = teacher - lse_t.unsqueeze(-1)
+    q = log_q.exp()
+    entropy = all_reduce(torch.special.entr(q).sum(-1), classes.comm)
+    lse, _, by_q, _ = _stats(x, None, q, None, classes)
+    divergence = lse - by_q - entropy
+    rows = LogitRows.of(logits, dim)
+    shape = rows.global_shape(divergence)
+    if reduction == "batchmean":
+        return _reduced(divergence, "mean", shape[0], rows)
+    return _reduced(divergence, reduction, max(prod(shape), 1), rows)

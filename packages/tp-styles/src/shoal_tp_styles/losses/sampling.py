@@ -1,0 +1,68 @@
+"""Tokens chosen from logits whose vocabulary is sharded: the same on every rank and for every sharding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import all_gather, all_reduce, all_reduce_
+
+from .functional import log_sum_exp
+from .vocab import Vocab, local_logits
+
+__all__ = ["argmax", "sample"]
+
+
+def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
+    """Index of the largest logit per row; the smallest index among equals, on all ranks.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     logits = distribute_tensor(torch.tensor([[0., 2., 1.]]), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     print(argmax(logits))
+        tensor([1])
+    """
+    x, classes = local_logits(logits.detach(), vocab, dim)
+    if classes.own:
+        best, index = x.max(-1)
+    else:
+        best, index = x.new_full(x.shape[:-1], -torch.inf), torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device)
+    values = all_gather(best.unsqueeze(0), classes.comm, 0)
+    indices = all_gather((index + min(classes.first, classes.total - 1)).unsqueeze(0), classes.comm, 0)
+    top = values.amax(0)
+    return indices.masked_fill(values != top, classes.total).amin(0)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    dim: int = -1,
+    vocab: Vocab | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One token per row, drawn from softmax(logits / temperature): the same on all ranks and for any classes.
+
+    A uniform number per row (that of rank 0) is compared with the cumulative probabilities, which each rank computes
+    for its own classes from the mass of the classes before them.
+    """
+    if temperature <= 0:
+        return argmax(logits, dim=dim, vocab=vocab)
+    x, classes = local_logits(logits.detach(), vocab, dim)
+    x = x.double() / temperature
+    mass = (x - log_sum_exp(x, classes).unsqueeze(-1)).exp_().cumsum(-1)
+    rows = x.shape[:-1]
+    own = mass[..., -1] if classes.own else x.new_zeros(rows)
+    ends = all_gather(own.unsqueeze(0), classes.comm, 0).cumsum(0)
+    before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(own)
+    point = x.new_empty(rows).uniform_(generator=generator)  # `rand` takes no symbolic sizes beside a generator
+    if classes.comm.rank:
+        point.zero_()
+    all_reduce_(point, classes.comm)
+    point = (point * ends[-1]).unsqueeze(-1)
+    # The number of cumulative masses at or below the point, over all ranks, is the index.
+    below = ((mass + before.unsqueeze(-1)) <= point).sum(-1)
+    return all_reduce(below, classes.comm).clamp_(max=classes.total - 1)

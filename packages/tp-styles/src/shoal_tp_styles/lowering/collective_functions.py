@@ -1,0 +1,232 @@
+"""Differentiable collectives on plain activations of one mesh axis.
+
+Between modules a plain tensor has a layout that only its modules know, and so has its gradient: the gradient of a
+replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Each function's
+backward is the reverse move:
+
+    reduce           P -> R       backward: nothing              (all-reduce)
+    scatter          P -> S(d)    backward: gather               (reduce-scatter)
+    gather           S(d) -> R    backward: keep the own shard   (all-gather)
+    gather_partial   S(d) -> R    backward: reduce-scatter, for consumers whose gradients are partial
+    split            R -> S(d)    backward: gather               (no communication)
+    copy             R -> R       backward: all-reduce, for consumers whose gradients are partial
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import Placement, Shard
+from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, all_reduce_, reduce_scatter, reduce_scatter_v
+
+from .._torch import apply, is_compiling, selectively_checkpointed, split_sizes, unwatched
+from ..errors import LayoutError
+from .shared_input import find_token, keep_token
+
+__all__ = [
+    "ShardedDim",
+    "Sizes",
+    "copy",
+    "gather",
+    "gather_dim",
+    "gather_partial",
+    "reduce",
+    "reduce_scatter_dim",
+    "scatter",
+    "sharded_dim",
+    "split",
+    "sum_over_ranks",
+    "uneven_output",
+]
+
+Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
+ShardedDim = tuple[Comm, int, Sizes]
+
+
+def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
+    """Communicator, dim and shard sizes of a sharded layout of plain tensors; None for other layouts."""
+    if not isinstance(layout, Shard) or layout.multiple_of != 1:
+        return None
+    return comm, layout.dim, layout.sizes
+
+
+def uneven_output(style: str, size: int, dim: int, comm: Comm) -> LayoutError:
+    """The error of an output with shards of different sizes that would leave as plain tensors."""
+    return LayoutError(
+        f"{style}: dim {dim} of the output has {size} elements, not a multiple of the {comm.size} ranks along "
+        f"{'x'.join(comm.axes)}; plain local tensors do not carry shard sizes. Use use_local_output=False, or a layout "
+        "with explicit sizes: Shard(dim, sizes=...)"
+    )
+
+
+def gather_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **options: Any) -> Any:
+    """`S(dim) -> R`: the shards of all ranks, concatenated along `dim`."""
+    if sizes is None:
+        return all_gather(tensor, comm, dim, **options)
+    return all_gather_v(tensor, comm, sizes, dim, **options)
+
+
+def reduce_scatter_dim(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes, **options: Any) -> Any:
+    """`P -> S(dim)`: this rank's shard of the sum over the ranks."""
+    if sizes is None:
+        return reduce_scatter(tensor, comm, dim, **options)
+    return reduce_scatter_v(tensor, comm, sizes, dim, **options)
+
+
+def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        size = tensor.shape[dim] // comm.size
+        return tensor.narrow(dim, comm.rank * size, size).contiguous()
+    return tensor.narrow(dim, sum(sizes[: comm.rank]), sizes[comm.rank]).contiguous()
+
+
+class _Reduce(Function):
+    """P -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        return all_reduce(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _Scatter(Function):
+    """P -> S(dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
+        ctx.where = comm, dim, sizes
+        out: Tensor = reduce_scatter_dim(x, comm, dim, sizes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return gather(grad, *ctx.where), None, None, None
+
+
+class _Gather(Function):
+    """S(dim) -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes, partial: bool) -> Tensor:
+        ctx.where, ctx.partial = (comm, dim, sizes), partial
+        out: Tensor = gather_dim(x, comm, dim, sizes)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        back = scatter if ctx.partial else split
+        return back(grad, *ctx.where), None, None, None, None
+
+
+class _Split(Function):
+    """R -> S(dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
+        ctx.where = comm, dim, sizes
+        return _own_shard(x, comm, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return gather(grad, *ctx.where), None, None, None
+
+
+class _Copy(Function):
+    """R -> R."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        ctx.comm = comm
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return reduce(grad, ctx.comm), None
+
+
+def _collective(function: type[Function], *args: Any) -> Any:
+    """`function.apply`; selective activation checkpointing does not see the results, which are written to."""
+    if is_compiling() or not selectively_checkpointed():
+        return apply(function, *args)
+    with unwatched():
+        return apply(function, *args)
+
+
+def reduce(tensor: Tensor, comm: Comm) -> Tensor:
+    """`P -> R`: the sum over the axis."""
+    out: Tensor = _collective(_Reduce, tensor, comm)
+    return out
+
+
+def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
+    """`P -> S(dim)`: this rank's shard of the sum over the axis."""
+    out: Tensor = _collective(_Scatter, tensor.contiguous(), comm, dim, sizes)
+    return out
+
+
+def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
+    """`S(dim) -> R`: the shards of all ranks."""
+    out: Tensor = _collective(_Gather, tensor.contiguous(), comm, dim, sizes, False)
+    return out
+
+
+def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
+    """`R -> S(dim)`: this rank's shard."""
+    out: Tensor = apply(_Split, tensor, comm, dim, sizes)
+    return out
+
+
+def copy(tensor: Tensor, comm: Comm) -> Tensor:
+    """`R -> R`, for consumers whose gradients are partial: all-reduced, once for all readers of `tensor`."""
+    if not tensor.requires_grad:
+        return tensor
+    key = (comm, None, None)
+    shared = None if tensor.is_leaf else find_token(tensor, key, grad=True)
+    if shared is not None:
+        return shared
+    token: Tensor = apply(_Copy, tensor, comm)
+    if token.requires_grad and not tensor.is_leaf:
+        keep_token(tensor, key, token)
+    return token
+
+
+def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
+    """`S(dim) -> R`, for consumers whose gradients are partial: reduce-scattered, once for all readers of `tensor`."""
+    key = (comm, dim, sizes, None)
+    grad = tensor.requires_grad and torch.is_grad_enabled()
+    shared = find_token(tensor, key, grad)
+    if shared is not None:
+        return shared
+    token: Tensor = _collective(_Gather, tensor.contiguous(), comm, dim, sizes, True)
+    if not (grad and tensor.is_leaf):
+        keep_token(tensor, key, token)
+    return token
+
+
+def sum_over_ranks(tensors: list[Tensor | None], comm: Comm | None) -> list[Tensor | None]:
+    """`P -> R` for each tensor, in as few collectives as there are dtypes; None stays None.
+
+    The tensors themselves are not written to: in a backward, others may refer to them.
+    """
+    if comm is None or comm.size == 1:
+        return tensors
+    summed = list(tensors)
+    present = [(i, tensor) for i, tensor in enumerate(tensors) if tensor is not None]
+    for dtype in dict.fromkeys(tensor.dtype for _, tensor in present):
+        same = [(i, tensor) for i, tensor in present if tensor.dtype is dtype]
+        if len(same) == 1:
+            i, tensor = same[0]
+            summed[i] = all_reduce(tensor, comm)
+            continue
+        flat = all_reduce_(torch.cat([tensor.reshape(-1) for _, tensor in same]), comm)
+        sums = split_sizes(flat, [tensor.numel() for _, tensor in same])
+        for (i, tensor), total in zip(same, sums, strict=True):
+            summed[i] = total.view_as(tensor)
+    return summed

@@ -1,0 +1,123 @@
+"""`Lowered`: the callable that stands in for a module's forward.
+
+It is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work as before and
+calls pay for no extra hook.  It refers to the module's parameter dict, and to the module weakly: no reference cycle, so
+dropping a model frees it at once.  Copying or pickling a module rebuilds its callable from the `ModuleSharding`.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Spec
+from shoal_mesh import DeviceMesh
+
+from ..errors import LayoutError
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall, ModuleSharding
+from .compile import make_traceable
+
+__all__ = ["Lowered", "spec_of"]
+
+
+class Lowered(ABC):
+    """Base of the lowerings.
+
+    Attributes:
+        params: the module's own dict of parameters.
+        sharding: the record it was built from.
+        mesh: the one-axis mesh.
+        comm: the communicator of that axis.
+        inner: the callable that was the module's forward before; None for its class's forward.
+        port_in, port_out: the ports of the first input and output (replicated where none is declared).
+    """
+
+    __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding")
+
+    params: dict[str, Any]
+
+    def __init__(
+        self, module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, inner: Lowered | None = None
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.params = module._parameters
+        self.sharding = sharding
+        self.mesh = mesh
+        self.inner = inner
+        self.comm = mesh.comm(0)
+        self.port_in = sharding.input_port()
+        self.port_out = sharding.output_port()
+        make_traceable()
+        self.resolve()
+
+    def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
+        """Work out everything that calls need from the record; overridden by each lowering."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's forward returns, in the layouts of its output ports."""
+
+    @classmethod
+    @abstractmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        """The collectives that one call runs, forward and backward; plain tensors are taken to arrive."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module this stands in for."""
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        clone._module = weakref.ref(copy.deepcopy(self.module, memo))
+        clone.params = copy.deepcopy(self.params, memo)
+        clone.inner = copy.deepcopy(self.inner, memo)
+        return clone
+
+    def __copy__(self) -> Self:
+        clone = object.__new__(type(self))
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                setattr(clone, name, getattr(self, name))
+        return clone
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.module, self.params, self.sharding, self.mesh, self.inner)
+
+
+def _rebuild(
+    kind: type[Lowered],
+    module: nn.Module,
+    params: dict[str, Any],
+    sharding: ModuleSharding,
+    mesh: DeviceMesh,
+    inner: Lowered | None,
+) -> Lowered:
+    # The module is still being unpickled and has no state yet: build without touching it.
+    module.__dict__.setdefault("_parameters", params)
+    lowered = kind(module, sharding, mesh, inner)
+    lowered.params = params
+    return lowered
+
+
+def spec_of(param: Tensor, name: str) -> Spec:
+    """The spec of a distributed parameter.
+
+    Raises:
+        LayoutError: if the parameter is not a DTensor (any more).
+    """
+    if isinstance(param, DTensor):
+        return param.spec
+    raise LayoutError(
+        f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must stay a DTensor. "
+        "Call unparallelize_module to get a plain module back."
+    )

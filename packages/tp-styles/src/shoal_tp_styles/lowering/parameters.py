@@ -1,0 +1,165 @@
+"""Parameters in local computation: DTensors in, their local shards out, gradients back into `.grad`.
+
+With `local_parameters` any function of plain tensors is a lowering: autograd differentiates what it computes.
+
+On autograd's own way the gradient of a DTensor leaf becomes a DTensor, passes the hook that gives it the leaf's
+placements, and is detached through dispatch: 10 us per parameter, as long as a small product itself takes.  None of
+that changes a gradient of lowered computation.  So where autograd would do no more than accumulate, a backward adds to
+the local shard of `.grad` itself and returns None.  The leaf's accumulation node runs all the same, so hooks of that
+node (DDP's reducer has one) are called, and `.grad` is complete when they are.
+
+A gradient is returned to autograd wherever it could be seen or is wanted for something else: hooks of the parameter,
+`torch.autograd.grad`, parameters that are no leaves, compilation, a `.grad` with another spec.  And one that is not
+asked for (`backward(inputs=...)`) is not computed.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor, Spec, local_shard
+from shoal_mesh import Comm
+
+from .._torch import is_compiling, will_run
+from ..errors import SecondOrderError
+from .collective_functions import copy, sum_over_ranks
+from .compile import local_traced
+
+__all__ = ["GradRoute", "deliver_grad", "first_order_only", "grad_hooked", "grad_route", "local_parameters"]
+
+
+class GradRoute(Enum):
+    """What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd."""
+
+    UNUSED = 0
+    ACCUMULATE = 1
+    RETURN = 2
+
+
+def first_order_only() -> None:
+    """Refuse to run a backward that itself is recorded: its local shards would not carry gradients.
+
+    Raises:
+        SecondOrderError: under `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise SecondOrderError(
+            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
+            "DTensor path: parallelize_module(..., lower=False)"
+        )
+
+
+def grad_route(node: Any, param: Any) -> GradRoute:
+    """What becomes of the gradient of a parameter in this backward pass.
+
+    Args:
+        node: where the autograd function's edge of this parameter leads (`ctx.next_functions`).
+        param: the parameter that the function was called with.
+    """
+    if is_compiling():
+        return GradRoute.RETURN
+    try:
+        if not will_run(node):
+            return GradRoute.UNUSED
+    except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
+        return GradRoute.RETURN
+    return GradRoute.ACCUMULATE if param.is_leaf and not grad_hooked(param) else GradRoute.RETURN
+
+
+def grad_hooked(param: Any) -> bool:
+    """Whether users' hooks see the gradient of a parameter."""
+    # One hook is the DTensor's own; it changes nothing about a gradient with the leaf's spec.
+    return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
+
+
+def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:
+    """The gradient to return to autograd, or None after it has been added to `.grad`.
+
+    Args:
+        route: what `grad_route` answered, not `UNUSED`.
+        param: the parameter.
+        spec: its spec in the forward; the gradient has the same.
+        local: the local gradient, which nothing else refers to.
+    """
+    if local.dtype is not spec.dtype:
+        local = local.to(spec.dtype)
+    if route is GradRoute.ACCUMULATE and param.spec is spec:
+        accumulated = param.grad
+        if accumulated is None:
+            param.grad = DTensor.__new__(DTensor, local, spec)
+            return None
+        if type(accumulated) is DTensor and accumulated.spec is spec and not accumulated.requires_grad:
+            local_shard(accumulated).add_(local)
+            return None
+    return DTensor.__new__(DTensor, local, spec)
+
+
+class _LocalParameters(Function):
+    """Parameters -> their local shards.  Backward: gradients with the parameters' specs, summed over `comm`."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.params = comm, params
+        ctx.specs = tuple(param.spec if isinstance(param, DTensor) else None for param in params)
+        ctx.set_materialize_grads(False)
+        return tuple(_shard(param).detach() for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        first_order_only()
+        routes, wanted = [], []
+        for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
+            route = GradRoute.UNUSED if grad is None or node is None else grad_route(node, param)
+            routes.append(route)
+            wanted.append(None if route is GradRoute.UNUSED or grad is None else grad.contiguous())
+        summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
+        for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):
+            if summed[i] is not None and spec is not None:
+                summed[i] = deliver_grad(route, param, spec, summed[i])
+        return (None, *summed)
+
+
+def _shard(param: Tensor) -> Tensor:
+    return local_shard(param) if isinstance(param, DTensor) else param
+
+
+def _traced(param: Tensor | None, comm: Comm | None) -> Tensor | None:
+    if param is None:
+        return None
+    local = local_traced(param)
+    return local if comm is None else copy(local, comm)
+
+
+def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
+    """The local shards of parameters, by name (None stays None), with gradients.
+
+    Args:
+        params: DTensor or plain parameters.
+        comm: given where the local gradients of these parameters are partial sums over an axis: they are summed,
+            in one collective for all of them.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     weight = torch.nn.Parameter(distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)]))
+        ...     local_parameters({"weight": weight, "bias": None})["weight"].shape
+        torch.Size([2, 2])
+    """
+    if is_compiling():
+        return {name: _traced(param, comm) for name, param in params.items()}
+    present = {name: param for name, param in params.items() if param is not None}
+    local: dict[str, Tensor | None] = dict.fromkeys(params)
+    if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):
+        local.update((name, _shard(param)) for name, param in present.items())
+        return local
+    shards = _LocalParameters.apply(comm, *present.values())  # type: ignore[no-untyped-call] # torch leaves apply untyped
+    local.update(zip(present, shards, strict=True))
+    return local

@@ -1,0 +1,1 @@
+"""The local computation of each module type, with explicit collectives."""

@@ -1,0 +1,150 @@
+"""Modules that treat every token, or every group of channels, alone.
+
+tokenwise   x: S(sequence) -> y: S(sequence)                           no communication of activations; the gradients
+            of the replicated parameters are partial sums, reduced in one collective per module
+groups      x: S(channels), W: S(0), b: S(0) -> y: S(channels)         no communication
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal_dtensor import DTensor
+
+from ..errors import LayoutError
+from ..lowering.boundary import from_local, local_input, output_dtensor
+from ..lowering.lowered import Lowered
+from ..lowering.parameters import local_parameters
+from ..lowering.ports import declare_summed_gradients
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall
+
+__all__ = ["TOKENWISE", "ChannelGroups", "Tokenwise", "is_norm"]
+
+Params = dict[str, Tensor | None]
+
+
+def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    return functional.layer_norm(x, module.normalized_shape, p["weight"], p["bias"], module.eps)
+
+
+def _rms_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    return functional.rms_norm(x, module.normalized_shape, p["weight"], module.eps)
+
+
+def _linear(module: Any, x: Tensor, p: Params) -> Tensor:
+    weight = p["weight"]
+    assert weight is not None, "a Linear has a weight"
+    return functional.linear(x, weight, p["bias"])
+
+
+def _plain(module: Any, x: Tensor, p: Params) -> Tensor:
+    out: Tensor = type(module).forward(module, x)
+    return out
+
+
+TOKENWISE: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.Linear: _linear,
+    nn.Identity: _plain,
+    nn.ReLU: _plain,
+    nn.GELU: _plain,
+    nn.SiLU: _plain,
+    nn.Tanh: _plain,
+    nn.Sigmoid: _plain,
+}
+
+
+def _own_forward(module: Any, x: Tensor, p: Params) -> Tensor:
+    """The module's own forward, with local shards in the place of its parameters during the call."""
+    saved = dict(module._parameters)
+    try:
+        module._parameters.update(p)
+        out: Tensor = type(module).forward(module, x)
+    finally:
+        module._parameters.update(saved)
+    return out
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module of another library is, by name and parameters, a norm over the last dim."""
+    name = type(module).__name__
+    params = {key: param for key, param in module._parameters.items() if param is not None}
+    plain = params.keys() <= {"weight", "bias"} and all(param.ndim == 1 for param in params.values())
+    return plain and name.endswith(("RMSNorm", "LayerNorm")) and not module._modules and not module._buffers
+
+
+class Tokenwise(Lowered):
+    """A norm (or activation) on this rank's shard of the sequence."""
+
+    __slots__ = ("compute", "features")
+
+    def resolve(self) -> None:
+        module: Any = self.module
+        self.compute = TOKENWISE.get(type(module), _own_forward)
+        # Dims of the input that belong to one token; elementwise modules have none.
+        self.features = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from declare_summed_gradients(call.module.parameters())
+
+    def __call__(self, input: Tensor) -> Tensor:
+        global_shape: tuple[Any, ...] | None = None
+        if isinstance(input, DTensor):
+            global_shape = (*input.shape,)
+            input = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
+        dim = getattr(self.port_in.desired, "dim", 0)
+        if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
+            raise LayoutError(
+                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a feature dim of "
+                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
+            )
+        params = local_parameters(self.params, self.comm) if self.params else {}
+        out = self.compute(self.module, input, params)
+        if self.sharding.local_outputs:
+            return out
+        shape = global_shape if out.shape == input.shape else None
+        return from_local(out, self.port_in.desired, self.mesh, shape)
+
+
+class ChannelGroups(Lowered):
+    """A GroupNorm whose groups are sharded."""
+
+    __slots__ = ("ends",)
+
+    def resolve(self) -> None:
+        module: Any = self.module
+        size = module.num_channels // module.num_groups
+        step = -(-module.num_groups // self.comm.size) * size  # channels of a full shard
+        self.ends = [min(module.num_channels, rank * step) for rank in range(self.comm.size + 1)]
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module: Any = self.module
+        port = self.port_in
+        if type(input) is not Tensor:
+            input = local_input(input, port, self.mesh, grad=port.desired)
+        first, last = self.ends[self.comm.rank : self.comm.rank + 2]
+        if input.shape[1] != last - first:
+            raise LayoutError(
+                f"ChannelParallel: {module} holds the channels {first} to {last} here, complete groups, but "
+                f"{input.shape[1]} arrived; shard the convolution before it by ColwiseParallel().aligned("
+                f"{module.num_channels // module.num_groups})"
+            )
+        local: Any = local_parameters({"weight": self.params["weight"], "bias": self.params["bias"]})
+        groups = (last - first) * module.num_groups // module.num_channels
+        # Kernels refuse zero groups; an empty shard as one group is empty, and so are its gradients.
+        out = functional.group_norm(input, max(1, groups), local["weight"], local["bias"], module.eps)
+        if self.sharding.local_outputs:
+            return out
+        shape = (out.shape[0], module.num_channels, *out.shape[2:])
+        return output_dtensor(out, self.port_out, self.mesh, shape)

@@ -1,0 +1,1 @@
+"""Styles by module path: resolved, verified, priced and applied."""

@@ -1,0 +1,245 @@
+"""What a plan will cost, before anything is changed: bytes per rank, collectives of a step, expected time.
+
+The model runs once on the meta device to record the shapes that enter and leave its modules.  Each module's lowering
+declares the collectives of its calls; the preview adds them up.  Neither data nor process groups are needed, and the
+mesh may be an `abstract_mesh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import Shard
+from shoal_mesh import DeviceMesh, Link, topology_of
+
+from ..lowering.boundary import Boundary
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall, shard_sizes
+from .resolve import Plan, Use, axis_mesh, resolve
+
+__all__ = ["CollectiveCost", "Preview", "PreviewRow", "preview"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCost:
+    """One collective of a step.
+
+    Attributes:
+        op: all_reduce, all_gather, reduce_scatter or all_to_all.
+        nbytes: bytes of the global tensor.
+        seconds: expected time by the mesh's topology.
+    """
+
+    op: str
+    nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.op} {_size(self.nbytes)}"
+
+
+@dataclass(slots=True)
+class PreviewRow:
+    """One style on one module.
+
+    Attributes:
+        path: the module's path.
+        style: the style.
+        parameter_bytes: of the rank that holds most.
+        forward: collectives, in order of use.
+        backward: collectives of the backward.
+        by_dispatch: the module's own forward runs on DTensors; the collectives of its operators are not listed.
+    """
+
+    path: str
+    style: str
+    parameter_bytes: int
+    forward: list[CollectiveCost] = field(default_factory=list)
+    backward: list[CollectiveCost] = field(default_factory=list)
+    by_dispatch: bool = False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Preview:
+    """The rows of all styles, and the bytes of parameters without a style.
+
+    Attributes:
+        rows: one per style and module.
+        replicated_bytes: parameters that no style of the plan distributes, on every rank.
+    """
+
+    rows: tuple[PreviewRow, ...]
+    replicated_bytes: int
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on the rank that holds most."""
+        return self.replicated_bytes + sum(row.parameter_bytes for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        """Expected time of all collectives of one forward and backward, without overlap."""
+        return sum(cost.seconds for row in self.rows for cost in (*row.forward, *row.backward))
+
+    def count(self, op: str) -> tuple[int, int]:
+        """Number of collectives of one kind in the forward and in the backward."""
+        forward = sum(cost.op == op for row in self.rows for cost in row.forward)
+        return forward, sum(cost.op == op for row in self.rows for cost in row.backward)
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        cells = [("module", "params/rank", "forward / backward", "style")]
+        for row in self.rows:
+            costs = " / ".join(", ".join(map(str, each)) or "-" for each in (row.forward, row.backward))
+            style = f"{row.style}, operators by dispatch" if row.by_dispatch else row.style
+            cells.append((row.path or "(root)", _size(row.parameter_bytes), costs, style))
+        cells.append(("(not in the plan)", _size(self.replicated_bytes), "", "replicated on every rank"))
+        cells.append(("total", _size(self.parameter_bytes), f"{self.seconds * 1e3:.2f} ms of communication", ""))
+        return cells
+
+    def __repr__(self) -> str:
+        cells = self._cells()
+        wide = [max(len(cell[column]) for cell in cells) for column in range(3)]
+        lines = (f"{a:{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}" for a, b, c, d in cells)
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        rows = ("".join(f"<td>{escape(text)}</td>" for text in cell) for cell in self._cells())
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Preview:
+    """What a plan costs per rank and step.
+
+    Args:
+        model: before `parallelize_module`, on any device; it stays as it is.
+        plan: as for `parallelize_module`.
+        mesh: the mesh; its topology gives the times.
+        args: an example of the inputs, of global shape; only shapes and dtypes matter.
+        kwargs: likewise.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_tp_styles.testing import MLP
+        >>> costs = preview(MLP(), MLP.plan, abstract_mesh((4,)), torch.zeros(8, 10))
+        >>> costs.count("all_reduce"), costs.parameter_bytes
+        ((1, 0), 376)
+    """
+    resolved = resolve(model, plan)
+    calls = _record_calls(model, {use.path for use in resolved.uses}, args, kwargs)
+    seen: set[Hashable] = set()
+    rows = []
+    listed: set[int] = set()
+    for use in resolved.uses:
+        axis = axis_mesh(mesh, use.style)
+        row = PreviewRow(use.path, repr(use.style), 0)
+        rows.append(row)
+        if use.sharding is None:
+            row.by_dispatch = True
+            continue
+        lowering = use.sharding.lowering or Boundary
+        if use.sharding.distributes:
+            row.by_dispatch = lowering is Boundary
+            row.parameter_bytes = sum(
+                _local_bytes(use, name, param, axis.size())
+                for name, param in use.module.named_parameters()
+                if id(param) not in listed
+            )
+            listed.update(id(param) for param in use.module.parameters())
+        for recorded in calls.get(use.path, []):
+            call = ModuleCall(use.module, use.sharding, *recorded, axis.size())
+            for collective in lowering.collectives(call):
+                if _is_new(collective, seen):
+                    costs = row.backward if collective.backward else row.forward
+                    costs += _cost(collective, topology_of(axis)[0], axis.size())
+    rest = sum(_nbytes(param) for param in model.parameters() if id(param) not in listed)
+    return Preview(tuple(rows), rest)
+
+
+def _is_new(collective: Collective, seen: set[Hashable]) -> bool:
+    """Whether a collective runs for the first time: some run once for several modules."""
+    if collective.once_for is None:
+        return True
+    key = (collective.once_for, collective.op, collective.backward)
+    new = key not in seen
+    seen.add(key)
+    return new
+
+
+def _cost(collective: Collective, link: Link, axis_size: int) -> list[CollectiveCost]:
+    ranks = collective.ranks or axis_size
+    if ranks == 1 or not collective.nbytes:
+        return []
+    # On a ring each rank sends (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an all-gather.
+    factor = (2 if collective.op == "all_reduce" else 1) * (ranks - 1) / ranks
+    return [CollectiveCost(collective.op, collective.nbytes, link.seconds(collective.nbytes * factor))]
+
+
+_Recorded = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
+
+
+def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> dict[str, list[_Recorded]]:
+    """Arguments and outputs, on the meta device, of each module of the plan in one forward."""
+    calls: dict[str, list[_Recorded]] = {}
+    handles = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in paths:
+
+            def record(_: nn.Module, args: Any, kwargs: Any, out: Any, path: str = path) -> None:
+                calls.setdefault(path, []).append(
+                    (args, kwargs, tuple(out) if isinstance(out, tuple | list) else (out,))
+                )
+
+            handles.append(module.register_forward_hook(record, with_kwargs=True))
+    state = {
+        name: nn.Parameter(value.detach().to("meta"), value.requires_grad)
+        if isinstance(value, nn.Parameter)
+        else value.to("meta")
+        for name, value in [*model.named_parameters(), *model.named_buffers()]
+    }
+    try:
+        with torch.enable_grad():
+            torch.func.functional_call(model, state, _to_meta(args), _to_meta(kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {key: _to_meta(item) for key, item in value.items()}
+    return type(value)(_to_meta(item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _local_bytes(use: Use, name: str, param: Tensor, ranks: int) -> int:
+    """Bytes of a parameter on the rank that holds most of it."""
+    assert use.sharding is not None, "only declared styles are measured"
+    fused = use.sharding.fused
+    if fused is not None and "." not in name:
+        rows = sum(heads.features_per_rank(ranks) for heads in fused.blocks.values())
+        return _nbytes(param) * rows // fused.features
+    placement = use.sharding.placement(name, ranks)
+    if not isinstance(placement, Shard):
+        return _nbytes(param)
+    size = param.shape[placement.dim]
+    return _nbytes(param) * max(shard_sizes(size, placement, ranks)) // max(size, 1)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"

@@ -1,0 +1,241 @@
+"""A plan on a model: which style falls on which module.  Resolving and checking need no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
+
+from shoal_dtensor import Placement, Replicate
+from shoal_mesh import DeviceMesh
+
+from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
+from ..errors import LayoutError, PlanError, TiedWeightError
+from ..sharding.heads import HeadShard
+from ..sharding.module_sharding import ModuleSharding
+from ..styles.style import DeclaredStyle, ParallelStyle
+from .hf_names import style_named
+from .wildcards import Tree
+
+__all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "resolve"]
+
+Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
+
+
+class AutoPlan(dict[str, ParallelStyle]):
+    """A plan of `auto_plan`: styles by path, and whether it is proven.  Any change of it gives a plain dict.
+
+    Attributes:
+        proven_for: shape of the mesh on which a run computed what the plain model computes; None without one.
+        dropped: entries that a run showed to be wrong, each with the reason.
+    """
+
+    proven_for: tuple[int, ...] | None = None
+    dropped: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One style on one module.
+
+    Attributes:
+        key: the plan's entry.
+        path: path of the module from the root.
+        module: the module.
+        style: the style.
+        sharding: what the style declares for it; None for styles that only have `_apply`.
+    """
+
+    key: str
+    path: str
+    module: nn.Module
+    style: ParallelStyle
+    sharding: ModuleSharding | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A plan on a module.
+
+    Attributes:
+        root: the module.
+        uses: styles on modules, in the plan's order.
+        unmatched: one message per entry that matches no module.
+    """
+
+    root: nn.Module
+    uses: tuple[Use, ...]
+    unmatched: tuple[str, ...]
+
+    def ambiguous(self) -> list[str]:
+        """Parameters that two entries would shard, and modules that one kind of boundary style would wrap twice."""
+        owners: dict[tuple[int, str], Use] = {}
+        clashes: dict[tuple[str, str], str] = {}  # one message for each pair of uses
+        for use in self.uses:
+            for key in _wrapped(use):
+                first = owners.setdefault(key, use)
+                if first is not use:
+                    clashes[first.key + first.path, use.key + use.path] = (
+                        f"module {use.path!r} is sharded by two entries: {first.key!r} ({first.style}) and "
+                        f"{use.key!r} ({use.style})"
+                    )
+        return list(clashes.values())
+
+    def repeated(self) -> list[str]:
+        """Modules that already have the style of an earlier call."""
+        problems = []
+        for use in self.uses:
+            style = use.sharding.style if use.sharding is not None else type(use.style).__name__
+            earlier = conflicting_style(
+                use.module, style, distributes=use.sharding is not None and use.sharding.distributes
+            )
+            if earlier is not None:
+                problems.append(already_parallel(use.path, use.module, style, earlier))
+        return problems
+
+    def tied_conflicts(self) -> list[str]:
+        """Shared parameters with two layouts, or of which one owner has no style."""
+        asked = {key: layout for use in self.uses for key, layout in _layouts(use)}
+        problems = []
+        for names in shared_parameters(self.root):
+            known = {path: asked.get(key) for key, path in names.items()}
+            if len(set(known.values())) > 1:
+                layouts = ", ".join(f"{path}: {layout or 'no style'}" for path, layout in known.items())
+                problems.append(f"one parameter shared under {len(names)} names must have one layout ({layouts})")
+        return problems
+
+    def check(self) -> None:
+        """Raise before anything is applied.
+
+        Raises:
+            PlanError: if two entries shard one module, or a module already has the style.
+            TiedWeightError: if a shared parameter would have two layouts.
+        """
+        for problem in (*self.repeated(), *self.ambiguous()):
+            raise PlanError(problem)
+        if any(use.sharding is None for use in self.uses):
+            return  # an undeclared style may do anything with parameters
+        for problem in self.tied_conflicts():
+            raise TiedWeightError(problem)
+
+    def apply(self, mesh: DeviceMesh, *, src_data_rank: int | None = 0, lower: bool = True) -> None:
+        """Check the plan, then make every module parallel; nothing is changed where the check raises."""
+        self.check()
+        axes = [axis_mesh(mesh, use.style) for use in self.uses]
+        for use, axis in zip(self.uses, axes, strict=True):
+            style: ParallelStyle = use.style._with(src_data_rank=src_data_rank, lower=lower)
+            style._apply(use.module, axis)
+            if use.sharding is None:
+                note_undeclared(use.module, type(use.style).__name__)
+
+
+def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply a plan to a copy of a model, where every rank has the same parameters."""
+    resolve(model, plan).apply(mesh, src_data_rank=None)
+
+
+_Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
+
+
+def _owned_parameters(module: nn.Module) -> Iterator[tuple[_Owned, str]]:
+    """Every parameter of a module and of its children, with its path; a shared child has one."""
+    for prefix, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                yield (id(owner), name), f"{prefix}.{name}" if prefix else name
+
+
+def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
+    """What only one use may change: parameters, or the boundary of a module by one kind of style."""
+    if use.sharding is not None and not use.sharding.distributes:
+        yield id(use.module), f"boundary of {use.sharding.style}"
+        return
+    yield id(use.module), ""
+    yield from (key for key, _ in _owned_parameters(use.module))
+
+
+def _layouts(use: Use) -> Iterator[tuple[_Owned, tuple[Placement | HeadShard, str | int | None]]]:
+    if use.sharding is not None and use.sharding.distributes:
+        for key, path in _owned_parameters(use.module):
+            yield key, (use.sharding.parameters.get(path, Replicate()), use.style.axis)
+
+
+def shared_parameters(root: nn.Module) -> list[dict[_Owned, str]]:
+    """Parameters that several modules hold: the owners of each, with its path there."""
+    owners: dict[int, dict[_Owned, str]] = {}
+    for key, path in _owned_parameters(root):
+        owners.setdefault(id(root.get_parameter(path)), {})[key] = path
+    return [names for names in owners.values() if len(names) > 1]
+
+
+def resolve(root: nn.Module, plan: Plan) -> Resolved:
+    """Which style falls on which module.
+
+    Raises:
+        TypeError: if the plan is neither a style nor a mapping from paths to styles.
+        UnsupportedModuleError: if a style cannot shard a module that it falls on.
+    """
+    if isinstance(plan, (ParallelStyle, str)):
+        plan = {"": plan}
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got {type(plan).__name__}"
+        )
+    modules = dict(root.named_modules(remove_duplicate=False))
+    tree = Tree.of(modules)
+    uses: list[Use] = []
+    unmatched: list[str] = []
+    resolved: set[tuple[int, int]] = set()
+    for number, (key, value) in enumerate(plan.items()):
+        style = _style(key, value)
+        match = tree.match(key)
+        if match.token is not None:
+            where = f"{match.reached!r} ({type(modules[match.reached]).__name__})" if match.reached else "the root"
+            unmatched.append(
+                f"plan entry {key!r} matches no module of {type(root).__name__}: "
+                f"no child of {where} matches {match.token!r}"
+            )
+        for path in match.paths:
+            # A module with several names in the tree is made parallel once.
+            if style is not None and (number, id(modules[path])) not in resolved:
+                resolved.add((number, id(modules[path])))
+                uses.append(_use(key, path, modules[path], style))
+    return Resolved(root, tuple(uses), tuple(unmatched))
+
+
+def _style(key: str, value: object) -> ParallelStyle | None:
+    if not isinstance(key, str):
+        raise TypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
+    if isinstance(value, str):
+        return style_named(value)
+    if not isinstance(value, ParallelStyle):
+        raise TypeError(f"plan entry {key!r}: expected a ParallelStyle or the name of one, got {type(value).__name__}")
+    return value
+
+
+def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
+    sharding = style.sharding(module) if isinstance(style, DeclaredStyle) else None
+    if sharding is not None:
+        check_parameters(module, sharding)
+    return Use(key, path, module, style, sharding)
+
+
+def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
+    """The one-axis mesh on which a style acts.
+
+    Raises:
+        LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks.
+    """
+    axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    if style.axis is None:
+        if mesh.ndim == 1:
+            return mesh
+        raise LayoutError(
+            f"{style}: the mesh has axes {axes}; name the one that the style uses: style.on({mesh.axis_names[-1]!r})"
+        )
+    name = mesh.axis_names[style.axis] if isinstance(style.axis, int) and style.axis < mesh.ndim else style.axis
+    if name not in axes:
+        raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")
+    return mesh if mesh.ndim == 1 else mesh[name]

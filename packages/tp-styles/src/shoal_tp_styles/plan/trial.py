@@ -1,0 +1,205 @@
+"""`try_plan`: one forward and backward of a parallel model on simulated ranks, against the plain model.
+
+Inputs are replicated; what leaves the model may be sharded.  In float64 and eval mode, so that only the plan makes a
+difference.  Nothing is changed, no process group is used, and nothing is raised.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_mesh import DeviceMesh
+
+from ..apply.apply import plain_module
+
+__all__ = ["Trial", "try_plan"]
+
+MOST_RANKS = 16
+MOST_PARAMETERS = 1 << 26
+"""Parameters of all ranks' copies together: 512 MiB in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a run showed.
+
+    Attributes:
+        wrong: outputs and gradients that differ from the plain model's, or the error that the run raised.
+        unproven: why the plan was not run; empty if it was.
+    """
+
+    wrong: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the plan was run and nothing differed."""
+        return not self.wrong and not self.unproven
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Of one rank, or of the plain model."""
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+    input_grads: list[Tensor | None]
+
+
+def try_plan(
+    model: nn.Module,
+    parallelize: Callable[[nn.Module, DeviceMesh], object],
+    mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Trial:
+    """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
+
+    Args:
+        model: not parallel; copied for each rank.
+        parallelize: applies the plan to a copy on one rank's view of the mesh.
+        mesh: also an `abstract_mesh`.
+        args: example inputs of global shape; small ones will do.
+        kwargs: likewise.
+    """
+    refusal = _too_much(model, mesh, args, kwargs)
+    if refusal:
+        return Trial(unproven=(refusal,))
+    try:
+        single = copy.deepcopy(model).double().cpu().eval()
+        with torch.random.fork_rng(devices=()), torch.enable_grad():
+            _vary_constants(single)
+            expected = _run(copy.deepcopy(single), args, kwargs)
+    except Exception as error:  # whatever the user's model raises is a finding
+        return Trial(unproven=(f"the plain model does not run on these inputs: {_shown(error)}",))
+
+    def one_rank(view: DeviceMesh) -> _Results:
+        with torch.enable_grad():
+            module = copy.deepcopy(single)
+            parallelize(module, view)
+            return _run(module, args, kwargs)
+
+    try:
+        from .simulated_mesh import on_simulated_ranks  # here: it takes longer to import than the whole layer
+
+        results = on_simulated_ranks(mesh, one_rank)
+    except Exception as error:  # likewise
+        return Trial(wrong=(f"the plan does not run: {_shown(error)}",))
+    return Trial(wrong=tuple(_differences(results, expected)))
+
+
+def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    if not args and not kwargs:
+        return "the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)"
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return "the plan was not run: parameters on the meta device have no values"
+    count = sum(tensor.numel() for tensor in tensors) * mesh.size()
+    if mesh.size() > MOST_RANKS or count > MOST_PARAMETERS:
+        return (
+            f"the plan was not run: {mesh.size()} ranks with {count} parameters are too much for one process "
+            f"({MOST_RANKS} ranks, {MOST_PARAMETERS} parameters); verify a smaller configuration of the model"
+        )
+    return ""
+
+
+def _vary_constants(module: nn.Module) -> None:
+    """Noise on parameters whose elements are equal: a bias of zeros that is added once per rank would not show."""
+    with torch.no_grad():
+        for param in module.parameters():
+            if param.numel() and param.is_floating_point() and bool((param == param.flatten()[0]).all()):
+                param.add_(torch.rand_like(param), alpha=0.1)
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Results:
+    inputs: list[Tensor] = []
+    args, kwargs = _fresh(args, inputs), _fresh(kwargs, inputs)
+    outputs = list(_tensors(module(*args, **kwargs)))
+    loss = torch.zeros((), dtype=torch.double)
+    for output in outputs:
+        if output.requires_grad and output.is_floating_point():
+            loss = loss + _global(output).square().sum()
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    plain_module(module)
+    grads = {name: param.grad for name, param in module.named_parameters() if param.requires_grad}
+    return _Results([_global(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
+
+
+def _fresh(value: Any, inputs: list[Tensor]) -> Any:
+    """The inputs again, floating tensors as float64 leaves with gradients."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            return value.detach().cpu()
+        inputs.append(value.detach().cpu().double().clone().requires_grad_())
+        return inputs[-1]
+    if isinstance(value, Mapping):
+        return {key: _fresh(item, inputs) for key, item in value.items()}
+    return type(value)(_fresh(item, inputs) for item in value) if type(value) in (list, tuple) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _global(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _differences(results: list[_Results], expected: _Results) -> Iterator[str]:
+    for index, output in enumerate(expected.outputs):
+        shards = [result.outputs[index] for result in results if index < len(result.outputs)]
+        if len(shards) < len(results) or not _is_output(shards, output):
+            yield f"output {index} of shape {tuple(output.shape)} differs from the plain model's"
+    for name, grad in expected.grads.items():
+        ranks = [
+            rank for rank, each in enumerate(results) if name not in each.grads or not _same(each.grads[name], grad)
+        ]
+        if ranks:
+            yield f"the gradient of {name} differs from the plain model's on ranks {ranks}"
+    for index, grad in enumerate(expected.input_grads):
+        if not all(_same(result.input_grads[index], grad) for result in results):
+            yield f"the gradient of floating input {index} differs from the plain model's"
+
+
+def _is_output(shards: list[Tensor], expected: Tensor) -> bool:
+    """Whether the ranks' outputs are replicas of the expected one, or its shards along one dim."""
+    if all(shard.shape == expected.shape for shard in shards):
+        return all(_same(shard, expected) for shard in shards)
+    if any(shard.ndim != expected.ndim for shard in shards):
+        return False
+    for dim in range(expected.ndim):
+        others = [shard.shape[:dim] + shard.shape[dim + 1 :] for shard in shards]
+        if set(others) == {expected.shape[:dim] + expected.shape[dim + 1 :]}:
+            full = torch.cat(shards, dim)
+            if full.shape == expected.shape:
+                return _same(full, expected)
+    return False
+
+
+def _same(value: Tensor | None, expected: Tensor | None) -> bool:
+    """Equal up to sums of another order; no gradient counts as zero."""
+    if value is None or expected is None:
+        return all(each is None or not each.any() for each in (value, expected))
+    if value.shape != expected.shape:
+        return False
+    # Modules that compute in float32 whatever their dtype round by 1e-6; a wrong plan is wrong in the first digits.
+    wanted = expected.double()
+    largest = float(wanted.abs().nan_to_num().max()) if wanted.numel() else 0.0
+    return torch.allclose(value.double(), wanted, rtol=1e-6, atol=1e-5 * largest + 1e-9, equal_nan=True)
+
+
+def _shown(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

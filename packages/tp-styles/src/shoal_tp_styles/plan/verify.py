@@ -1,0 +1,164 @@
+"""What is wrong with a plan, by its declarations and by a run, before anything is changed or a process group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from typing import Any
+
+from torch import nn
+
+from shoal_dtensor import Shard
+from shoal_mesh import DeviceMesh
+
+from ..errors import PlanError, StyleError
+from ..sharding.module_sharding import FusedBlocks, shard_sizes
+from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve
+from .trial import Trial, try_plan
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification:
+    """Findings about a plan, one readable line each.
+
+    Attributes:
+        errors: what keeps the plan from being applied: unsupported modules, wrong axes, ambiguity, tied conflicts.
+        wrong: what a run of the plan on simulated ranks computes differently from the plain model.
+        unproven: why the plan was not run.
+        unmatched: entries that match no module.
+        uneven: sharded parameters whose ranks hold shards of different sizes (correct, but slower).
+        empty: sharded parameters of which some rank holds an empty shard.
+        unsharded: matrices that are replicated, with their fraction of all parameters.
+    """
+
+    errors: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    uneven: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+    unsharded: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan can be applied, every entry matches, and nothing that was run is wrong."""
+        return not self.errors and not self.unmatched and not self.wrong
+
+    @property
+    def proven(self) -> bool:
+        """Whether the plan was run on simulated ranks and computes what the plain model computes."""
+        return self.ok and not self.unproven
+
+    def require(self) -> None:
+        """Raise unless `ok`.
+
+        Raises:
+            PlanError: with all findings.
+        """
+        if not self.ok:
+            raise PlanError(str(self))
+
+    def _lines(self) -> list[tuple[str, str]]:
+        names = ("errors", "wrong", "unmatched", "empty", "uneven", "unsharded", "unproven")
+        return [(name, line) for name in names for line in getattr(self, name)]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name}: {line}" for name, line in self._lines()) or "the plan fits"
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{name}</th><td>{escape(line)}</td></tr>" for name, line in self._lines())
+        return f"<table>{''.join(rows)}</table>" if self._lines() else "<p>the plan fits</p>"
+
+
+def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Verification:
+    """What is wrong with a plan for a model.  Nothing is changed or raised; the mesh may be an `abstract_mesh`.
+
+    With example inputs the plan is run: one forward and backward on every rank of the mesh, simulated in this process,
+    against the plain model, in float64 and eval mode.  A small configuration of a model proves the plan for its shape.
+
+    Args:
+        model: the root of the plan's paths; on any device, also meta.
+        plan: as for `parallelize_module`.
+        mesh: the mesh that the plan is for.
+        args: example inputs of global shape, which every rank gets.
+        kwargs: likewise.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_tp_styles import ColwiseParallel
+        >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()}, abstract_mesh((4,))))
+        unmatched: plan entry '7' matches no module of Sequential: no child of the root matches '7'
+        empty: 0.weight: dim 0 of 6 in shards of [2, 2, 2, 0] along 0
+        empty: 0.bias: dim 0 of 6 in shards of [2, 2, 2, 0] along 0
+        unsharded: 1.weight (4, 6) is replicated on every rank (41% of all parameters)
+        unproven: the plan was not run; give example inputs: verify(model, plan, mesh, *inputs)
+    """
+    try:
+        resolved = resolve(model, plan)
+    except (StyleError, TypeError) as error:
+        return Verification(errors=(str(error),), unproven=("the plan was not run: it has errors",))
+    errors = [*resolved.repeated(), *resolved.ambiguous(), *resolved.tied_conflicts()]
+    uneven: list[str] = []
+    empty: list[str] = []
+    for use in resolved.uses:
+        try:
+            lines = list(_unequal_shards(use, axis_mesh(mesh, use.style)))
+        except StyleError as error:
+            errors.append(f"{use.key!r}: {error}")
+            continue
+        for line, is_empty in lines:
+            (empty if is_empty else uneven).append(line)
+    trial = Trial(unproven=("the plan was not run: it has errors",))
+    if not errors:
+        trial = try_plan(model, partial(apply_plan, plan), mesh, args, kwargs)
+    return Verification(
+        tuple(errors),
+        trial.wrong,
+        trial.unproven,
+        resolved.unmatched,
+        tuple(uneven),
+        tuple(empty),
+        tuple(_unsharded(resolved)),
+    )
+
+
+def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
+    """Parameters whose shards differ in size, and whether some shard is empty."""
+    if use.sharding is None or not use.sharding.distributes:
+        return
+    fused = use.sharding.fused
+    for name, param in use.module.named_parameters():
+        if not use.sharding.shards(name) or (fused is not None and _replicates(fused, mesh.size())):
+            continue
+        placement = use.sharding.placement(name, mesh.size())
+        assert isinstance(placement, Shard), "only sharded parameters have shards"
+        sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size())
+        if len(set(sizes)) > 1:
+            path = f"{use.path}.{name}" if use.path else name
+            of = f" (multiples of {placement.multiple_of})" if placement.multiple_of > 1 else ""
+            size = f"dim {placement.dim} of {param.shape[placement.dim]}{of}"
+            yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[0]}", 0 in sizes
+
+
+def _replicates(fused: FusedBlocks, ranks: int) -> bool:
+    return any(heads.replicated(ranks) for heads in fused.blocks.values())
+
+
+def _unsharded(resolved: Resolved) -> Iterator[str]:
+    sharded = {
+        id(param)
+        for use in resolved.uses
+        if use.sharding is not None and use.sharding.distributes
+        for name, param in use.module.named_parameters()
+        if use.sharding.shards(name)
+    }
+    total = sum(param.numel() for param in resolved.root.parameters()) or 1
+    for name, param in resolved.root.named_parameters():
+        if param.ndim > 1 and id(param) not in sharded:
+            fraction = f"{param.numel() / total:.0%} of all parameters"
+            yield f"{name} {tuple(param.shape)} is replicated on every rank ({fraction})"

@@ -1,0 +1,89 @@
+"""Features that belong to attention heads: how heads are distributed over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shoal_dtensor import Placement, Replicate, Shard
+from shoal_mesh import DeviceMesh
+
+from ..errors import LayoutError
+
+__all__ = ["HeadShard", "Heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Features that belong to heads; a shard holds complete heads.
+
+    With at least as many heads as ranks, each rank holds some, as equally as possible (six heads on four ranks: 2, 2,
+    1, 1).  With fewer (the key and value heads of grouped-query attention), each head is replicated over several
+    neighbouring ranks; the number of ranks must then be a multiple of the number of heads.
+
+    Attributes:
+        count: number of heads.
+        size: features of one head.
+        chunked: whether these are plain features, `size` of them together: divided as `torch.chunk` does, like the
+            row-wise weight behind them.
+    """
+
+    count: int
+    size: int
+    chunked: bool = field(default=False, repr=False)
+
+    @property
+    def features(self) -> int:
+        """Number of features of all heads."""
+        return self.count * self.size
+
+    def replicated(self, ranks: int) -> bool:
+        """Whether each head is held by several of so many ranks."""
+        return not self.chunked and self.count < ranks and ranks % self.count == 0
+
+    def features_per_rank(self, ranks: int) -> int:
+        """Features on the rank that holds most of them."""
+        return self.size if self.replicated(ranks) else -(-self.count // ranks) * self.size
+
+    def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The one-axis mesh itself, or the same ranks as (heads, ranks that hold the same head)."""
+        ranks = mesh.size()
+        if not self.replicated(ranks):
+            return mesh
+        names = mesh.mesh_dim_names and (f"{mesh.axis_names[0]}_heads", f"{mesh.axis_names[0]}_replicas")
+        return mesh.unflatten(0, (self.count, ranks // self.count), names)
+
+    def placements(self, mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
+        """Placements on `self.mesh(mesh)` of a parameter with these features along `dim`."""
+        if self.replicated(mesh.size()):
+            return Shard(dim, multiple_of=self.size), Replicate()
+        return (HeadShard(dim, self).on(mesh.size()),)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """A parameter dim sharded by heads, over a number of ranks that is known when the style is applied."""
+
+    dim: int
+    heads: Heads
+
+    def on(self, ranks: int) -> Shard:
+        """The placement over so many ranks.
+
+        Raises:
+            LayoutError: if there are fewer heads than ranks.
+
+        Example:
+            >>> HeadShard(0, Heads(6, 8)).on(4)
+            Shard(dim=0, sizes=(16, 16, 8, 8))
+        """
+        count, size = self.heads.count, self.heads.size
+        if self.heads.chunked:
+            return Shard(self.dim, multiple_of=size)
+        if count < ranks:
+            raise LayoutError(
+                f"{count} heads cannot be sharded over {ranks} ranks; fewer heads than ranks are replicated only where "
+                "the number of ranks is a multiple of the number of heads, and not by row-wise styles"
+            )
+        if count % ranks == 0:
+            return Shard(self.dim, multiple_of=size)
+        return Shard(self.dim, sizes=tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks)))

@@ -1,0 +1,180 @@
+"""`ModuleSharding`: how one module is parallel on one mesh axis.  A style declares it; `apply` acts on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal_dtensor import Placement, Replicate, Shard
+
+from .heads import Heads, HeadShard
+
+__all__ = ["Adapter", "FusedBlocks", "ModuleCall", "ModuleSharding", "Overlap", "Port", "shard_sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One tensor that enters or leaves a module.
+
+    Attributes:
+        layout: of an input, the layout of a plain tensor that arrives; of an output, what the computation gives.
+        desired: of an input, the layout the computation needs; of an output, the layout that leaves the module.
+    """
+
+    layout: Placement
+    desired: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBlocks:
+    """A fused weight (and bias) whose blocks of rows become one DTensor parameter each.
+
+    Attributes:
+        blocks: name -> features, in the order of the rows.  One block named "" keeps the parameter's name.
+        prefix: the fused parameters are `<prefix>weight` and `<prefix>bias`.
+        transposed: the fused weight has shape (in, out) instead of (out, in).
+    """
+
+    blocks: Mapping[str, Heads]
+    prefix: str = ""
+    transposed: bool = False
+
+    @property
+    def features(self) -> int:
+        """Rows of the fused weight."""
+        return sum(heads.features for heads in self.blocks.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter beside a Linear: `scale * B A x`, A: (rank, in), B: (out, rank).
+
+    Attributes:
+        rank: inner size.
+        scale: factor of the adapter's product.
+        train_base: the Linear's own parameters get gradients too.
+    """
+
+    rank: int
+    scale: float
+    train_base: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A row-wise Linear in so many chunks of dim 0, each reduced beside the product of the next."""
+
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSharding:
+    """Placements of a module's parameters, inputs and outputs along one mesh axis.
+
+    Attributes:
+        style: the style's name, for messages.
+        parameters: placement of each named parameter or buffer; those not named are replicated.
+        inputs: one port per positional input, None where the input passes through; None: all pass through.
+        keywords: ports of keyword inputs.
+        outputs: one port per output, None where it passes through; None: all pass through.
+        lowering: the subclass of `Lowered` that computes the forward on local tensors; None: the module's own forward
+            runs on DTensors.
+        options: what the lowering must know beside placements.
+        local_inputs: the module's forward receives plain local tensors.
+        local_outputs: plain local tensors leave the module.
+        distributes: parameters become DTensors (False for styles that only prepare inputs or outputs).
+        strict: a number of inputs or outputs other than the number of ports is an error.
+    """
+
+    style: str
+    parameters: Mapping[str, Placement | HeadShard] = field(default_factory=dict)
+    inputs: tuple[Port | None, ...] | None = None
+    keywords: Mapping[str, Port] = field(default_factory=dict)
+    outputs: tuple[Port | None, ...] | None = None
+    lowering: type[Any] | None = None
+    options: FusedBlocks | Adapter | Overlap | None = None
+    local_inputs: bool = False
+    local_outputs: bool = True
+    distributes: bool = True
+    strict: bool = False
+
+    def placement(self, name: str, ranks: int) -> Placement:
+        """The placement of a parameter or buffer over so many ranks."""
+        placement = self.parameters.get(name, Replicate())
+        return placement.on(ranks) if isinstance(placement, HeadShard) else placement
+
+    def shards(self, name: str) -> bool:
+        """Whether a parameter is sharded."""
+        return isinstance(self.parameters.get(name), Shard | HeadShard)
+
+    def input_port(self, index: int = 0) -> Port:
+        """The port of a positional input; replicated where none is declared."""
+        return _port(self.inputs, index)
+
+    def output_port(self, index: int = 0) -> Port:
+        """The port of an output; replicated where none is declared."""
+        return _port(self.outputs, index)
+
+    @property
+    def fused(self) -> FusedBlocks | None:
+        """The blocks of a fused weight, if it has any."""
+        return self.options if isinstance(self.options, FusedBlocks) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module, recorded on meta tensors of global shape.
+
+    Attributes:
+        module: before it is parallel.
+        sharding: what a style declares for it.
+        args: positional arguments; a tensor that `requires_grad` gets a gradient.
+        kwargs: keyword arguments.
+        outputs: what the forward returns, as a tuple.
+        ranks: size of the mesh axis.
+    """
+
+    module: nn.Module
+    sharding: ModuleSharding
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Any, ...]
+    ranks: int
+
+    def input(self, index: int = 0) -> Tensor | None:
+        """An input by position, also where it is given by keyword; None where it is no tensor."""
+        given = (*self.args, *self.kwargs.values())
+        return given[index] if index < len(given) and isinstance(given[index], Tensor) else None
+
+    @property
+    def output(self) -> Tensor:
+        """The first output."""
+        first: Tensor = self.outputs[0]
+        return first
+
+    def trained(self, *names: str) -> list[nn.Parameter]:
+        """The parameters of these names that exist and get gradients."""
+        params = dict(self.module.named_parameters())
+        return [params[name] for name in names if name in params and params[name].requires_grad]
+
+
+def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:
+    port = ports[index] if ports and index < len(ports) else None
+    return Port(Replicate(), Replicate()) if port is None else port
+
+
+def shard_sizes(size: int, placement: Shard, ranks: int) -> list[int]:
+    """Elements of a dim on each rank.
+
+    Example:
+        >>> shard_sizes(10, Shard(0, multiple_of=2), 4)
+        [4, 4, 2, 0]
+    """
+    if placement.sizes is not None:
+        return list(placement.sizes)
+    units = -(-size // placement.multiple_of)
+    step = -(-units // ranks) * placement.multiple_of  # elements of a full shard
+    return [max(0, min(step, size - rank * step)) for rank in range(ranks)]

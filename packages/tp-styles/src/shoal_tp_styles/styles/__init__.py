@@ -1,0 +1,1 @@
+"""The user's vocabulary: each style maps a module to its `ModuleSharding`."""

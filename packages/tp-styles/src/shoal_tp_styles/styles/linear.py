@@ -1,0 +1,223 @@
+"""`ColwiseParallel` and `RowwiseParallel`: output features sharded, or input features.
+
+One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
+sharded features, and the lowering that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import nn
+
+from shoal_dtensor import Partial, Placement, Replicate, Shard
+
+from ..errors import LayoutError, UnsupportedModuleError
+from ..lowering.lowered import Lowered
+from ..modules.column_linear import ColumnLinear
+from ..modules.convolution import ColumnChannels, RowChannels
+from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
+from ..modules.fused_linear import FusedColumn
+from ..modules.row_linear import OverlappedRow, RowLinear
+from ..sharding.heads import Heads, HeadShard
+from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
+from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
+from .style import DeclaredStyle, unsupported
+
+__all__ = ["COLWISE", "ROWWISE", "ColwiseParallel", "RowwiseParallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The dims of a module's features.
+
+    Attributes:
+        parameters: the sharded dim of each parameter.
+        input: the sharded dim of the input; None: the input is replicated.
+        output: the sharded dim of the output; None: the output is a partial sum.
+        lowering: the local computation.
+        inputs: number of inputs.
+    """
+
+    parameters: Mapping[str, int]
+    input: int | None
+    output: int | None
+    lowering: type[Lowered]
+    inputs: int = 1
+
+    def lowering_for(self, module: nn.Module, kind: type[nn.Module]) -> type[Lowered] | None:
+        """The lowering of a module that counts as `kind`; None for a subclass with a forward of its own."""
+        return self.lowering if keeps_forward(module, kind) else None
+
+
+COLWISE: dict[type[nn.Module], Features] = {
+    nn.Linear: Features({"weight": 0, "bias": 0}, None, -1, ColumnLinear),
+    TransposedLinear: Features({"weight": 1, "bias": 0}, None, -1, ColumnChannels),
+    nn.Embedding: Features({"weight": 1}, None, -1, ColumnEmbedding),
+    nn.EmbeddingBag: Features({"weight": 1}, None, -1, ColumnEmbeddingBag),
+    nn.Bilinear: Features({"weight": 0, "bias": 0}, None, -1, ColumnChannels, inputs=2),
+    nn.Conv1d: Features({"weight": 0, "bias": 0}, None, -2, ColumnChannels),
+    nn.Conv2d: Features({"weight": 0, "bias": 0}, None, -3, ColumnChannels),
+    nn.Conv3d: Features({"weight": 0, "bias": 0}, None, -4, ColumnChannels),
+}
+
+ROWWISE: dict[type[nn.Module], Features] = {
+    nn.Linear: Features({"weight": 1}, -1, None, RowLinear),
+    TransposedLinear: Features({"weight": 0}, -1, None, RowChannels),
+    nn.Embedding: Features({"weight": 0}, None, None, RowEmbedding),
+    nn.EmbeddingBag: Features({"weight": 0}, None, None, RowEmbeddingBag),
+    nn.Conv1d: Features({"weight": 1}, -2, None, RowChannels),
+    nn.Conv2d: Features({"weight": 1}, -3, None, RowChannels),
+    nn.Conv3d: Features({"weight": 1}, -4, None, RowChannels),
+}
+
+_OF_HEADS: dict[type[nn.Module], Features] = {
+    kind: COLWISE[kind] for kind in (nn.Linear, TransposedLinear, nn.Embedding)
+}
+
+
+def _features(
+    style: str, table: Mapping[type[nn.Module], Features], module: nn.Module
+) -> tuple[type[nn.Module], Features]:
+    """What the module counts as, and its row of the table."""
+    for kind in kinds_of(module):
+        if kind in table:
+            return kind, table[kind]
+    raise unsupported(style, module, tuple(table))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ColwiseParallel(DeclaredStyle):
+    """Shard a module along its output features: every rank computes some columns of the output.
+
+    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv: output channels.  A Linear
+    with a weight of shape (in, out) (GPT-2's `Conv1D`) is recognised by its structure.
+
+    Args:
+        input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.
+        output_layouts: layout of the output; the last dim sharded if left out (channels for Conv).
+        use_local_output: return the plain local tensor instead of a DTensor.
+
+    Example:
+        >>> from torch import nn
+        >>> ColwiseParallel().sharding(nn.Linear(4, 8)).parameters
+        {'weight': Shard(dim=0), 'bias': Shard(dim=0)}
+    """
+
+    input_layouts: Placement | None = None
+    output_layouts: Placement | None = None
+    use_local_output: bool = True
+    of_heads: Heads | None = field(default=None, init=False)
+
+    def heads(self, count: int, size: int) -> Self:
+        """The same style for a projection to `count` heads of `size` features.
+
+        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold the same head
+        (Linear only).  An Embedding may hold features of heads too: a relative position bias has one feature for each.
+
+        Example:
+            >>> ColwiseParallel().heads(2, 64).of_heads
+            Heads(count=2, size=64)
+        """
+        return self._with(of_heads=Heads(count, size))
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        if self.of_heads is not None:
+            return self._of_heads(module, self.of_heads)
+        kind, features = _features("ColwiseParallel", COLWISE, module)
+        assert features.output is not None, "every column-wise module shards its output"
+        natural = Shard(features.output)
+        port = Port(self.input_layouts or Replicate(), Replicate())
+        return ModuleSharding(
+            "ColwiseParallel",
+            {name: Shard(dim, multiple_of=self.multiple_of) for name, dim in features.parameters.items()},
+            inputs=(port,) * features.inputs,
+            outputs=(Port(natural, self.output_layouts or natural),),
+            lowering=features.lowering_for(module, kind),
+            local_outputs=self.use_local_output,
+        )
+
+    def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
+        kind, features = _features("ColwiseParallel.heads", _OF_HEADS, module)
+        weight: Any = module._parameters["weight"]
+        if weight.shape[features.parameters["weight"]] != heads.features:
+            raise LayoutError(f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not")
+        if self.output_layouts is not None or not self.use_local_output:
+            raise LayoutError(
+                "ColwiseParallel.heads returns local heads; output_layouts and use_local_output=False do not go with it"
+            )
+        lowering = features.lowering_for(module, kind)
+        fused = isinstance(module, nn.Linear)
+        if fused and lowering is None:
+            raise UnsupportedModuleError(
+                f"ColwiseParallel.heads: {type(module).__name__} has a forward of its own, which would not be called"
+            )
+        return ModuleSharding(
+            "ColwiseParallel",
+            {name: HeadShard(dim, heads) for name, dim in features.parameters.items()},
+            inputs=(Port(self.input_layouts or Replicate(), Replicate()),),
+            outputs=(Port(Shard(-1), Shard(-1)),),
+            lowering=FusedColumn if fused else lowering,
+            options=FusedBlocks({"": heads}) if fused else None,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RowwiseParallel(DeclaredStyle):
+    """Shard a module along its input features: every rank computes a partial sum of the output.
+
+    Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding: weight
+    `Shard(0)`, tokens of other ranks masked; Conv: input channels.
+
+    Args:
+        input_layouts: layout of a plain input; the last dim sharded if left out.
+        output_layouts: layout of the output; Replicate if left out.
+        use_local_output: return the plain local tensor instead of a DTensor.
+
+    Example:
+        >>> from torch import nn
+        >>> RowwiseParallel().sharding(nn.Linear(4, 8)).parameters
+        {'weight': Shard(dim=1)}
+    """
+
+    input_layouts: Placement | None = None
+    output_layouts: Placement | None = None
+    use_local_output: bool = True
+    of_heads: Heads | None = field(default=None, init=False)
+    chunks: int = field(default=1, init=False)
+
+    def heads(self, count: int, size: int) -> Self:
+        """The same style for a projection from `count` heads of `size` features (`ColwiseParallel.heads`)."""
+        return self._with(of_heads=Heads(count, size))
+
+    def overlapped(self, chunks: int) -> Self:
+        """The same style for a Linear whose reduction runs beside its product, in so many chunks of dim 0.
+
+        Raises:
+            LayoutError: if there is no chunk.
+        """
+        if chunks < 1:
+            raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
+        return self._with(chunks=chunks)
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        kind, features = _features("RowwiseParallel", ROWWISE, module)
+        desired: Placement = Replicate() if features.input is None else Shard(features.input)
+        arriving = Shard(-1) if features.input is None else Shard(features.input)
+        parameters = {
+            name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
+            for name, dim in features.parameters.items()
+        }
+        lowering = features.lowering_for(module, kind)
+        overlapped = self.chunks > 1 and lowering is RowLinear
+        return ModuleSharding(
+            "RowwiseParallel",
+            parameters,
+            inputs=(Port(self.input_layouts or arriving, desired),),
+            outputs=(Port(Partial(), self.output_layouts or Replicate()),),
+            local_outputs=self.use_local_output,
+            lowering=OverlappedRow if overlapped else lowering,
+            options=Overlap(self.chunks) if overlapped else None,
+        )

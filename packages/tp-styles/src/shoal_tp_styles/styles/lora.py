@@ -1,0 +1,132 @@
+"""`LoRA`: low-rank adapters on parallel Linear layers, a style that composes with the base layer's.
+
+    columns   A: R, B: S(0)    the adapter reads what the base reads; one reduction of dx for both
+    rows      A: S(1), B: R    the adapter's partial sums are added to the base's before the one reduction
+
+The base weight is frozen and sharded by its own style.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import DeviceMesh
+
+from ..apply.apply import shardings_of
+from ..errors import UnsupportedModuleError
+from ..modules.column_linear import ColumnLinear
+from ..modules.lora_linear import AdapterColumn, AdapterRow
+from ..modules.row_linear import RowLinear
+from ..sharding.module_sharding import Adapter, ModuleSharding
+from .linear import ColwiseParallel, RowwiseParallel
+from .style import DeclaredStyle
+
+__all__ = ["LoRA", "adapter_parameters", "merge_adapters"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LoRA(DeclaredStyle):
+    """`base`, plus `alpha / rank * B A x` with `A` random and `B` zero at first.
+
+    Args:
+        base: ColwiseParallel or RowwiseParallel; its layouts are those of the sum.
+        rank: inner size of the adapter.
+        alpha: scale of the adapter times `rank`.
+        train_base: leave the base weight trainable.
+
+    Example:
+        >>> LoRA(base=ColwiseParallel(), rank=4).sharding(nn.Linear(8, 8)).parameters["lora_B"]
+        Shard(dim=0)
+    """
+
+    base: ColwiseParallel | RowwiseParallel
+    rank: int = 8
+    alpha: float = 16.0
+    train_base: bool = False
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        if not isinstance(module, nn.Linear):
+            raise UnsupportedModuleError(f"LoRA has adapters for Linear, not for {type(module).__name__}")
+        base = self.base.sharding(module)
+        if base.lowering not in (ColumnLinear, RowLinear):
+            raise UnsupportedModuleError(
+                f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is ColwiseParallel or "
+                "RowwiseParallel (without heads() and overlapped()), the module a Linear with torch's forward"
+            )
+        columns = base.lowering is ColumnLinear
+        adapter = (
+            {"lora_A": Replicate(), "lora_B": Shard(0)} if columns else {"lora_A": Shard(1), "lora_B": Replicate()}
+        )
+        return ModuleSharding(
+            "LoRA",
+            {**base.parameters, **adapter},
+            inputs=base.inputs,
+            outputs=base.outputs,
+            local_outputs=base.local_outputs,
+            lowering=AdapterColumn if columns else AdapterRow,
+            options=Adapter(self.rank, self.alpha / self.rank, self.train_base),
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear), "sharding() has checked the type"
+        weight = module.weight
+        a = weight.new_empty(self.rank, module.in_features)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+        module.register_parameter("lora_A", nn.Parameter(a))
+        module.register_parameter("lora_B", nn.Parameter(weight.new_zeros(module.out_features, self.rank)))
+        if not self.train_base:
+            for param in (module.weight, module.bias):
+                if param is not None:
+                    param.requires_grad_(False)
+        return super()._apply(module, device_mesh)
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of all adapters, the ones to train and save.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_tp_styles import parallelize_module
+        >>> with fake_world(1):
+        ...     style = LoRA(base=ColwiseParallel(), rank=4)
+        ...     linear = parallelize_module(nn.Linear(4, 8), init_device_mesh("cpu", (1,)), style)
+        ...     [name for name, _ in adapter_parameters(linear)]
+        ['lora_A', 'lora_B']
+    """
+    for name, param in model.named_parameters():
+        if name.rpartition(".")[2] in ("lora_A", "lora_B"):
+            yield name, param
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """The model with every adapter added to its base weight and then set to zero, without communication.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_tp_styles import parallelize_module
+        >>> with fake_world(1):
+        ...     style = LoRA(base=ColwiseParallel(), rank=4)
+        ...     linear = parallelize_module(nn.Linear(4, 8), init_device_mesh("cpu", (1,)), style)
+        ...     merge_adapters(linear).lora_B.to_local().any()
+        tensor(False)
+    """
+    with torch.no_grad():
+        for module in model.modules():
+            options = [sharding.options for sharding, _ in shardings_of(module)]
+            adapter = next((each for each in options if isinstance(each, Adapter)), None)
+            if adapter is None:
+                continue
+            weight, a, b = (getattr(module, name) for name in ("weight", "lora_A", "lora_B"))
+            assert all(isinstance(param, DTensor) for param in (weight, a, b)), "LoRA distributed them"
+            # A's columns and B's rows are sharded as the base's, so the local product is the base's local shard.
+            weight.to_local().add_(b.to_local() @ a.to_local(), alpha=adapter.scale)
+            b.to_local().zero_()
+    return model

@@ -1,0 +1,58 @@
+"""`HeadParallel`: nn.MultiheadAttention with its heads sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal_dtensor import Placement, Replicate
+
+from ..errors import UnsupportedModuleError
+from ..modules.attention import AttentionHeads
+from ..sharding.heads import Heads, HeadShard
+from ..sharding.module_kinds import keeps_forward
+from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
+from .style import DeclaredStyle, unsupported
+
+__all__ = ["HeadParallel"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HeadParallel(DeclaredStyle):
+    """Give each rank some heads of an `nn.MultiheadAttention`: projections by columns, the output projection by rows.
+
+    Query, key and value arrive replicated; the output leaves replicated (or sharded, by `output_layouts`), after one
+    reduction.  The fused `in_proj_weight` becomes one parameter per projection (`in_proj_weight_q`, ...).
+
+    Args:
+        output_layouts: layout of the output; Replicate if left out.
+
+    Example:
+        >>> HeadParallel().sharding(nn.MultiheadAttention(8, 4)).fused.blocks["q"]
+        Heads(count=4, size=2)
+    """
+
+    output_layouts: Placement | None = None
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        if not isinstance(module, nn.MultiheadAttention):
+            raise unsupported("HeadParallel", module, (nn.MultiheadAttention,))
+        if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+            raise UnsupportedModuleError(
+                "HeadParallel: key and value dims of their own, bias_k/bias_v and add_zero_attn are not supported"
+            )
+        if not keeps_forward(module, nn.MultiheadAttention):
+            raise UnsupportedModuleError(
+                f"HeadParallel: {type(module).__name__} has a forward of its own, which would not be called"
+            )
+        heads = Heads(module.num_heads, module.head_dim)
+        port = Port(Replicate(), Replicate())
+        return ModuleSharding(
+            "HeadParallel",
+            {"out_proj.weight": HeadShard(1, heads)},
+            inputs=(port, port, port),
+            outputs=(Port(Replicate(), self.output_layouts or Replicate()), None),
+            lowering=AttentionHeads,
+            options=FusedBlocks(dict.fromkeys("qkv", heads), prefix="in_proj_"),
+        )

@@ -1,0 +1,167 @@
+"""`PrepareModuleInput`, `PrepareModuleOutput`, `PrepareModuleInputOutput`: layouts at a module's boundary.
+
+They change no parameter, only the layouts of the tensors that enter and leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shoal_dtensor import Placement
+
+from ..errors import LayoutError
+from ..sharding.module_sharding import ModuleSharding, Port
+from .style import DeclaredStyle
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
+
+Layouts = Placement | tuple[Placement | None, ...] | None
+
+
+def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, ...] | None:
+    """Pair the layouts of plain tensors with the desired ones; None entries pass through."""
+    if layouts is None:
+        if desired is not None:
+            raise LayoutError(f"{what}: desired layouts {desired} are given without the layouts of plain tensors")
+        return None
+    if desired is None:
+        raise LayoutError(f"{what}: layouts {layouts} are given without desired layouts")
+    now = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
+    then = (desired,) if isinstance(desired, Placement) else tuple(desired)
+    if len(now) != len(then):
+        raise LayoutError(
+            f"{what}: layouts and desired layouts must have the same length, "
+            f"got {len(now)} {now} and {len(then)} {then}"
+        )
+    return tuple(_port(layout, want) for layout, want in zip(now, then, strict=True))
+
+
+def _port(layout: Placement | None, desired: Placement | None) -> Port | None:
+    if layout is None:
+        return None
+    return Port(layout, desired or layout)
+
+
+def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None) -> dict[str, Port]:
+    now, then = dict(layouts or {}), dict(desired or {})
+    if len(now) != len(then):
+        raise LayoutError(
+            "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, "
+            f"got {sorted(now)} and {sorted(then)}"
+        )
+    names = set(now) | set(then)
+    return {
+        name: Port(now.get(name) or then[name], then.get(name) or now[name])
+        for name in sorted(names)
+        if now.get(name) is not None or then.get(name) is not None
+    }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrepareModuleInput(DeclaredStyle):
+    """Bring the inputs of a module to the layouts it needs, before its forward runs.
+
+    Args:
+        input_layouts: layout of each plain positional input; None passes it through.
+        desired_input_layouts: layout of each positional input inside the module.
+        input_kwarg_layouts: the same for keyword inputs, by name.
+        desired_input_kwarg_layouts: the same for keyword inputs, by name.
+        use_local_output: pass plain local tensors to the module instead of DTensors.
+
+    Raises:
+        LayoutError: if layouts and desired layouts have different lengths (at construction), or the call
+            has another number of inputs than layouts.
+    """
+
+    input_layouts: Layouts = None
+    desired_input_layouts: Layouts = None
+    input_kwarg_layouts: dict[str, Placement] | None = None
+    desired_input_kwarg_layouts: dict[str, Placement] | None = None
+    use_local_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.sharding(nn.Identity())
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        return ModuleSharding(
+            "PrepareModuleInput",
+            inputs=_ports("PrepareModuleInput", self.input_layouts, self.desired_input_layouts),
+            keywords=_keyword_ports(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
+            local_inputs=self.use_local_output,
+            distributes=False,
+            strict=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrepareModuleOutput(DeclaredStyle):
+    """Bring the outputs of a module to the desired layouts, after its forward ran.
+
+    Args:
+        output_layouts: layout of each plain output; None passes it through.
+        desired_output_layouts: layout in which each output leaves.
+        use_local_output: return plain local tensors instead of DTensors.
+
+    Raises:
+        LayoutError: if layouts and desired layouts have different lengths (at construction), or the module
+            returns another number of outputs than layouts.
+    """
+
+    output_layouts: Layouts
+    desired_output_layouts: Layouts
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        self.sharding(nn.Identity())
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        return ModuleSharding(
+            "PrepareModuleOutput",
+            outputs=_ports("PrepareModuleOutput", self.output_layouts, self.desired_output_layouts),
+            local_outputs=self.use_local_output,
+            distributes=False,
+            strict=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrepareModuleInputOutput(DeclaredStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one.
+
+    Args:
+        input_layouts: as PrepareModuleInput.
+        desired_input_layouts: as PrepareModuleInput.
+        input_kwarg_layouts: as PrepareModuleInput.
+        desired_input_kwarg_layouts: as PrepareModuleInput.
+        use_local_input: pass plain local tensors to the module instead of DTensors.
+        output_layouts: as PrepareModuleOutput.
+        desired_output_layouts: as PrepareModuleOutput.
+        use_local_output: return plain local tensors instead of DTensors.
+    """
+
+    input_layouts: Layouts = None
+    desired_input_layouts: Layouts = None
+    input_kwarg_layouts: dict[str, Placement] | None = None
+    desired_input_kwarg_layouts: dict[str, Placement] | None = None
+    use_local_input: bool = False
+    output_layouts: Layouts = field()
+    desired_output_layouts: Layouts = field()
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        self.sharding(nn.Identity())
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        return ModuleSharding(
+            "PrepareModuleInputOutput",
+            inputs=_ports("PrepareModuleInputOutput", self.input_layouts, self.desired_input_layouts),
+            keywords=_keyword_ports(self.input_kwarg_layouts, self.desired_input_kwarg_layouts),
+            outputs=_ports("PrepareModuleInputOutput", self.output_layouts, self.desired_output_layouts),
+            local_inputs=self.use_local_input,
+            local_outputs=self.use_local_output,
+            distributes=False,
+            strict=True,
+        )

@@ -1,0 +1,58 @@
+"""`SequenceParallel`: parameters replicated, activations sharded along the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal_dtensor import Shard
+
+from ..lowering.lowered import Lowered
+from ..modules.dropout import SequenceDropout
+from ..modules.norm import TOKENWISE, Tokenwise, is_norm
+from ..modules.recurrent import RECURRENT, Recurrent
+from ..sharding.module_sharding import ModuleSharding, Port
+from .style import DeclaredStyle
+
+__all__ = ["SequenceParallel"]
+
+
+# By exact type: a subclass may treat tokens otherwise.
+_LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
+    **dict.fromkeys(TOKENWISE, Tokenwise),
+    **dict.fromkeys(RECURRENT, Recurrent),
+    nn.Dropout: SequenceDropout,
+}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SequenceParallel(DeclaredStyle):
+    """Run a module that treats every token alone on each rank's shard of the sequence.
+
+    For LayerNorm, RMSNorm, Dropout, activations and modules of your own of that kind; RNN, LSTM and GRU along their
+    batch dim.  A plain input is this rank's shard of the sequence; a DTensor is redistributed to it.  The gradients of
+    the replicated parameters are summed over the axis before hooks and optimizers see them.
+
+    Args:
+        sequence_dim: the dim of the activations that is sharded.
+        use_local_output: return the plain local tensor instead of a DTensor.
+
+    Example:
+        >>> from torch import nn
+        >>> SequenceParallel().sharding(nn.LayerNorm(8)).placement("weight", 4)
+        Replicate()
+    """
+
+    sequence_dim: int = 1
+    use_local_output: bool = False
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        port = Port(Shard(self.sequence_dim), Shard(self.sequence_dim))
+        return ModuleSharding(
+            "SequenceParallel",
+            inputs=(port,),
+            outputs=(port,),
+            lowering=_LOWERINGS.get(type(module)) or (Tokenwise if is_norm(module) else None),
+            local_outputs=self.use_local_output,
+        )

@@ -1,0 +1,144 @@
+"""`ParallelStyle`, what every style is, and `DeclaredStyle`, a style that declares a `ModuleSharding`.
+
+Styles are values: applying one changes the module, never the style, so one style can serve any
+number of modules, meshes and threads.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from torch import nn
+
+from shoal_mesh import DeviceMesh
+
+from ..apply.apply import apply_sharding
+from ..errors import LayoutError, StyleError, UnsupportedModuleError
+from ..sharding.module_sharding import ModuleSharding
+
+__all__ = ["DeclaredStyle", "ParallelStyle", "unsupported"]
+
+
+# What torch's styles call on themselves, and their subclasses override.
+_TORCH_HOOKS = {
+    "_partition_embedding_fn",
+    "_partition_fn",
+    "_partition_linear_fn",
+    "_prepare_input_arg",
+    "_prepare_input_fn",
+    "_prepare_input_kwarg_fn",
+    "_prepare_out_fn",
+    "_prepare_output_fn",
+    "_replicate_module_fn",
+}
+
+
+class ParallelStyle(ABC):
+    """How a module is made parallel.  Subclass it and write `_apply` for a style that changes the module itself.
+
+    Attributes:
+        src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
+            `parallelize_module` applies a copy of the style with the value of that call.
+        axis: name or index of the mesh axis that the style uses; None where the mesh has one axis.
+        lower: run known module types as local computation; `parallelize_module` sets it like `src_data_rank`.
+    """
+
+    src_data_rank: int | None = 0
+    axis: str | int | None = None
+    lower: bool = True
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make `module` parallel on a one-axis mesh, and return it."""
+
+    def on(self, axis: str | int) -> Self:
+        """The same style for one axis of an n-D mesh.
+
+        Example:
+            >>> from shoal_tp_styles import ColwiseParallel
+            >>> ColwiseParallel().on("tp").axis
+            'tp'
+        """
+        return self._with(axis=axis)
+
+    def _with(self, **changes: Any) -> Self:
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
+        return changed
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DeclaredStyle(ParallelStyle):
+    """A style that is a function from a module to its `ModuleSharding`: subclass it and write `sharding`.
+
+    `parallelize_module`, `unparallelize_module`, `verify`, `preview` and `load_sharded` act on the declaration.
+
+    Raises:
+        StyleError: when a subclass is defined that overrides one of torch's extension points (`_prepare_input_fn`, ...)
+            but not `_apply`: nothing would call it.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_tp_styles import Port
+        >>> class FeatureParallel(DeclaredStyle):
+        ...     def sharding(self, module):
+        ...         port = Port(Shard(-1), Shard(-1))
+        ...         return ModuleSharding("FeatureParallel", {"weight": Shard(0)}, inputs=(port,), outputs=(port,))
+        >>> FeatureParallel().sharding(nn.RMSNorm(4)).parameters
+        {'weight': Shard(dim=0)}
+    """
+
+    src_data_rank: int | None = field(default=0, init=False, repr=False)
+    axis: str | int | None = field(default=None, init=False)
+    lower: bool = field(default=True, init=False, repr=False)
+    multiple_of: int = field(default=1, init=False)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        unused = sorted(_TORCH_HOOKS & {name for kind in cls.__mro__ for name in vars(kind)})
+        if unused and cls._apply is DeclaredStyle._apply:
+            raise StyleError(
+                f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: torch's extension points "
+                "are not part of a declared style. Override sharding(module), which declares the layouts, or "
+                "_apply(module, device_mesh), which changes the module itself"
+            )
+
+    def __repr__(self) -> str:
+        changed = (f for f in fields(self) if f.repr and getattr(self, f.name) != f.default)
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+    @abstractmethod
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        """What the style declares for a module.
+
+        Raises:
+            UnsupportedModuleError: if the style has no sharding for this type of module.
+        """
+
+    def aligned(self, multiple_of: int) -> Self:
+        """The same style, with shards of features that are multiples of so many elements (the size of a head).
+
+        Raises:
+            LayoutError: if `multiple_of` is below 1.
+        """
+        if multiple_of < 1:
+            raise LayoutError(f"aligned: shards are multiples of a positive number of features, got {multiple_of}")
+        return self._with(multiple_of=multiple_of)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        sharding = self.sharding(module)
+        return apply_sharding(module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower)
+
+
+def unsupported(style: str, module: nn.Module, supported: tuple[type[nn.Module], ...]) -> UnsupportedModuleError:
+    """The error of a style for a type of module that it cannot shard."""
+    names = ", ".join(kind.__name__ for kind in supported)
+    return UnsupportedModuleError(
+        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their subclasses. "
+        "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
+        "shoal_dtensor.distribute_module."
+    )

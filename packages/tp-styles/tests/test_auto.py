@@ -1,0 +1,118 @@
+"""Covers: plan/auto.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal_dtensor import Replicate
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    PlanError,
+    RowwiseParallel,
+    auto_plan,
+    format_plan,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import ModelArgs, StackedMLP, Transformer
+
+
+def test_auto_plan_of_known_shapes() -> None:
+    plan = auto_plan(Transformer(ModelArgs()))
+    assert plan["layers.*.attention.wq"] == ColwiseParallel()
+    assert plan["layers.*.attention.wo"] == plan["layers.*.feed_forward.w2"] == RowwiseParallel()
+    assert plan["tok_embeddings"] == RowwiseParallel(input_layouts=Replicate())
+    assert "norm" not in plan
+    unnamed = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)))
+    assert auto_plan(unnamed) == {"*.*": ColwiseParallel()} or set(auto_plan(unnamed)) == {"0.0", "0.2"}
+    assert (
+        eval(
+            format_plan(plan),
+            {"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel, "Replicate": Replicate},
+        )
+        == plan
+    )
+
+
+class Fused(nn.Module):
+    """GPT-2's names: a fused projection, whose blocks no name says, then rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.c_attn, self.attn.c_proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp.c_fc, self.mlp.c_proj = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+class Bert(nn.Module):
+    """BERT's names: `dense` in a module of its own, beside the one that holds the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.intermediate, self.output = nn.Module(), nn.Module(), nn.Module()
+        inner = nn.Module()
+        inner.query, inner.key, inner.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        out = nn.Module()
+        out.dense = nn.Linear(8, 8)
+        self.attention.self, self.attention.output = inner, out
+        self.intermediate.dense, self.output.dense = nn.Linear(8, 32), nn.Linear(32, 8)
+
+
+def test_rows_without_columns_read_replicated_activations() -> None:
+    plan = auto_plan(Fused())
+    assert "attn.c_attn" not in plan
+    assert plan["attn.c_proj"] == RowwiseParallel(input_layouts=Replicate())
+    assert plan["mlp.c_fc"] == ColwiseParallel() and plan["mlp.c_proj"] == RowwiseParallel()
+    plan = auto_plan(Bert())
+    assert plan["attention.self.query"] == plan["intermediate.dense"] == ColwiseParallel()
+    assert plan["attention.output.dense"] == plan["output.dense"] == RowwiseParallel()
+
+
+class Block(nn.Module):
+    """Attention with its own number of heads, or a norm of sharded queries, beside a feed-forward of usual names."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.attention, self.mlp, self.norm = nn.Module(), nn.Module(), nn.RMSNorm(4) if norm else None
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self.attention, name, nn.Linear(16, 16))
+        self.mlp.up_proj, self.mlp.down_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Any = self.attention
+        mlp: Any = self.mlp
+        heads = 4 if self.norm is None else -1
+        q, k, v = (
+            each(x).view(*x.shape[:2], heads, 4).transpose(1, 2) for each in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        out = functional.scaled_dot_product_attention(q if self.norm is None else self.norm(q), k, v)
+        x = x.add(own.o_proj(out.transpose(1, 2).flatten(2)))
+        return x.add(mlp.down_proj(mlp.up_proj(x).relu()))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_blocks_that_compute_something_else_are_dropped(norm: bool) -> None:
+    mesh, x = abstract_mesh((4,)), torch.randn(2, 8, 16)
+    plan = auto_plan(Block(norm), mesh, x)
+    assert plan == {"mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    assert set(plan.dropped) == {f"attention.{name}_proj" for name in "qkvo"}
+    assert ("norm.weight" if norm else "does not run") in plan.dropped["attention.q_proj"]
+    assert plan.proven_for == (4,)
+
+
+@on_ranks(4)
+def test_only_a_proven_automatic_plan_is_applied() -> None:
+    mesh, model, x = init_device_mesh("cpu", (4,)), StackedMLP(), torch.randn(3, 10)
+    with pytest.raises(PlanError, match=r"proven for None, the mesh is \(4,\)"):
+        parallelize_module(model, mesh, auto_plan(model))
+    with pytest.raises(PlanError, match=r"proven for \(2,\)"):
+        parallelize_module(model, mesh, auto_plan(model, abstract_mesh((2,)), x))
+    expected = model(x)
+    torch.testing.assert_close(parallelize_module(model, mesh, auto_plan(model, mesh, x))(x), expected)
+    parallelize_module(StackedMLP(), mesh, dict(auto_plan(model)))

@@ -1,0 +1,123 @@
+"""Covers: modules/embedding.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import Replicate, Shard
+from shoal_mesh import CommDebugMode
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from tp_checks import assert_same_gradients, counts
+
+
+@on_ranks(4)
+def test_bilinear_and_embedding_bag() -> None:
+    single: Any = nn.Bilinear(5, 7, 10).double()
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), ColwiseParallel(output_layouts=Replicate()))
+    full = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
+    theirs = [x.clone().requires_grad_() for x in full]
+    ours = [x.clone().requires_grad_() for x in full]
+    single(*theirs).square().sum().backward()
+    module(*ours).square().sum().backward()
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+    assert_same_parameters(module, single)
+    for mode in ("sum", "mean", "max"):
+        bag = nn.EmbeddingBag(9, 10, mode=mode).double()
+        parallel = parallelize_module(copy.deepcopy(bag), all_ranks(), ColwiseParallel())
+        tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
+        out = parallel(tokens, offsets)
+        torch.testing.assert_close(out, own_shard(bag(tokens, offsets), 1))
+        out.square().sum().backward()
+        bag(tokens, offsets).square().sum().backward()
+        assert_same_parameters(parallel, bag)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("padding", [None, 4])
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)])
+def test_embedding_bag_by_rows(mode: str, padding: int | None, layout: Any) -> None:
+    single: Any = nn.EmbeddingBag(9, 5, mode=mode, padding_idx=padding).double()
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
+    weights = torch.rand(12, dtype=torch.double) if mode == "sum" else None
+    for how in ((tokens, offsets, weights), (tokens.view(4, 3), None, None)):
+        expected, got = single(*how), module(*how)
+        torch.testing.assert_close(got, expected if layout == Replicate() else own_shard(expected, 0))
+        seed = torch.randn_like(expected)
+        expected.backward(seed)
+        got.backward(seed if layout == Replicate() else own_shard(seed, 0))
+    assert_same_parameters(module, single)
+
+
+@on_ranks(2)
+def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
+    axis = all_ranks()
+    replicated = RowwiseParallel(input_layouts=Replicate())
+    with pytest.raises(UnsupportedModuleError, match="mode='max'"):
+        parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, replicated)
+    with pytest.raises(UnsupportedModuleError, match=r"its batch can: SequenceParallel\(sequence_dim=0\)"):
+        parallelize_module(nn.LSTM(4, 4, batch_first=True), axis, SequenceParallel())
+    with pytest.raises(UnsupportedModuleError, match="ColwiseParallel has no sharding for GRU"):
+        parallelize_module(nn.GRU(4, 4), axis, ColwiseParallel())
+    dropping: Any = parallelize_module(nn.GRU(4, 4, num_layers=2, dropout=0.5), axis, SequenceParallel())
+    with pytest.raises(UnsupportedModuleError, match="between its layers"):
+        dropping(torch.randn(3, 2, 4))
+
+
+@on_ranks(4)
+def test_colwise_embedding() -> None:
+    axis, single = all_ranks(), nn.Embedding(8, 16, padding_idx=3).double()
+    module: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
+    tokens = torch.randint(8, (4, 2))
+    with CommDebugMode() as mode:
+        out = module(tokens)
+        out.backward(own_shard(torch.ones(4, 2, 16, dtype=torch.double), -1))
+    single(tokens).sum().backward()
+    assert counts(mode) == {}
+    assert out.shape == (4, 2, 16 // axis.size())
+    torch.testing.assert_close(out, own_shard(single(tokens), -1))
+    assert_same_gradients(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("layout", "forward", "backward"),
+    [(Replicate(), {"all_reduce": 1}, {}), (Shard(1), {"reduce_scatter": 1}, {"all_gather": 1})],
+)
+@pytest.mark.parametrize("vocab", [8, 10, 3])
+@pytest.mark.parametrize("scale", [True, False])
+def test_rowwise_embedding(
+    layout: Any, forward: dict[str, int], backward: dict[str, int], vocab: int, scale: bool
+) -> None:
+    single: Any = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    tokens = torch.randint(vocab, (3, 8))
+    with CommDebugMode() as mode:
+        out = module(tokens)
+    assert counts(mode) == forward
+    expected = single(tokens)
+    place = (lambda t: t) if layout == Replicate() else (lambda t: own_shard(t, 1))
+    torch.testing.assert_close(out, place(expected))
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    with CommDebugMode() as mode:
+        out.backward(place(seed))
+    assert counts(mode) == backward
+    assert_same_gradients(module, single)

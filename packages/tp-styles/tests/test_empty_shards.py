@@ -1,0 +1,131 @@
+"""Fewer rows or features than ranks, and shards whose sizes a plain tensor cannot say: right, or refused on all ranks.
+
+Covers: modules/linear_gradients.py, modules/recurrent.py, modules/norm.py, lowering/boundary.py, sharding/heads.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    PackedColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+def pair(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:
+    """A module on one device, the same in parallel on four ranks, and their mesh."""
+    mesh = init_device_mesh("cpu", (4,))
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(make().double())
+    return modules[0], parallelize_module(modules[1], mesh, plan), mesh
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 12), (2, 4, 12)])
+@on_ranks(4)
+def test_fewer_output_features_than_ranks(shape: tuple[int, ...]) -> None:
+    plain, model, _ = pair(lambda: nn.Linear(12, 2), ColwiseParallel(output_layouts=Replicate()))
+    inputs: list[Any] = [draw(*shape).requires_grad_() for _ in range(2)]
+    outputs = plain(inputs[0]), model(inputs[1])
+    torch.testing.assert_close(outputs[1], outputs[0])
+    for output in outputs:
+        output.square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
+    torch.testing.assert_close(model.bias.grad.full_tensor(), plain.bias.grad)
+
+
+class FeedForward(nn.Module):
+    """Two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("length", [5, 6])
+@on_ranks(4)
+def test_uneven_shards_of_a_sequence_do_not_leave_as_plain_tensors(length: int) -> None:
+    ports = PrepareModuleInputOutput(
+        input_layouts=(Replicate(),),
+        desired_input_layouts=(Shard(1),),
+        use_local_input=True,
+        output_layouts=(Shard(1),),
+        desired_output_layouts=(Replicate(),),
+    )
+    columns, rows = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
+    plain, model, _ = pair(FeedForward, {"": ports, "up": columns, "down": rows})
+    torch.testing.assert_close(model(draw(2, 8, 8)), plain(draw(2, 8, 8)))
+    with pytest.raises(LayoutError, match=f"dim 1 of the output has {length} elements"):
+        model(draw(2, length, 8))
+
+
+class Gated(nn.Module):
+    """Two fused blocks of nine features, multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 18), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(gate * value)
+
+
+@on_ranks(4)
+def test_blocks_of_features_are_sharded_as_the_rows_behind_them() -> None:
+    plan = {"up": PackedColwiseParallel(blocks={"gate": 9, "value": 9}), "down": RowwiseParallel()}
+    plain, model, _ = pair(Gated, plan)
+    x = draw(2, 4, 6)
+    torch.testing.assert_close(model(x), plain(x))
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    torch.testing.assert_close(model.down.weight.grad.full_tensor(), plain.down.weight.grad)
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+@on_ranks(4)
+def test_recurrent_modules_with_fewer_rows_than_ranks(kind: Any) -> None:
+    style = SequenceParallel(sequence_dim=0, use_local_output=False)
+    plain, model, mesh = pair(lambda: kind(4, 3, batch_first=True), style)
+    x = draw(2, 5, 4)
+    out, state = model(distribute_tensor(x, mesh, [Shard(0)]))
+    expected, expected_state = plain(x)
+    torch.testing.assert_close(out.full_tensor(), expected)
+    pairs = [(state, expected_state)] if kind is not nn.LSTM else list(zip(state, expected_state, strict=True))
+    for one, other in pairs:
+        torch.testing.assert_close(one.full_tensor(), other)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(nn.Linear, (8, 8)), (nn.LayerNorm, (8,))])
+@on_ranks(4)
+def test_the_feature_dim_of_a_token_is_not_a_sequence(kind: Any, sizes: tuple[int, ...]) -> None:
+    _, model, _ = pair(lambda: kind(*sizes), SequenceParallel(sequence_dim=0))
+    with pytest.raises(LayoutError, match="reads all features of a token"):
+        model(draw(8))

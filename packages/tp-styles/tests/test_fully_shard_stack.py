@@ -1,0 +1,162 @@
+"""`fully_shard` with the rest of a training stack: compiler, initialization, checkpoints, dtypes; on real gloo ranks.
+
+Covers: data_parallel/sharded_parameters.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import checkpoint
+
+from data_parallel_model import PLAN, Model, backward_of_each, batch, full, loss_of, mesh_of, own, same_gradients
+from shoal_dtensor import DTensor
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import ColwiseParallel, LayoutError, fully_shard, parallelize_module, replicate
+
+
+def build(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Model(6, 2).double()
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> Any:
+    """Blocks and model as units over "data", with styles along "tensor" where the mesh has that axis."""
+    if "tensor" in mesh.axis_names and mesh["tensor"].size() > 1:
+        parallelize_module(model, mesh["tensor"], PLAN)
+    data = mesh["data"] if "tensor" in mesh.axis_names else mesh
+    for block in model.blocks:
+        fully_shard(block, data)
+    return fully_shard(model, data)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "in place afterwards", "all of it"])
+@on_ranks(4, timeout=120)
+def test_compiled_units(how: str) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = build(), build()
+    for i, block in enumerate(model.blocks):
+        if how == "wrapped":
+            model.blocks[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
+        elif how == "in place":
+            block.compile(backend="aot_eager", fullgraph=True)
+        fully_shard(model.blocks[i], mesh["data"])
+        if how == "in place afterwards":
+            block.compile(backend="aot_eager", fullgraph=True)
+    fully_shard(model, mesh["data"])
+    called: Any = torch.compile(model, backend="aot_eager") if how == "all of it" else model
+    for number in range(2):
+        tokens, targets = batch(number)
+        loss_of(plain, tokens, targets).backward()
+        loss_of(called, *own(mesh, tokens, targets)).backward()
+    same_gradients(plain, model)
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(4, 1), (2, 2)])
+@on_ranks(4)
+def test_initialization_on_the_meta_device_is_that_of_one_device(data: int, tensor: int) -> None:
+    plain = Model(6, 2)
+    with torch.device("meta"):
+        model: Any = Model(6, 2)
+    sharded(model, mesh_of(data, tensor)).to_empty(device="cpu")
+    for one in (plain, model):
+        torch.manual_seed(3)
+        for module in one.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()  # type: ignore[operator]  # a Module's attribute may be anything
+        nn.init.normal_(one.scale)
+    for (name, expected), (_, got) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(full(got), expected), name
+
+
+@on_ranks(4)
+def test_checkpoints_are_loaded_on_other_degrees() -> None:
+    model = sharded(build(), mesh_of(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, *own(mesh_of(2, 2), *batch(0))).backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory() as own_folder:
+        folders = [own_folder]
+        dist.broadcast_object_list(folders)
+        checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folders[0])
+        tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+        replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+        others = [sharded(build(1), mesh_of(4, 1)), sharded(build(1), replicated), build(1)]
+        others.append(parallelize_module(build(1), tensor, PLAN))
+        for other in others:
+            loaded = torch.optim.AdamW(other.parameters(), lr=0.01)
+            for param in other.parameters():
+                param.grad = torch.zeros_like(param)
+            loaded.step()  # makes the state
+            state = {"model": other.state_dict(), "optimizer": loaded.state_dict()}
+            checkpoint.load(state, checkpoint_id=folders[0])
+            other.load_state_dict(state["model"])
+            loaded.load_state_dict(state["optimizer"])
+            for saved, got in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(full(got), full(saved))
+                for key, value in optimizer.state[saved].items():
+                    assert torch.equal(full(loaded.state[got][key]), full(value))
+        dist.barrier()
+
+
+@on_ranks(4)
+def test_sharding_changes_no_bit_of_replication() -> None:
+    mesh = mesh_of(4, 1)
+    models = [sharded(build(), mesh), replicate(build(), mesh["data"])]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    for number in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(model, *own(mesh, *batch(number))).backward()
+            optimizer.step()
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(full(one), full(other))
+        assert torch.equal(full(one.grad), full(other.grad))
+
+
+@on_ranks(4)
+def test_a_model_that_changes_its_dtype() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = build().float(), sharded(build(), mesh)
+    model(batch(0)[0])  # the outermost unit stays gathered
+    model.float()
+    tokens, targets = batch(0)
+    assert model(tokens).dtype == torch.float32
+    loss_of(plain, tokens, targets).backward()
+    loss_of(model, *own(mesh, tokens, targets)).backward()
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_hooks_that_parameters_have_before_they_are_sharded() -> None:
+    mesh = mesh_of(2, 2)
+    plain, model = build(), build()
+    for one in (plain, model):
+        one.head.weight.register_hook(lambda grad: grad * 3)
+        one.head.weight.tag = "kept"
+    parallelize_module(model, mesh["tensor"], PLAN)
+    fully_shard(model, mesh["data"])
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+    assert isinstance(model.head.weight, DTensor)
+    assert model.head.weight.tag == "kept"  # type: ignore[attr-defined]  # set above
+    other: Any = parallelize_module(build(), mesh["tensor"], PLAN)
+    other.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
+    with pytest.raises(LayoutError, match="after fully_shard"):
+        fully_shard(other, mesh["data"])
+
+
+@on_ranks(4)
+def test_styles_that_come_after_are_refused() -> None:
+    mesh = mesh_of(2, 2)
+    model: Any = fully_shard(build(), mesh["data"])
+    for module, plan in ((model, PLAN), (model.blocks[0], {"up": ColwiseParallel()})):
+        with pytest.raises(LayoutError, match="parallelize_module first, then fully_shard"):
+            parallelize_module(module, mesh["tensor"], plan)
+    model(batch(0)[0])

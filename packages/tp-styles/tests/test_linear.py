@@ -1,0 +1,49 @@
+"""Covers: styles/linear.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import Replicate
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    HeadParallel,
+    RowwiseParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
+from shoal_tp_styles.plan.resolve import resolve
+from shoal_tp_styles.testing import all_ranks
+
+
+@on_ranks(2)
+def test_unsupported_modules_are_refused_by_name() -> None:
+    axis = all_ranks()
+    with pytest.raises(UnsupportedModuleError, match="groups=2"):
+        parallelize_module(nn.Conv2d(4, 4, 3, groups=2), axis, ColwiseParallel())
+    with pytest.raises(UnsupportedModuleError, match="max_norm"):
+        parallelize_module(nn.Embedding(4, 4, max_norm=1.0), axis, RowwiseParallel(input_layouts=Replicate()))
+    with pytest.raises(UnsupportedModuleError, match="sparse gradients"):
+        parallelize_module(nn.Embedding(4, 4, sparse=True), axis, ColwiseParallel())
+    with pytest.raises(UnsupportedModuleError, match="HeadParallel has no sharding for Linear"):
+        parallelize_module(nn.Linear(4, 4), axis, HeadParallel())
+    attention: Any = parallelize_module(nn.MultiheadAttention(8, 2), axis, HeadParallel())
+    x = torch.randn(3, 2, 8)
+    with pytest.raises(UnsupportedModuleError, match="average them"):
+        attention(x, x, x, average_attn_weights=False)
+    with pytest.raises(UnsupportedModuleError, match="mask per head"):
+        attention(x, x, x, attn_mask=torch.zeros(4, 3, 3))
+
+
+def test_every_style_is_refused_where_it_makes_no_sense() -> None:
+    with pytest.raises(
+        UnsupportedModuleError, match=r"ColwiseParallel has no sharding for LayerNorm; it supports Linear"
+    ):
+        ColwiseParallel().sharding(nn.LayerNorm(4))
+    with pytest.raises(UnsupportedModuleError, match=r"RowwiseParallel"):
+        resolve(nn.Sequential(nn.ReLU()), {"0": RowwiseParallel()})

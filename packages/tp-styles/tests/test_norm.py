@@ -1,0 +1,140 @@
+"""Covers: modules/norm.py, styles/channel.py, styles/sequence.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_mesh import CommDebugMode
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ChannelParallel,
+    ColwiseParallel,
+    LayoutError,
+    RowwiseParallel,
+    SequenceParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from tp_checks import assert_same_gradients, counts, global_value
+
+
+class Norm(nn.Module):
+    """A norm as model libraries write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, dtype=torch.double))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as x."""
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class MyRMSNorm(Norm):
+    """Recognised by its name."""
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["Norm", "MyRMSNorm"])
+def test_norms_of_other_libraries(kind: str) -> None:
+    single: Any = {"Norm": Norm, "MyRMSNorm": MyRMSNorm}[kind]()
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), SequenceParallel(use_local_output=True))
+    full = torch.randn(2, 8, 8, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), own_shard(full, 1).clone().requires_grad_()
+    single(x).square().sum().backward()
+    out = module(y)
+    assert type(out) is Tensor
+    total: Any = out.square().sum()
+    total.backward()
+    assert x.grad is not None and isinstance(module.weight, DTensor)
+    torch.testing.assert_close(y.grad, own_shard(x.grad, 1))
+    assert_same_parameters(module, single)
+
+
+def scrambled(module: nn.Module) -> Any:
+    """The module with parameters that are all in use, in float64."""
+    torch.manual_seed(3)
+    for param in module.double().parameters():
+        nn.init.normal_(param)
+    return module
+
+
+NORMS: list[tuple[str, Any]] = [
+    ("even groups", lambda: nn.GroupNorm(4, 12)),
+    ("uneven groups", lambda: nn.GroupNorm(6, 12)),
+    ("batch", lambda: nn.BatchNorm2d(12)),
+    ("channels", lambda: nn.PReLU(12)),
+    ("one slope", lambda: nn.PReLU()),
+    ("no parameters", lambda: nn.GroupNorm(4, 12, affine=False)),
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", [name for name, _ in NORMS])
+def test_norms_between_convolutions(name: str) -> None:
+    norm = dict(NORMS)[name]()
+    unit = 12 // norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
+    single: Any = scrambled(nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 5, 3)))
+    module: Any = copy.deepcopy(single)
+    columns, rows = ColwiseParallel().aligned(unit), RowwiseParallel().aligned(unit)
+    parallelize_module(module, all_ranks(), {"0": columns, "1": ChannelParallel(), "3": rows})
+    full = torch.randn(4, 3, 7, 7, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
+    expected = single(x)
+    with CommDebugMode() as mode:
+        got = module(y)
+    assert mode.get_total_counts() == 1  # the rows' reduction
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_parameters(module, single)
+
+
+@on_ranks(4)
+def test_shards_through_groups_are_refused() -> None:
+    module: Any = nn.Sequential(nn.Conv1d(2, 12, 1), nn.GroupNorm(2, 12))
+    parallelize_module(module, all_ranks(), {"0": ColwiseParallel(), "1": ChannelParallel()})
+    with pytest.raises(LayoutError, match=r"aligned\(6\)"):
+        module(torch.randn(2, 2, 5))
+    with pytest.raises(UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"):
+        parallelize_module(nn.LayerNorm(4), all_ranks(), ChannelParallel())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("make", "bias"), [(nn.LayerNorm, True), (nn.LayerNorm, False), (nn.RMSNorm, None)])
+@pytest.mark.parametrize("kind", ["local", "sharded", "replicated"])
+def test_sequence_parallel_norms(make: Any, bias: bool | None, kind: str) -> None:
+    axis, single = all_ranks(), make(12, **({} if bias is None else {"bias": bias})).double()
+    for param in single.parameters():
+        nn.init.normal_(param)
+    module: Any = parallelize_module(copy.deepcopy(single), axis, SequenceParallel(use_local_output=kind == "local"))
+    full = torch.randn(2, 8, 12, dtype=torch.double, requires_grad=True)
+    placement = Replicate() if kind == "replicated" else Shard(1)
+    x: Tensor = distribute_tensor(full.detach(), axis, (placement,)).requires_grad_()
+    if kind == "local":
+        x = own_shard(full, 1).requires_grad_()
+    with CommDebugMode() as mode:
+        out = module(x)
+    assert counts(mode) == {}
+    part = out if kind == "local" else out.to_local()
+    expected = single(full)
+    torch.testing.assert_close(part, own_shard(expected, 1))
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    with CommDebugMode() as mode:
+        part.backward(own_shard(seed, 1))
+    # One reduction for all parameters of the norm; a replicated input gets its complete gradient by a gather.
+    assert counts(mode) == ({"all_reduce": 1, "all_gather": 1} if kind == "replicated" else {"all_reduce": 1})
+    assert full.grad is not None
+    torch.testing.assert_close(
+        global_value(x.grad) if kind != "local" else x.grad, own_shard(full.grad, 1) if kind == "local" else full.grad
+    )
+    assert_same_gradients(module, single)

@@ -1,0 +1,134 @@
+"""Covers: plan/parallelize.py."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import Replicate, Shard
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    ParallelStyle,
+    PlanError,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    unparallelize_module,
+)
+from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer, all_ranks, transformer_plan
+from tp_checks import assert_same_gradients
+
+MESH = abstract_mesh((4,), ("tp",))
+PREPARE = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("make", [MLP, StackedMLP])
+@pytest.mark.parametrize("lower", [True, False])
+def test_mlps(make: Any, lower: bool) -> None:
+    single: Any = make().double()
+    module: Any = copy.deepcopy(single)
+    parallelize_module(module, all_ranks(), module.plan, lower=lower)
+    full = torch.randn(6, 10, dtype=torch.double)
+    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
+    single(x).square().sum().backward()
+    module(y).square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_gradients(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
+    args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied, checkpoint_activations=checkpointed)
+    single: Any = Transformer(args).double()
+    module: Any = copy.deepcopy(single)
+    parallelize_module(module, all_ranks(), transformer_plan(sequence))
+    assert (module.output.weight is module.tok_embeddings.weight) is tied
+    tokens = torch.randint(10, (3, 8))
+    expected, got = single(tokens), module(tokens)
+    torch.testing.assert_close(got, expected)
+    expected.square().mean().backward()
+    got.square().mean().backward()
+    assert_same_gradients(module, single)
+
+
+def test_no_mesh_is_an_error_and_no_plan_a_warning() -> None:
+    with pytest.raises(LayoutError, match=r"no device_mesh"):
+        parallelize_module(MLP(), None, {"net1": ColwiseParallel()})
+    with pytest.warns(UserWarning, match=r"no plan"):
+        parallelize_module(MLP(), MESH)
+
+
+class OwnStyle(ParallelStyle):
+    """A style without a declaration."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return module
+
+
+AGAIN: dict[str, tuple[Any, Any, str]] = {
+    "all of it": (MLP.plan, MLP.plan, r"ColwiseParallel on module 'net1' \(Linear\)"),
+    "a part": (MLP.plan, {"net2": RowwiseParallel()}, "RowwiseParallel on module 'net2'"),
+    "another style": (
+        MLP.plan,
+        {"relu": SequenceParallel(), "net2": "colwise"},
+        "already has the style RowwiseParallel",
+    ),
+    "a boundary": ({"net1": PREPARE}, {"net1": PREPARE}, "PrepareModuleInput on module 'net1'"),
+    "an undeclared style": ({"net1": OwnStyle()}, {"net1": OwnStyle()}, "OwnStyle on module 'net1'"),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@on_ranks(2)
+def test_a_plan_applied_twice_is_refused_before_anything_changes(name: str) -> None:
+    plan, again, message = AGAIN[name]
+    mesh = init_device_mesh("cpu", (2,))
+    module: Any = parallelize_module(MLP(), mesh, plan)
+    before = {path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()}
+    params = [id(param) for param in module.parameters()]
+    with pytest.raises(PlanError, match=f"(?s){message}.*unparallelize_module"):
+        parallelize_module(module, mesh, again)
+    assert {path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()} == before
+    assert [id(param) for param in module.parameters()] == params
+    parallelize_module(unparallelize_module(module), mesh, again)
+
+
+@on_ranks(2)
+def test_a_style_applied_by_hand_twice_is_refused() -> None:
+    mesh, module = init_device_mesh("cpu", (2,)), nn.Linear(4, 4)
+    ColwiseParallel()._apply(module, mesh)
+    with pytest.raises(PlanError, match="already has the style ColwiseParallel"):
+        RowwiseParallel()._apply(module, mesh)
+
+
+@on_ranks(4)
+def test_the_rest_of_a_model_is_made_parallel_later() -> None:
+    single: Any = MLP().double()
+    module: Any = copy.deepcopy(single)
+    for path, style in MLP.plan.items():
+        parallelize_module(module, all_ranks(), {path: style})
+    x = torch.ones(3, 10, dtype=torch.double)
+    torch.testing.assert_close(module(x), single(x))
+
+
+@on_ranks(2)
+def test_a_shared_module_is_made_parallel_under_one_of_its_names() -> None:
+    single: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    single.head = single[0]
+    module: Any = copy.deepcopy(single)
+    parallelize_module(module, init_device_mesh("cpu", (2,)), {"head": ColwiseParallel(output_layouts=Replicate())})
+    x = torch.randn(3, 4, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(module(x), single(x))
+    assert module.head is module[0]

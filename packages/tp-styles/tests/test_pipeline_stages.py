@@ -1,0 +1,84 @@
+"""Stages of torch's pipelining whose modules have styles or are sharded over data axes; on real gloo ranks.
+
+Covers: data_parallel/fsdp_module.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from data_parallel_model import Block, counts, same_gradients
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+    reduce_after_last_microbatch,
+)
+
+MICROBATCHES = 4
+SCHEDULES = ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
+PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+@pytest.mark.parametrize("second", ["data", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULES)
+@on_ranks(4, timeout=120)
+def test_steps_of_a_pipeline_are_those_of_one_device(name: str, second: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", second))
+    mine, count = mesh.get_local_rank("stage"), 2 if name == "Schedule1F1B" else 4
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(Block(6), Block(6)) for _ in range(count))).double()
+    stages = []
+    for index in range(mine, count, 2):
+        model: Any = copy.deepcopy(plain[index])
+        if second == "data":
+            for block in model:
+                fully_shard(block, mesh["data"])
+            fully_shard(model, mesh["data"])
+        else:
+            parallelize_module(model, mesh["tensor"], PLAN)
+        stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
+        if second == "data":
+            reduce_after_last_microbatch(stages[-1])
+    schedule: Any = getattr(pipelining, name)
+    runner = schedule(
+        stages if count == 4 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
+    )
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(2, 16, 6, generator=generator, dtype=torch.float64)
+        divisor = 2 if second == "data" else 1  # gradients are averaged over the data axis
+        loss: Any = loss_of(plain(x), y)
+        loss.div(divisor).backward()
+        if second == "data":
+            x, y = (t.chunk(2)[mesh.get_local_rank("data")] for t in (x, y))
+        # Its hooks do not allow torch.autograd.grad, with which the first step and zero-bubble schedules work.
+        counts_collectives = number == 1 and name == "Schedule1F1B" and second == "data"
+        with CommDebugMode() if counts_collectives else nullcontext() as counted:
+            runner.step(*((x,) if mine == 0 else ()), **({"target": y} if mine == 1 else {}))
+        if counted is not None:
+            assert counts(counted)["reduce_scatter_tensor"] == 2  # of two blocks, for all microbatches
+        for stage in stages:
+            same_gradients(plain[stage.stage_index], stage.submod)
+
+
+def test_a_stage_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(LayoutError, match="fully_shard was called on"):
+        reduce_after_last_microbatch(SimpleNamespace(submod=nn.Linear(2, 2)))

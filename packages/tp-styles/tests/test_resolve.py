@@ -1,0 +1,96 @@
+"""Covers: plan/resolve.py."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shoal_dtensor import Replicate, Shard
+from shoal_mesh import abstract_mesh
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    PlanError,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    TiedWeightError,
+)
+from shoal_tp_styles.plan.resolve import axis_mesh, resolve
+from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer
+
+
+def test_entries_that_match_nothing_are_named() -> None:
+    resolved = resolve(StackedMLP(), {"layers.*.net1": ColwiseParallel(), "layers.*.net9": RowwiseParallel()})
+    assert [use.path for use in resolved.uses] == ["layers.0.net1", "layers.1.net1"]
+    (line,) = resolved.unmatched
+    assert "'layers.*.net9'" in line and "'net9'" in line and "StackedMLP" in line
+
+
+def test_a_wrong_plan_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"got int"):
+        resolve(MLP(), 3)  # type: ignore[arg-type]  # that it is refused is the test
+    with pytest.raises(TypeError, match=r"expected a ParallelStyle or the name of one, got Linear"):
+        resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
+    with pytest.raises(PlanError, match=r"unknown style 'colwize'; known are .*colwise"):
+        resolve(MLP(), {"net1": "colwize"})
+
+
+def test_two_entries_for_one_module_are_refused() -> None:
+    resolved = resolve(MLP(), {"net1": ColwiseParallel(), "net*": RowwiseParallel()})
+    with pytest.raises(PlanError, match=r"'net1' is sharded by two entries: 'net1' .* and 'net\*'"):
+        resolved.check()
+    both = {
+        "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+        "net1": ColwiseParallel(),
+    }
+    resolve(MLP(), both).check()
+
+
+def test_tied_weights_must_agree() -> None:
+    model = Transformer(ModelArgs(n_layers=1))
+    agree = {"tok_embeddings": RowwiseParallel(input_layouts=Replicate()), "output": ColwiseParallel()}
+    resolve(model, agree).check()
+    with pytest.raises(TiedWeightError, match=r"tok_embeddings.weight: .*output.weight"):
+        resolve(model, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}).check()
+    with pytest.raises(TiedWeightError, match=r"output.weight: no style"):
+        resolve(model, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate())}).check()
+
+
+def test_axes_of_a_mesh_with_several() -> None:
+    mesh = abstract_mesh((2, 4), ("dp", "tp"))
+    assert axis_mesh(mesh, ColwiseParallel().on("tp")).shape == (4,)
+    assert axis_mesh(mesh, ColwiseParallel().on(0)).shape == (2,)
+    with pytest.raises(LayoutError, match=r"name the one that the style uses: style.on\('tp'\)"):
+        axis_mesh(mesh, ColwiseParallel())
+    with pytest.raises(LayoutError, match=r"names 'pp'"):
+        axis_mesh(mesh, ColwiseParallel().on("pp"))
+
+
+def test_a_child_of_a_sharded_module_is_not_sharded_again() -> None:
+    resolved = resolve(StackedMLP(), {"layers.0": SequenceParallel(), "**.net1": ColwiseParallel()})
+    with pytest.raises(PlanError, match=r"'layers.0.net1' is sharded by two entries: 'layers.0' .* and '\*\*.net1'"):
+        resolved.check()
+
+
+def test_one_kind_of_boundary_style_wraps_a_module_once() -> None:
+    gathered = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    with pytest.raises(PlanError, match="sharded by two entries"):
+        resolve(MLP(), {"net1": gathered, "net*": gathered}).check()
+
+
+class Twice(nn.Module):
+    """One Linear under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+        self.other.bias = self.first.bias
+
+
+def test_a_shared_module_needs_a_style_under_one_of_its_names() -> None:
+    plan = {"second": ColwiseParallel(), "other": ColwiseParallel()}
+    resolve(Twice(), plan).check()
+    with pytest.raises(TiedWeightError, match=r"first.bias: .*other.bias: no style"):
+        resolve(Twice(), {"second": ColwiseParallel()}).check()

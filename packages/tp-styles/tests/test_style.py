@@ -1,0 +1,141 @@
+"""Styles as values, and styles of a user's own.  Covers: styles/style.py."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal_dtensor import Partial, Replicate, Shard
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    DeclaredStyle,
+    HeadParallel,
+    LayoutError,
+    ModuleSharding,
+    Port,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    StyleError,
+    parallelize_module,
+    preview,
+    verify,
+)
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+
+
+class GatedMLP(nn.Module):
+    """A module without any style: three matrices of its own."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Parameter(torch.randn(hidden, dim)), nn.Parameter(torch.randn(hidden, dim))
+        self.down = nn.Parameter(torch.randn(dim, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.silu(functional.linear(x, self.gate)) * functional.linear(x, self.up)
+        return functional.linear(hidden, self.down)
+
+
+class GatedParallel(DeclaredStyle):
+    """Hidden features are sharded, as docs/how-to/write-a-style.md says."""
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        return ModuleSharding(
+            "GatedParallel",
+            {"gate": Shard(0), "up": Shard(0), "down": Shard(1)},
+            inputs=(Port(Replicate(), Replicate()),),
+            outputs=(Port(Partial(), Replicate()),),
+        )
+
+
+@pytest.mark.parametrize("hidden", [12, 6, 3])
+@on_ranks(4)
+def test_a_style_of_a_users_own_trains_like_one_device(hidden: int) -> None:
+    single: Any = GatedMLP(5, hidden).double()
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), GatedParallel())
+    x, y = (torch.ones(2, 5, dtype=torch.double, requires_grad=True) for _ in range(2))
+    expected, got = single(x), module(y)
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_parameters(module, single)
+
+
+def test_a_style_of_a_users_own_is_verified_and_previewed() -> None:
+    mesh, module = abstract_mesh((4,)), GatedMLP(8, 12)
+    assert verify(module, GatedParallel(), mesh).ok
+    costs = preview(module, GatedParallel(), mesh, torch.zeros(2, 8))
+    assert costs.count("all_reduce") == (1, 0) and costs.parameter_bytes == 3 * 8 * 12 * 4 // 4
+    assert "operators by dispatch" in repr(costs)
+    assert "<td>GatedParallel()" in costs._repr_html_()
+
+
+def test_styles_are_values() -> None:
+    style = ColwiseParallel(output_layouts=Replicate())
+    same = ColwiseParallel(output_layouts=Replicate())
+    assert style == same != ColwiseParallel() and hash(style) == hash(same)
+    assert style.on("tp") != style and style.on("tp").axis == "tp" and style.axis is None
+    assert style.aligned(8).multiple_of == 8 and style.multiple_of == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        style.use_local_output = False  # type: ignore[misc]  # that it is refused is the test
+    with pytest.raises(LayoutError, match="positive number"):
+        style.aligned(0)
+
+
+STYLES = [ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, HeadParallel]
+HOOKS = [
+    *("_partition_embedding_fn", "_partition_fn", "_partition_linear_fn", "_prepare_input_arg", "_prepare_input_fn"),
+    *("_prepare_input_kwarg_fn", "_prepare_out_fn", "_prepare_output_fn", "_replicate_module_fn"),
+]
+
+
+@pytest.mark.parametrize("base", STYLES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_extension_points_of_torch_are_refused_where_the_class_is_defined(base: Any, hook: str) -> None:
+    with pytest.raises(StyleError, match=rf"Mine overrides {hook}.*sharding\(module\)"):
+        type("Mine", (base,), {hook: staticmethod(lambda *_: None)})
+
+
+def test_extension_points_of_a_base_class_are_refused_too() -> None:
+    class Mixin:
+        @staticmethod
+        def _prepare_input_fn(*_: Any) -> None:
+            raise AssertionError("not reached")
+
+    with pytest.raises(StyleError, match="_prepare_input_fn"):
+        type("Mine", (Mixin, ColwiseParallel), {})
+
+
+def test_a_style_with_its_own_apply_may_call_what_it_likes() -> None:
+    class Mine(ColwiseParallel):
+        def _prepare_input_fn(self) -> str:
+            return "called"
+
+        def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+            module.prepared = self._prepare_input_fn()  # type: ignore[assignment]  # an attribute
+            return super()._apply(module, device_mesh)
+
+    with fake_world(2):
+        module = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), Mine())
+    assert module.prepared == "called"
+
+
+def test_sharding_and_apply_of_a_subclass_are_called() -> None:
+    class Gathered(ColwiseParallel):
+        def sharding(self, module: nn.Module) -> ModuleSharding:
+            return dataclasses.replace(super().sharding(module), outputs=(Port(Shard(-1), Replicate()),))
+
+    with fake_world(2):
+        module = parallelize_module(nn.Linear(4, 6), init_device_mesh("cpu", (2,)), Gathered())
+        assert module(torch.zeros(3, 4)).shape == (3, 6)

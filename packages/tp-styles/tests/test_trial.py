@@ -1,0 +1,156 @@
+"""Plans that names and shapes cannot judge, run on simulated ranks.  Covers: plan/trial.py."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal_dtensor import Partial, Replicate, Shard
+from shoal_mesh import abstract_mesh
+from shoal_tp_styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel, verify
+from shoal_tp_styles.plan.trial import MOST_PARAMETERS
+from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
+
+MESH = abstract_mesh((4,), ("tp",))
+HEAD_DIM = 4
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that reads the number of heads off the activations, or has its own."""
+
+    def __init__(self, heads: int, kv_heads: int, own_count: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.own_count = heads, kv_heads, own_count
+        dim = heads * HEAD_DIM
+        self.q_proj, self.k_proj = nn.Linear(dim, dim), nn.Linear(dim, kv_heads * HEAD_DIM)
+        self.v_proj, self.o_proj = nn.Linear(dim, kv_heads * HEAD_DIM), nn.Linear(dim, dim)
+        self.q_norm = nn.RMSNorm(HEAD_DIM) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.own_count:
+            q = q.view(batch, -1, self.heads, HEAD_DIM)
+            k, v = (each.view(batch, -1, self.kv_heads, HEAD_DIM) for each in (k, v))
+        else:
+            q, k, v = (each.view(batch, length, -1, HEAD_DIM) for each in (q, k, v))
+        k, v = (each.repeat_interleave(q.shape[2] // each.shape[2], 2) for each in (k, v))
+        by_head = [each.transpose(1, 2) for each in (self.q_norm(q), k, v)]
+        out = functional.scaled_dot_product_attention(by_head[0], by_head[1], by_head[2], is_causal=True)
+        out = out.transpose(1, 2).reshape(batch, -1, q.shape[2] * HEAD_DIM)
+        if self.own_count and out.shape[1] != length:
+            out = out.reshape(batch, length, -1)  # the positions were taken for heads: values of other tokens
+        return self.o_proj(out)  # type: ignore[no-any-return]  # torch
+
+
+class AddsBias(nn.Module):
+    """Two products, and a bias of zeros that every rank adds to its summand of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4, bias=False)
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x)) + self.bias  # type: ignore[no-any-return]  # torch
+
+
+def plan(heads: int = 0, kv_heads: int = 0) -> dict[str, Any]:
+    if not heads:
+        return {"[qkv]_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    kv = ColwiseParallel().heads(kv_heads, HEAD_DIM)
+    return {
+        "q_proj": ColwiseParallel().heads(heads, HEAD_DIM),
+        "[kv]_proj": kv,
+        "o_proj": RowwiseParallel().heads(heads, HEAD_DIM),
+    }
+
+
+PROVEN: dict[str, tuple[nn.Module, Any, Any]] = {
+    "MLP": (MLP(), MLP.plan, torch.randn(3, 10)),
+    "transformer": (Transformer(ModelArgs()), transformer_plan(), torch.randint(8, (2, 8))),
+    "sequence": (Transformer(ModelArgs()), transformer_plan(True), torch.randint(8, (2, 8))),
+    "heads": (Attention(8, 4), plan(), torch.randn(2, 3, 32)),
+    "replicated heads": (Attention(8, 2), plan(8, 2), torch.randn(2, 3, 32)),
+    "sharded output": (nn.Sequential(nn.Linear(4, 8)), {"0": ColwiseParallel()}, torch.randn(3, 4)),
+    "uneven": (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), {"0": "colwise", "1": "rowwise"}, torch.randn(3, 4)),
+}
+WRONG: dict[str, tuple[nn.Module, Any, Any, str]] = {
+    "own number of heads": (Attention(4, 4, own_count=True), plan(), torch.randn(2, 8, 16), "differs|does not run"),
+    "norm of sharded queries": (Attention(4, 4, norm=True), plan(), torch.randn(2, 8, 16), "gradient of q_norm.weight"),
+    "12 query and 6 key heads": (Attention(12, 6), plan(12, 6), torch.randn(2, 3, 48), "differs|does not run"),
+    "a sum left out": (
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)),
+        {"0": ColwiseParallel(), "1": RowwiseParallel(output_layouts=Shard(0))},
+        torch.randn(3, 4),
+        "does not run",
+    ),
+    "a bias of zeros on every rank": (
+        AddsBias(),
+        {
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(output_layouts=Partial()),
+            "": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+        },
+        torch.randn(3, 4),
+        "output 0 .* differs",
+    ),
+    "a norm on replicated activations": (
+        nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)),
+        {
+            "0": ColwiseParallel(output_layouts=Replicate()),
+            "1": SequenceParallel(sequence_dim=0, use_local_output=True),
+        },
+        torch.randn(4, 4),
+        "gradient of 1.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_plans_that_compute_the_same_are_proven(name: str) -> None:
+    model, styles, inputs = PROVEN[name]
+    before = copy.deepcopy(model.state_dict())
+    verdict = verify(model, styles, MESH, inputs)
+    assert verdict.proven, verdict
+    assert type(next(model.parameters())) is nn.Parameter
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_plans_that_compute_something_else_are_wrong(name: str) -> None:
+    model, styles, inputs, message = WRONG[name]
+    verdict = verify(model, styles, MESH, inputs)
+    assert not verdict.ok and not verdict.proven
+    assert any(re.search(message, line) for line in verdict.wrong), verdict
+
+
+def test_what_was_not_run_is_not_proven() -> None:
+    assert "give example inputs" in verify(MLP(), MLP.plan, MESH).unproven[0]
+    assert "meta device" in verify(MLP("meta"), MLP.plan, MESH, torch.randn(3, 10)).unproven[0]
+    assert "the plain model does not run" in verify(MLP(), MLP.plan, MESH, torch.randn(3, 9)).unproven[0]
+    large = nn.Sequential(nn.Linear(1, MOST_PARAMETERS, bias=False))
+    assert "too much" in verify(large, {"0": "colwise"}, MESH, torch.ones(1, 1)).unproven[0]
+    assert not verify(MLP(), MLP.plan, MESH).proven
+
+
+@pytest.mark.parametrize(
+    ("styles", "problem"),
+    [
+        ({"net1": 3}, "expected a ParallelStyle"),
+        ({"net1": ColwiseParallel().heads(3, 5)}, "have 15 features"),
+        ({"net1": ColwiseParallel().on("pp")}, "names 'pp'"),
+        ({"net2": RowwiseParallel().heads(2, 8)}, "2 heads cannot be sharded"),
+        ({"relu": ColwiseParallel()}, "no sharding for ReLU"),
+    ],
+)
+def test_verify_reports_and_never_raises(styles: Any, problem: str) -> None:
+    verdict = verify(MLP(), styles, MESH, torch.randn(3, 10))
+    assert problem in verdict.errors[0] and not verdict.proven
+    assert "errors: " in repr(verdict) and "<th>errors</th>" in verdict._repr_html_()

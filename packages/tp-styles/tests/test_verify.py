@@ -1,0 +1,44 @@
+"""Covers: plan/verify.py."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from shoal_dtensor import Replicate
+from shoal_mesh import abstract_mesh
+from shoal_tp_styles import (
+    ColwiseParallel,
+    ParallelStyle,
+    PlanError,
+    RowwiseParallel,
+    SequenceParallel,
+    verify,
+)
+from shoal_tp_styles.testing import ModelArgs, Transformer
+
+MESH = abstract_mesh((4,), ("tp",))
+
+
+def test_verify_finds_everything_without_a_process_group() -> None:
+    model = Transformer(ModelArgs(n_layers=1, vocab_size=10, weight_tying=False))
+    before = copy.deepcopy(model.state_dict())
+    plan: dict[str, ParallelStyle | str] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention.w[qkv]": ColwiseParallel().aligned(16),
+        "layers.*.attention.w0": RowwiseParallel(),
+        "norm": SequenceParallel(),
+    }
+    found = verify(model, plan, MESH)
+    assert not found.ok and not found.errors
+    assert "'layers.*.attention.w0'" in found.unmatched[0]
+    assert any("tok_embeddings.weight: dim 0 of 10 in shards of [3, 3, 3, 1] along tp" in line for line in found.uneven)
+    assert any("wq.weight" in line and "[16, 0, 0, 0]" in line for line in found.empty)
+    assert any(line.startswith("output.weight (10, 16) is replicated") for line in found.unsharded)
+    with pytest.raises(PlanError, match=r"unmatched: plan entry"):
+        found.require()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert "expected" not in str(verify(model, {"norm": ColwiseParallel()}, MESH))
+    assert not verify(model, {"norm": ColwiseParallel()}, MESH).ok
