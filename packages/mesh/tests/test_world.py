@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,3 +32,19 @@ def test_ranks_that_disagree_all_get_the_same_error() -> None:
     with pytest.raises(MeshMismatchError, match="names"):
         DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     init_device_mesh("cpu", (4,), mesh_dim_names=(f"m{dist.get_rank()}",), validate=False)
+
+
+ENDS = """
+import atexit, torch.distributed as dist
+atexit.register(lambda: print("still there:", dist.is_initialized()))  # runs after what is registered later
+from shoal_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (1,))
+print("while it runs:", dist.is_initialized())
+"""
+
+
+def test_a_group_that_a_mesh_began_ends_before_the_interpreter() -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    env = {**os.environ, **ranks, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["while it runs: True", "still there: False"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import pickle
+import time
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -75,10 +77,24 @@ def ensure_world(device_type: str) -> ProcessGroup:
                 "abstract_mesh where no communication is needed"
             )
         dist.init_process_group()
+        atexit.register(_end_world)
         world = require_world()
     if device_type not in {"cpu", "meta"}:
         _set_device(device_type, world.rank())
     return world
+
+
+def _end_world() -> None:
+    """At exit, end the default group that this file began.
+
+    A thread of gloo drops the tensors of its last collective a moment after the collective's end, and needs the
+    interpreter's lock for those that Python made; where the interpreter is ending already, that aborts the process
+    (seen in one of eight ends right after a collective). A group that is destroyed waits for its threads. One that a
+    mesh of the program still holds does not; its threads have what they wait for as soon as this one sleeps.
+    """
+    if _torch.default_group() is not None:
+        dist.destroy_process_group()
+        time.sleep(0.01)  # seconds; from the end of a collective to the drop are microseconds
 
 
 def _set_device(device_type: str, rank: int) -> None:
