@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "dtensor" / "tests" / "support"))  # random specs, for hunts and sweeps
+sys.path.append(str(ROOT / "docs" / "examples"))  # the Llama
 
 
 @dataclass(frozen=True, slots=True)
