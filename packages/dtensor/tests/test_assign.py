@@ -49,6 +49,23 @@ def test_what_fits_moves_nothing(left: list[Placement], right: list[Placement], 
     assert sharding.communicating == ()
 
 
+def test_what_fits_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(src: Spec, dst: Spec) -> float:
+        raise AssertionError(f"a price was asked for {src} -> {dst}")
+
+    monkeypatch.setattr("shoal_dtensor.dispatch.assign.price", refuse)
+    assert product_of([S1, S0], [S0, REP]).outputs[0].placements == (SUM, S0)
+    with pytest.raises(AssertionError, match="price"):
+        product_of([S1, S0], [REP, S1])
+
+
+def test_a_row_that_communicates_is_not_free() -> None:
+    left = spec([S0, REP])
+    rows = [Row((S(0),), (R,), traffic=lambda ranks: 1), Row((S(0),), (S(0),))]
+    sharding = assign(rows, ShardingProblem((left,), (left.tensor_meta,)), MESH)
+    assert sharding is not None and sharding.communicating == () and sharding.outputs == (left,)
+
+
 def test_the_smaller_operand_moves() -> None:
     left, right = spec([S0, REP], (1024, 64)), spec([S1, REP])
     problem = ShardingProblem((left, right), (Spec(MESH, [REP, REP], (1024, 64)).tensor_meta,))

@@ -3,7 +3,7 @@
 A row is a candidate on an axis only if some input is already placed so there: no new sharding is invented.  A
 combination of rows fixes every operand's sharding, because all sharded entries of a row share one factor.  Where
 several inputs shard that factor differently, each of their shardings is tried.  The price of a combination is what its
-inputs' redistribution takes.
+inputs' redistribution takes.  Where one exists for which nothing moves and nothing communicates, no other is priced.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
     norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
     rows = with_norms(rows, tuple(norms)) if norms else rows
     whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
+    if (free := _free(rows, whole, problem, mesh)) is not None:
+        return free
     choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
     best: tuple[float, int] | None = None
     cheapest: Sharding | None = None
@@ -82,6 +84,33 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
                 axes = tuple(axis for axis, row in enumerate(combination) if row.communicates)
                 best, cheapest = order, Sharding(inputs, outputs, axes)
     return cheapest
+
+
+def _stays(row: Row, problem: ShardingProblem, axis: int) -> bool:
+    """Whether a row communicates nothing, and every input is already placed as it asks along a mesh axis."""
+    if row.communicates:
+        return False
+    for entry, spec in zip(row.inputs, problem.specs, strict=True):
+        if isinstance(entry, S):
+            if axis not in spec.dim_shardings[entry.dim].axes:
+                return False
+        elif spec.placements[axis] is not entry:
+            return False
+    return True
+
+
+def _free(rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
+    """The first assignment that leaves every input as it is; None if there is none."""
+    choices = []
+    for axis in range(mesh.ndim):
+        staying = _candidates([row for row in rows if _stays(row, problem, axis)], problem, axis)
+        choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
+    for combination in islice(product(*choices), MAX_COMBINATIONS):
+        for inputs, outputs in _resolve(combination, problem, mesh):
+            unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
+            if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
+                return Sharding(inputs, outputs)
+    return None
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:

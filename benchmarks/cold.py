@@ -1,0 +1,127 @@
+"""Operators on shapes that were not seen before, beside torch, in one run: `python benchmarks/cold.py [FILTER]`.
+
+Every call meets a new shape of a kind that is known: even shards, the same placements.  The inputs exist already; what
+is measured is one call, that is to say the decision.  A fake process group: what is left is software.  Medians count,
+and of several rounds the best.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from _timing import report
+
+import shoal_dtensor
+import shoal_mesh
+from shoal_mesh.testing import fake_world
+
+SHAPES, ROUNDS, SEEN = 24, 3, 3
+BAR_MS = 0.2
+MESHES = ((2,), (4,), (2, 2))
+ROWS = 16  # of the operands that do not grow
+
+
+def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -> dict[str, Callable[[int], Any]]:
+    """By name: from a number to a call on tensors whose shapes are that number's own.
+
+    Args:
+        make: from a shape and placements to a DTensor.
+        shard: placements that shard the first dim; ones: those of a replicated tensor.
+    """
+
+    def of(shape: Sequence[int], places: Sequence[Any], run: Callable[..., Any]) -> Callable[[], object]:
+        tensor = make(shape, places)
+        return lambda: run(tensor)
+
+    def add(n: int) -> Callable[[], object]:
+        x, y = make((8 * n, 6), shard), make((8 * n, 6), shard)
+        return lambda: x + y
+
+    def mm(n: int) -> Callable[[], object]:
+        x, w = make((8 * n, 6), shard), make((6, 10), ones)
+        return lambda: x @ w
+
+    def linear(n: int) -> Callable[[], object]:
+        x, w, b = make((8 * n, 4, 6), shard), make((10, 6), ones), make((10,), ones)
+        return lambda: F.linear(x, w, b)
+
+    def layer_norm(n: int) -> Callable[[], object]:
+        x, w, b = make((8 * n, 4, 6), shard), make((6,), ones), make((6,), ones)
+        return lambda: F.layer_norm(x, (6,), w, b)
+
+    return {
+        "add": add,
+        "mm": mm,
+        "linear": linear,
+        "view": lambda n: of((8 * n, 6), shard, lambda x: x.view(-1, 2, 3)),
+        "sum": lambda n: of((8 * n, 6), shard, lambda x: x.sum(0)),
+        "softmax": lambda n: of((8 * n, 6), shard, lambda x: x.softmax(-1)),
+        "layer_norm": layer_norm,
+        "slice": lambda n: of((8 * n, 6), shard, lambda x: x[1:]),
+    }
+
+
+def measure(lib: Any, mesh: Any) -> dict[str, float]:
+    """Milliseconds of the first call on a new shape, per case."""
+    shard, ones = [lib.Shard(0), *[lib.Replicate()] * (mesh.ndim - 1)], [lib.Replicate()] * mesh.ndim
+    if mesh.ndim == 2:
+        shard = [lib.Shard(0), lib.Shard(0)]
+
+    def make(shape: Sequence[int], placements: Sequence[Any]) -> Any:
+        local = [n // mesh.size() if d == 0 and placements is shard else n for d, n in enumerate(shape)]
+        return lib.DTensor.from_local(torch.ones(local), mesh, placements, run_check=False)
+
+    best: dict[str, float] = {}
+    number = ROWS
+    for _ in range(ROUNDS):
+        for name, case in cases(make, shard, ones).items():
+            if len(sys.argv) > 1 and sys.argv[1] not in name:
+                continue
+            times = []
+            gc.collect()
+            for turn in range(SHAPES + SEEN):
+                number += 1
+                run = case(number)
+                begin = time.perf_counter()
+                run()
+                if turn >= SEEN:
+                    times.append((time.perf_counter() - begin) * 1e3)
+            best[name] = min(best.get(name, 1e9), statistics.median(times))
+    return best
+
+
+def main() -> None:
+    import torch.distributed.tensor as theirs
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rows: list[tuple[str, str, float, float, float]] = []
+    for shape in MESHES:
+        size = torch.Size(shape).numel()
+        with fake_world(size):
+            torchs = measure(theirs, init_device_mesh("cpu", shape))
+        with fake_world(size):
+            ours = measure(shoal_dtensor, shoal_mesh.init_device_mesh("cpu", shape))
+        rows += [(name, "x".join(map(str, shape)), torchs[name], ms, ms / torchs[name]) for name, ms in ours.items()]
+    names = [*dict.fromkeys(name for name, *_ in rows)]
+    rows.sort(key=lambda row: names.index(row[0]))
+    report("cold", ["new shape", "mesh", "torch (ms)", "shoal (ms)", "shoal/torch"], rows)
+    over = [f"{name} on {mesh}" for name, mesh, _, ms, _ in rows if ms > BAR_MS]
+    print(f"bar: {BAR_MS} ms each: {'met' if not over else 'MISSED by ' + ', '.join(over)}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main()
