@@ -4,6 +4,9 @@ from . import losses
 from .__about__ import __version__
 from .apply.input_reshard import input_reshard
 from .apply.loading import Loaded, load_sharded
+from .context_parallel.attention_mask import Documents
+from .context_parallel.parallel_attention import context_parallel_attention
+from .context_parallel.sequence_layout import SequenceLayout
 from .data_parallel.fsdp_module import (
     FSDPModule,
     UnshardHandle,
@@ -20,6 +23,7 @@ from .errors import (
     StyleError,
     TiedWeightError,
     UnmatchedPlanWarning,
+    UnsupportedAttentionError,
     UnsupportedModuleError,
 )
 from .losses import sampling as choose
@@ -49,6 +53,7 @@ __all__ = [
     "Collective",
     "ColwiseParallel",
     "DeclaredStyle",
+    "Documents",
     "FSDPModule",
     "HeadParallel",
     "Heads",
@@ -71,11 +76,13 @@ __all__ = [
     "ReplicateModule",
     "RowwiseParallel",
     "SecondOrderError",
+    "SequenceLayout",
     "SequenceParallel",
     "StyleError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
     "UnshardHandle",
+    "UnsupportedAttentionError",
     "UnsupportedModuleError",
     "Verification",
     "Vocab",
@@ -83,6 +90,7 @@ __all__ = [
     "adapter_parameters",
     "auto_plan",
     "choose",
+    "context_parallel_attention",
     "format_plan",
     "fully_shard",
     "input_reshard",

@@ -20,6 +20,8 @@ __all__ = [
     "backward_number",
     "direct",
     "dispatch_modes",
+    "flash_attention",
+    "flash_attention_backward",
     "is_compiling",
     "never_compiled",
     "preserving_versions",
@@ -112,3 +114,29 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 # Inside the block, writes to these tensors do not count: autograd takes what it saved of them for unchanged.
 preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp of torch's CPU attention kernel; none of the tensors is empty."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = op(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(  # noqa: PLR0913  # the kernel's
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values of torch's CPU attention kernel."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return dq, dk, dv

@@ -9,6 +9,7 @@ __all__ = [
     "StyleError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
+    "UnsupportedAttentionError",
     "UnsupportedModuleError",
 ]
 
@@ -31,6 +32,10 @@ class TiedWeightError(PlanError):
 
 class UnsupportedModuleError(StyleError, NotImplementedError):
     """A style cannot shard this type of module; the message names the types it can."""
+
+
+class UnsupportedAttentionError(StyleError, NotImplementedError):
+    """Attention of a sharded sequence does not compute this; the message names what it does."""
 
 
 class SecondOrderError(StyleError, RuntimeError):
