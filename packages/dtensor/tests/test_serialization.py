@@ -1,17 +1,31 @@
-"""Covers: tensor/serialization.py: what a file says of a DTensor is checked before it is built."""
+"""Covers: tensor/serialization.py: what a file says is checked; checkpoints of several boxes."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
-from shoal_dtensor import ArgumentValueError, DTensor, PlacementError, Shard, distribute_tensor, safe_globals
+from shoal_dtensor import (
+    ArgumentValueError,
+    DTensor,
+    Partial,
+    Placement,
+    PlacementError,
+    Replicate,
+    Shard,
+    StridedShard,
+    distribute_tensor,
+    safe_globals,
+)
 from shoal_dtensor.tensor.serialization import rebuild
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import fake_world
+from shoal_mesh.testing import fake_world, on_ranks
 
 
 class Forged:
@@ -59,3 +73,33 @@ def test_what_does_not_fit_is_not_built(
         x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         with pytest.raises(error):
             _loaded(Forged(DTensor, local, x.spec, False, attributes))
+
+
+STRIDED: dict[str, list[Placement]] = {
+    "even": [StridedShard(0, split_factor=3, sizes=(2, 2)), Replicate()],
+    "uneven": [Replicate(), StridedShard(0, split_factor=3, sizes=(3, 1))],
+    "empty": [StridedShard(0, split_factor=3, sizes=(4, 0)), Shard(1)],
+    "nested": [StridedShard(0, split_factor=3, sizes=(3, 1)), StridedShard(0, split_factor=3, sizes=(2, 1, 1, 0))],
+    "two dims": [StridedShard(0, split_factor=3, sizes=(3, 1)), StridedShard(1, split_factor=2, sizes=(1, 2))],
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", STRIDED)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_strided_shards_are_saved_by_runs(kind: str, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    full = torch.arange(72.0).view(12, 6)
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths)
+    strided = distribute_tensor(full, mesh, STRIDED[kind])
+    dcp.save({"x": strided}, checkpoint_id=paths[0])
+    for placements in ([Shard(1), Shard(0)], STRIDED["nested"], STRIDED[kind], [Replicate()] * 2):
+        loaded = distribute_tensor(torch.zeros(12, 6), mesh, placements)
+        dcp.load({"x": loaded}, checkpoint_id=paths[0])
+        torch.testing.assert_close(loaded.full_tensor(), full)
+    with pytest.raises(PlacementError, match="none of the boxes"):
+        strided.__get_tensor_shard__(dcp.metadata.MetadataIndex("x", torch.Size((1, 5))))
+    partial = DTensor.from_local(full, mesh, [Partial(), Replicate()])
+    with pytest.raises(PlacementError, match="a checkpoint cannot hold"):
+        partial.__create_chunk_list__()

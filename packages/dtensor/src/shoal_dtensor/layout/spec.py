@@ -7,6 +7,7 @@ hashes by identity, and whatever follows from a spec (shardings of dims, local s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, product
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
@@ -184,6 +185,27 @@ class Spec:
         if box is None:
             box = boxes[key] = tuple(self.dim_sharding(dim).interval(key) for dim in range(self.ndim))
         return box
+
+    def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]:
+        """The global boxes that the rank at a mesh coordinate holds, each with its place in the local tensor.
+
+        One box, unless the spec is strided; then as many as there are runs, empty ones left out.
+
+        Example:
+            >>> from shoal_mesh import abstract_mesh
+            >>> qkv = StridedShard(0, split_factor=3, sizes=(2, 2))
+            >>> Spec(abstract_mesh((2,)), (qkv,), (12,)).boxes((1,))
+            [(((2, 4),), ((0, 2),)), (((6, 8),), ((2, 4),)), (((10, 12),), ((4, 6),))]
+        """
+        by_dim: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
+        for sharding in self.dim_shardings:
+            if isinstance(sharding, StridedDimSharding):
+                held = sharding.intervals(coordinate)
+            else:
+                held = [sharding.interval(coordinate)]
+            ends = [*accumulate(stop - start for start, stop in held)]
+            by_dim.append([((a, b), (end - (b - a), end)) for (a, b), end in zip(held, ends, strict=True)])
+        return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*by_dim)]
 
     def dim_sharding(self, dim: int) -> DimSharding:
         """How the mesh shards a tensor dim of which every rank holds one interval.

@@ -76,11 +76,23 @@ class StridedDimSharding:
 
     def indices(self, coordinate: Sequence[int]) -> list[int]:
         """Global indices of the elements that the rank at a mesh coordinate holds, in its order."""
-        positions = [0]
+        return [i for start, stop in self.intervals(coordinate) for i in range(start, stop)]
+
+    def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
+        """Global `[start, stop)` of every run of elements that the rank at a mesh coordinate holds, in its order.
+
+        Example:
+            >>> StridedDimSharding(((2, DimSharding((0,), (2,), (3, 3))),), 12).intervals((1,))
+            [(3, 6), (9, 12)]
+        """
+        found = [(0, 1)]
         for n, sharding in zip(self.shape, self.unfolded(), strict=True):
             start, stop = (0, n) if sharding is None else sharding.interval(coordinate)
-            positions = [i * n + j for i in positions for j in range(start, stop)]
-        return positions
+            if (start, stop) == (0, n):
+                found = [(first * n, last * n) for first, last in found]
+            else:
+                found = [(i * n + start, i * n + stop) for first, last in found for i in range(first, last)]
+        return [(start, stop) for start, stop in found if start < stop]
 
     def level(self, runs: int) -> DimSharding | None:
         """The sharding of one run, where the dim is taken as so many runs; None if no axis shards it so."""

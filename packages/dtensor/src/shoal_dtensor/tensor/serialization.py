@@ -1,7 +1,7 @@
 """How a DTensor leaves the process and comes back: deep copies, pickles, `torch.distributed.checkpoint`.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
-rank names the box that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
+rank names the boxes that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
 imported only when one of these is called.  The DTensor class is an argument here: this module is below it.
 """
 
@@ -16,6 +16,7 @@ import torch
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
 from ..layout.spec import Spec
+from ..layout.tensor_meta import Box
 
 __all__ = [
     "checkpoint_chunks",
@@ -96,44 +97,44 @@ def refuse_partial(spec: Spec) -> None:
         raise PlacementError(f"a checkpoint cannot hold {spec!r}: redistribute it to Replicate or Shard first")
 
 
-def _sizes(spec: Spec) -> torch.Size:
-    return torch.Size([0] * spec.ndim) if spec.coordinate is None else spec.local_shape
-
-
-def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
-    """The write item of this rank's shard."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    refuse_partial(spec)
-    if spec.coordinate is None:
-        return []
-    offsets = torch.Size(spec.local_offset)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=offsets, sizes=_sizes(spec)),
-        properties=TensorProperties.create_from_tensor(tensor._local_tensor),
-        size=torch.Size(spec.shape),
-    )
-    return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
-
-
 def checkpoint_chunks(spec: Spec) -> list[Any]:
-    """The chunk that this rank reads or writes."""
+    """The chunks that this rank reads or writes: its boxes of the global tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     refuse_partial(spec)
-    if spec.coordinate is None:
-        return []
-    return [ChunkStorageMetadata(offsets=torch.Size(spec.local_offset), sizes=_sizes(spec))]
+    return [
+        ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(b - a for a, b in box))
+        for box, _ in _boxes(spec)
+    ]
+
+
+def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
+    return [] if spec.coordinate is None else spec.boxes(spec.coordinate)
+
+
+def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
+    """The write items of this rank's shard: one for each of its boxes."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties, size = TensorProperties.create_from_tensor(tensor._local_tensor), torch.Size(spec.shape)
+    return [
+        WriteItem(
+            MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
+        )
+        for chunk in checkpoint_chunks(spec)
+    ]
 
 
 def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tensor:
-    """The local tensor for a metadata index.
+    """The part of the local tensor for a metadata index; a view.
 
     Raises:
         PlacementError: if the index names a box that this rank does not hold.
     """
     refuse_partial(spec)
-    if index.offset is not None and tuple(index.offset) != spec.local_offset:
-        raise PlacementError(f"checkpoint index {index} is not the box at {spec.local_offset} of {spec!r}")
-    return local
+    boxes = _boxes(spec)
+    for box, place in boxes:
+        if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
+            return local[tuple(slice(*interval) for interval in place)]
+    raise PlacementError(f"checkpoint index {index} is none of the boxes of {spec!r} on this rank")
