@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from integration_tests.random_modules.program import SPLITTING, Program, model_of
+from integration_tests.random_modules.program import Program, model_of
 
 from random_specs import draw_spec
 from shoal_mesh import abstract_mesh
@@ -32,7 +32,6 @@ OPTIMIZERS = {
     "LBFGS": ("max_iter=3", "max_iter=3, line_search_fn='strong_wolfe'"),
 }
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-BY_PARAMETER = ("hook", "freeze", "groups")  # features that mean one parameter, which a style may split
 ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ("Adafactor", "LBFGS"))
 
 
@@ -53,12 +52,6 @@ def compose(seed: int) -> Program:
     if plan == "parallelize" and r.random() < 0.75:  # lists that mix plain and distributed parameters are refused
         program = _unmixed(program)
     layouts = _placements(r, program) if plan == "distribute" else _styles(r, program)
-    if any(style in text for text in layouts.values() for style in SPLITTING):
-        program = replace(
-            program,
-            features=tuple(f for f in program.features if f.partition(":")[0] not in BY_PARAMETER),
-            optimizer=program.optimizer.replace("Adafactor", "SGD"),  # its steps depend on a whole matrix
-        )
     return replace(program, layouts=tuple(layouts.items()))
 
 

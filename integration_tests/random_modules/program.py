@@ -9,9 +9,7 @@ import torch
 from integration_tests.random_modules.blocks import BLOCKS
 from torch import Tensor, nn
 
-__all__ = ["SPLITTING", "Model", "Program", "model_of"]
-
-SPLITTING = ("PackedColwiseParallel", "HeadParallel")  # they give each block of a fused parameter a name of its own
+__all__ = ["Model", "Program", "model_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from integration_tests.random_modules.program import SPLITTING, Program
+from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.train import Run, run
 from torch import Tensor
 
@@ -47,12 +47,10 @@ def _difference(plain: Run, sharded: Run) -> str:
     """The first thing that differs; everything is gathered first, so that ranks stay in step whatever differs."""
     whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in sharded.seen.items()}
     odd = sorted(set(whole) ^ set(plain.seen))
-    splits = any(style in text for _, text in plain.program.layouts for style in SPLITTING)
-    if odd and not splits:
+    if odd:
         return f"wrong: other names: {odd[:8]}"
     for name, one in plain.seen.items():
-        skipped = name not in whole or (splits and name.startswith("state "))
-        if not skipped and (text := _unlike(one, whole[name])):
+        if text := _unlike(one, whole[name]):
             return f"wrong: {name}: {text}"
     return ""
 

@@ -93,14 +93,15 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 @on_ranks(4)
-def test_hooks_of_a_fused_parameter_are_refused_before_anything_changes() -> None:
+def test_hooks_of_a_fused_parameter_that_is_split_are_refused_before_anything_changes() -> None:
     module, _, handles = linear()
-    weight = module.weight
+    weight, features = module.weight, module.weight.shape[0]
+    style = PackedColwiseParallel(blocks={"q": features - 1, "k": 1})
     with pytest.raises(LayoutError, match="'weight' has gradient hooks"):
-        parallelize_module(module, all_ranks(), PackedColwiseParallel(blocks=2))
+        parallelize_module(module, all_ranks(), style)
     assert module.weight is weight
     for handle in handles:
         handle.remove()
-    parallelize_module(module, all_ranks(), PackedColwiseParallel(blocks=2))
-    assert module.weight_0.lr_scale == module.weight_1.lr_scale == 0.5
+    parallelize_module(module, all_ranks(), style)
+    assert module.weight_q.lr_scale == module.weight_k.lr_scale == 0.5
     assert unparallelize_module(module).weight.lr_scale == 0.5

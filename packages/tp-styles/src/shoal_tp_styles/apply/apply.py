@@ -19,7 +19,7 @@ from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import Adapter, FusedBlocks, ModuleSharding
-from .fused_parameters import block_rows, check_blocks, fuse_blocks, split_blocks
+from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
 from .parameter_state import carry_over
 
 __all__ = [
@@ -74,11 +74,16 @@ def apply_sharding(
         raise PlanError(already_parallel("", module, sharding.style, earlier))
     check_parameters(module, sharding)
     lowering = _lowering(module, sharding, inner, lower=lower)
-    if sharding.fused is not None:
-        check_blocks(module, sharding.style, sharding.fused)
-        split_blocks(module, sharding.fused, mesh, src_data_rank)
+    fused = sharding.fused
+    splits = fused is not None and fused.splits(mesh.size())
+    if fused is not None and splits:
+        check_blocks(module, sharding.style, fused)
+        split_blocks(module, fused, mesh, src_data_rank)
     if sharding.distributes:
-        _distribute(module, sharding, mesh, src_data_rank, buffers=lowering is Boundary)
+        blocks = {name for name, _ in block_rows(fused)} if fused is not None and splits else set()
+        _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=lowering is Boundary)
+    if fused is not None:
+        load_fused(module, fused, mesh)
     module.__dict__["forward"] = lowering(module, sharding, mesh, inner)
     return module
 
@@ -118,9 +123,14 @@ def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None
 
 
 def _distribute(
-    module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, src_data_rank: int | None, *, buffers: bool
+    module: nn.Module,
+    sharding: ModuleSharding,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+    *,
+    blocks: set[str],
+    buffers: bool,
 ) -> None:
-    blocks = {name for name, _ in block_rows(sharding.fused)} if sharding.fused is not None else set()
     for prefix, owner in module.named_modules():
         for name, param in owner._parameters.items():
             path = f"{prefix}.{name}" if prefix else name
@@ -203,8 +213,8 @@ def plain_module(module: nn.Module) -> nn.Module:
     plain: dict[int, nn.Parameter] = {}
     alive: list[Tensor] = []  # an id is unique among tensors that live
     for owner in module.modules():
-        for sharding, _ in shardings_of(owner):
-            if sharding.fused is not None:
+        for sharding, mesh in shardings_of(owner):
+            if sharding.fused is not None and sharding.fused.splits(mesh.size()):
                 fuse_blocks(owner, sharding.fused)
         owner.__dict__.pop(_UNDECLARED, None)
         if isinstance(owner.__dict__.get("forward"), Lowered):

@@ -1,7 +1,8 @@
-"""Fused parameters as one DTensor per block, and fused again.
+"""Fused parameters whose blocks differ, as one DTensor per block, and fused again.
 
 `weight` becomes `weight_<block>` (and `bias` likewise); the local shards are adjacent in one buffer.  Blocks are
-rows: a fused weight of shape (in, out) is transposed when it is split, and back when it is fused.
+rows: a fused weight of shape (in, out) is transposed when it is split, and back when it is fused.  Where all blocks are
+equal, the fused parameter is one DTensor and keeps its name (see `FusedBlocks.splits`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Replicate, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Spec, distribute_tensor
 from shoal_mesh import DeviceMesh
 
 from .._torch import split_sizes
@@ -22,12 +23,7 @@ from ..sharding.heads import Heads
 from ..sharding.module_sharding import FusedBlocks
 from .parameter_state import carry_over, has_hooks
 
-__all__ = ["block_rows", "check_blocks", "fuse_blocks", "make_adjacent", "split_blocks"]
-
-
-def _fused_names(fused: FusedBlocks) -> tuple[str, str]:
-    """Names of the fused weight and bias."""
-    return f"{fused.prefix}weight", f"{fused.prefix}bias"
+__all__ = ["block_rows", "check_blocks", "fuse_blocks", "load_fused", "make_adjacent", "split_blocks"]
 
 
 def _block_name(kind: str, block: str) -> str:
@@ -48,7 +44,7 @@ def _rows(tensor: Tensor, fused: FusedBlocks) -> Iterator[tuple[str, Heads, Tens
 
 def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]:
     """Parameter of each block -> (fused name, its first row in the fused parameter, rows of the fused parameter)."""
-    for kind in _fused_names(fused):
+    for kind in fused.names:
         start = 0
         for name, heads in fused.blocks.items():
             yield _block_name(kind, name), (kind, start, fused.features)
@@ -57,7 +53,7 @@ def block_rows(fused: FusedBlocks) -> Iterator[tuple[str, tuple[str, int, int]]]
 
 def make_adjacent(module: nn.Module, fused: FusedBlocks) -> None:
     """Put the local shards of a module's blocks into one buffer again, where they have been replaced."""
-    for kind in _fused_names(fused):
+    for kind in fused.names:
         params: list[Any] = [module._parameters[_block_name(kind, name)] for name in fused.blocks]
         if len(params) > 1 and all(isinstance(param, DTensor) for param in params):
             for param, shard in zip(params, _adjacent([param.detach() for param in params]), strict=True):
@@ -71,7 +67,7 @@ def check_blocks(module: nn.Module, style: str, fused: FusedBlocks) -> None:
         TiedWeightError: if a fused parameter is a DTensor already.
         LayoutError: if it has gradient hooks, which would have to see all blocks at once.
     """
-    for kind in _fused_names(fused):
+    for kind in fused.names:
         param: Tensor | None = module._parameters.get(kind)
         if isinstance(param, DTensor):
             raise TiedWeightError(f"{style}: the fused parameter {kind!r} is a DTensor already; it cannot be split")
@@ -84,7 +80,7 @@ def check_blocks(module: nn.Module, style: str, fused: FusedBlocks) -> None:
 
 def split_blocks(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replace the fused parameters of a module by one DTensor parameter per block."""
-    for kind in _fused_names(fused):
+    for kind in fused.names:
         param = module._parameters.get(kind)
         if param is None:
             for block in fused.blocks:
@@ -100,8 +96,11 @@ def split_blocks(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh, src_da
             replacement = nn.Parameter(shard, requires_grad=param.requires_grad)
             carry_over(param, replacement)
             module.register_parameter(_block_name(kind, block), replacement)
-    if "" not in fused.blocks:
-        module.register_load_state_dict_pre_hook(_SplitOnLoad(fused, mesh))  # type: ignore[no-untyped-call]  # torch
+
+
+def load_fused(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh) -> None:
+    """Have `load_state_dict` take fused parameters, plain or DTensors of any layout."""
+    module.register_load_state_dict_pre_hook(_LoadFused(fused, mesh))  # type: ignore[no-untyped-call]  # torch
 
 
 def _shard(rows: Tensor, heads: Heads, mesh: DeviceMesh) -> DTensor:
@@ -116,29 +115,39 @@ def _adjacent(tensors: list[DTensor]) -> list[DTensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _SplitOnLoad:
-    """Before loading: a fused entry of the state dict becomes the entries of the blocks."""
+class _LoadFused:
+    """Before loading: a fused entry of the state dict becomes what the module has in its place."""
 
     fused: FusedBlocks
     mesh: DeviceMesh
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        for kind in _fused_names(self.fused):
-            full = state_dict.get(prefix + kind)
-            if full is None or module._parameters.get(kind) is not None:
-                continue
-            del state_dict[prefix + kind]
-            with torch.no_grad():
-                plain = _full(full)  # also a DTensor, as a checkpoint of another plan has it
-            for block, heads, rows in _rows(plain, self.fused):
-                state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, self.mesh)
+        for kind in self.fused.names:
+            full, held = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
+            if isinstance(held, DTensor) and isinstance(full, Tensor) and full.shape == held.shape:
+                state_dict[prefix + kind] = _like(full.detach(), held.spec)
+            elif held is None and full is not None and self.fused.splits(self.mesh.size()):
+                self.split(state_dict, prefix, kind)
+
+    def split(self, state_dict: dict[str, Any], prefix: str, kind: str) -> None:
+        """Replace a fused entry by those of the blocks."""
+        with torch.no_grad():
+            plain = _full(state_dict.pop(prefix + kind))  # also a DTensor, as a checkpoint of another plan has it
+        for block, heads, rows in _rows(plain, self.fused):
+            state_dict[prefix + _block_name(kind, block)] = _shard(rows, heads, self.mesh)
+
+
+def _like(full: Tensor, spec: Spec) -> DTensor:
+    if isinstance(full, DTensor):  # as a checkpoint of another plan has it
+        return full.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+    return distribute_tensor(full, spec.mesh, spec.placements, src_data_rank=None, shard_order=spec.shard_order)
 
 
 def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
     """The fused plain parameters again, in place of those of the blocks."""
     if "" in fused.blocks:
         return
-    for kind in _fused_names(fused):
+    for kind in fused.names:
         params = [module._parameters.pop(_block_name(kind, block)) for block in fused.blocks]
         present = [param for param in params if param is not None]
         if not present:

@@ -122,8 +122,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
     for owner in module.modules():
-        for sharding, _ in shardings_of(owner):
-            if sharding.fused is not None:
+        for sharding, mesh in shardings_of(owner):
+            if sharding.fused is not None and sharding.fused.splits(mesh.size()):
                 make_adjacent(owner, sharding.fused)
     return loaded
 
@@ -180,8 +180,8 @@ def _entries(module: nn.Module) -> Iterator[_Entry]:
 
 def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]:
     """Parameter of a block -> (fused name, first row, rows of the fused parameter, whether that is transposed)."""
-    for sharding, _ in shardings_of(owner):
-        if sharding.fused is not None:
+    for sharding, mesh in shardings_of(owner):
+        if sharding.fused is not None and sharding.fused.splits(mesh.size()):
             for name, where in block_rows(sharding.fused):
                 yield name, (*where, sharding.fused.transposed)
 
@@ -195,29 +195,31 @@ def _fill(entry: _Entry, reader: _Reader, loaded: Loaded, filled: dict[int, Tens
     if id(entry.tensor) in filled:
         return
     tensor = entry.tensor
-    slices = _slices(tensor, entry.first_row)
-    shard = reader.read(entry.source, slices[::-1]).t() if entry.transposed else reader.read(entry.source, slices)
-    loaded.bytes_read += shard.numel() * shard.element_size()
     local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
+        target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
+        for slices, place in _slices(tensor, entry.first_row):
+            read = (
+                reader.read(entry.source, slices[::-1]).t() if entry.transposed else reader.read(entry.source, slices)
+            )
+            loaded.bytes_read += read.numel() * read.element_size()
+            target[place].copy_(read)
         if not local.is_meta:
-            local.copy_(shard)
             return
-        device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
-        fresh = shard.to(device=device, dtype=tensor.dtype, copy=True).contiguous()
-        value: Tensor = DTensor(fresh, tensor.spec) if isinstance(tensor, DTensor) else fresh
+        value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
     replacement = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     filled[id(tensor)] = entry.table[entry.name] = replacement
 
 
-def _slices(tensor: Tensor, first_row: int) -> Slices:
-    """This rank's shard, as slices of the source's entry."""
+def _slices(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
+    """This rank's boxes, as slices of the source's entry and of the local tensor."""
+    box = tuple((0, size) for size in tensor.shape)
+    boxes = [(box, box)]
     if isinstance(tensor, DTensor):
         spec = tensor.spec
         assert spec.coordinate is not None, "only ranks of the mesh load"
-        bounds = list(spec.box(spec.coordinate))
-    else:
-        bounds = [(0, size) for size in tensor.shape]
-    if first_row and bounds:
-        bounds[0] = (bounds[0][0] + first_row, bounds[0][1] + first_row)
-    return tuple(slice(start, stop) for start, stop in bounds)
+        boxes = spec.boxes(spec.coordinate)
+    for whole, place in boxes:
+        rows = [(start + first_row, stop + first_row) for start, stop in whole[:1]]
+        yield tuple(slice(*bounds) for bounds in (*rows, *whole[1:])), tuple(slice(*bounds) for bounds in place)

@@ -17,12 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, local_shard
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    local_shard,
+    redistribute_shards,
+)
 from shoal_mesh import DeviceMesh
 
 from ..apply.parameter_state import carry_over
 from ..errors import LayoutError
 from ..lowering.parameters import grad_hooked
+from ..sharding.module_sharding import shard_sizes
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["DataAxes", "ShardedParameter", "shard_parameter"]
@@ -259,13 +270,38 @@ def _joined(
     if isinstance(shard, Shard):
         dim = shard.dim % len(inner.shape)
         over[dim] = (*over.get(dim, ()), *range(first, axes.mesh.ndim))
+        placements[first:] = _within(inner.placements, shard.on_dim(dim), axes)
     return mesh, [*placements, *inner.placements], tuple(sorted(over.items()))
+
+
+def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
+    """The placements on the sharding data axes of a parameter that styles have placed: within its runs if it has some.
+
+    3 runs of 8 rows, 4 of each on a rank of the style's axis: data axes shard the 4, so that every rank has 3 runs.
+    """
+    shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
+    runs = next((p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim), None)
+    if runs is None or runs.sizes is None:
+        return [shard] * axes.sharded
+    if shard.sizes is not None:
+        raise LayoutError(
+            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no sizes: {runs!r}"
+        )
+    placements: list[Placement] = []
+    sizes = list(runs.sizes)
+    for ranks in shape:
+        sizes = [n for size in sizes for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)]
+        placements.append(StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes))
+    return placements
 
 
 def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
     """This rank's shard of a tensor that the data axes hold replicated, as a view."""
     if target.coordinate is None:
         return local.new_empty(target.local_shape)
+    if target.is_strided:
+        (shard,) = redistribute_shards([local], [(source, target)]).wait()  # every rank has all that it is to have
+        return shard
     start = source.box(target.coordinate)
     for dim, ((low, high), (base, _)) in enumerate(zip(target.box(target.coordinate), start, strict=True)):
         local = local.narrow(dim, low - base, high - low)

@@ -82,12 +82,15 @@ class _Block:
 class FusedLowering(Lowered):
     """Base of the lowerings of fused modules: their parameters, concatenated."""
 
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "columns")
 
     def resolve(self) -> None:
         fused = self.sharding.fused
         assert fused is not None, "the style declared blocks"
-        self.blocks = [_Block(name, self._replicas(heads)) for name, heads in fused.blocks.items()]
+        self.blocks = [_Block("", None)]  # all of them in one parameter
+        if fused.splits(self.comm.size):
+            self.blocks = [_Block(name, self._replicas(heads)) for name, heads in fused.blocks.items()]
+        self.columns = fused.names[0] if fused.transposed and not fused.splits(self.comm.size) else ""
 
     def _replicas(self, heads: Heads) -> Comm | None:
         """The ranks that hold the same head as this one."""
@@ -95,7 +98,11 @@ class FusedLowering(Lowered):
         return None if mesh.ndim == 1 else mesh.comm(1)
 
     def concatenate(self, kind: str) -> Tensor | None:
-        """The local matrix (or bias) of all blocks."""
+        """The local matrix (or bias) of all blocks, as rows."""
+        matrix = self._concatenated(kind)
+        return matrix.t() if matrix is not None and kind == self.columns else matrix
+
+    def _concatenated(self, kind: str) -> Tensor | None:
         params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
         if params[0] is None:
             return None

@@ -227,9 +227,8 @@ def _local_bytes(use: Use, name: str, param: Tensor, ranks: int) -> int:
     """Bytes of a parameter on the rank that holds most of it."""
     assert use.sharding is not None, "only declared styles are measured"
     fused = use.sharding.fused
-    if fused is not None and "." not in name:
-        rows = sum(heads.features_per_rank(ranks) for heads in fused.blocks.values())
-        return _nbytes(param) * rows // fused.features
+    if fused is not None and name in fused.names:
+        return _nbytes(param) * max(fused.rows(ranks)) // fused.features
     placement = use.sharding.placement(name, ranks)
     if not isinstance(placement, Shard):
         return _nbytes(param)

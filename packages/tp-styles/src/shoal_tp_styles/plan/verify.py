@@ -14,7 +14,7 @@ from shoal_dtensor import Shard
 from shoal_mesh import DeviceMesh
 
 from ..errors import PlanError, StyleError
-from ..sharding.module_sharding import FusedBlocks, shard_sizes
+from ..sharding.module_sharding import shard_sizes
 from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve
 from .trial import Trial, try_plan
 
@@ -133,20 +133,19 @@ def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
         return
     fused = use.sharding.fused
     for name, param in use.module.named_parameters():
-        if not use.sharding.shards(name) or (fused is not None and _replicates(fused, mesh.size())):
+        if not use.sharding.shards(name):
             continue
-        placement = use.sharding.placement(name, mesh.size())
-        assert isinstance(placement, Shard), "only sharded parameters have shards"
-        sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size())
-        if len(set(sizes)) > 1:
-            path = f"{use.path}.{name}" if use.path else name
+        if fused is not None and name in fused.names:
+            sizes, size = fused.rows(mesh.size()), f"{len(fused.blocks)} blocks of {fused.features} rows"
+        else:
+            placement = use.sharding.placement(name, mesh.size())
+            assert isinstance(placement, Shard), "only sharded parameters have shards"
+            sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size())
             of = f" (multiples of {placement.multiple_of})" if placement.multiple_of > 1 else ""
             size = f"dim {placement.dim} of {param.shape[placement.dim]}{of}"
+        if len(set(sizes)) > 1:
+            path = f"{use.path}.{name}" if use.path else name
             yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[0]}", 0 in sizes
-
-
-def _replicates(fused: FusedBlocks, ranks: int) -> bool:
-    return any(heads.replicated(ranks) for heads in fused.blocks.values())
 
 
 def _unsharded(resolved: Resolved) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal_dtensor import Placement, Replicate, Shard
+from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 
 from .heads import Heads, HeadShard
 
@@ -30,10 +30,10 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class FusedBlocks:
-    """A fused weight (and bias) whose blocks of rows become one DTensor parameter each.
+    """A fused weight (and bias) whose blocks of rows are sharded each by itself.
 
     Attributes:
-        blocks: name -> features, in the order of the rows.  One block named "" keeps the parameter's name.
+        blocks: name -> features, in the order of the rows.
         prefix: the fused parameters are `<prefix>weight` and `<prefix>bias`.
         transposed: the fused weight has shape (in, out) instead of (out, in).
     """
@@ -46,6 +46,39 @@ class FusedBlocks:
     def features(self) -> int:
         """Rows of the fused weight."""
         return sum(heads.features for heads in self.blocks.values())
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the fused weight and bias."""
+        return f"{self.prefix}weight", f"{self.prefix}bias"
+
+    def splits(self, ranks: int) -> bool:
+        """Whether each block becomes a parameter of its own.
+
+        Equal blocks are equal runs of one dim, of which every rank has the same rows: a `StridedShard`. What ranks have
+        of other blocks, or of heads that several ranks hold, is no sharding of the fused dim.
+        """
+        return len({*self.blocks.values()}) > 1 or any(heads.replicated(ranks) for heads in self.blocks.values())
+
+    def placement(self, name: str, ranks: int) -> Shard | StridedShard:
+        """The placement over so many ranks of the fused weight or bias, where it is one parameter."""
+        heads = next(iter(self.blocks.values()))
+        shard = HeadShard(int(self.transposed and name == self.names[0]), heads).on(ranks)
+        if len(self.blocks) == 1:
+            return shard
+        sizes = shard_sizes(heads.features, shard, ranks)
+        return StridedShard(shard.dim, split_factor=len(self.blocks), sizes=sizes)
+
+    def rows(self, ranks: int) -> list[int]:
+        """Rows of all blocks on each rank."""
+        held = [0] * ranks
+        for heads in self.blocks.values():
+            shared = heads.replicated(ranks)
+            sizes = (
+                [heads.size] * ranks if shared else shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
+            )
+            held = [rows + size for rows, size in zip(held, sizes, strict=True)]
+        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +136,15 @@ class ModuleSharding:
 
     def placement(self, name: str, ranks: int) -> Placement:
         """The placement of a parameter or buffer over so many ranks."""
+        if self.fused is not None and name in self.fused.names and not self.fused.splits(ranks):
+            return self.fused.placement(name, ranks)
         placement = self.parameters.get(name, Replicate())
         return placement.on(ranks) if isinstance(placement, HeadShard) else placement
 
     def shards(self, name: str) -> bool:
         """Whether a parameter is sharded."""
+        if self.fused is not None and name in self.fused.names:
+            return True
         return isinstance(self.parameters.get(name), Shard | HeadShard)
 
     def input_port(self, index: int = 0) -> Port:

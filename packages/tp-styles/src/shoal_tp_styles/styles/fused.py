@@ -1,9 +1,11 @@
 """`PackedColwiseParallel`: one Linear that computes several projections (q, k, v; gate, up), each sharded on its own.
 
-A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each block, which no
-sharding of the fused weight gives.  The style splits it into one DTensor parameter per block (`weight_q`, `weight_k`,
-...), whose local shards are adjacent in one buffer, so the product stays fused and nothing is copied.  Optimizers,
-gradient norms and checkpoints see ordinary DTensors; a fused `weight` in a state dict is split on loading.
+A fused weight holds its blocks of rows one after the other, and every rank needs a shard of each block.  Equal blocks
+are equal runs of the fused rows, so the weight stays one parameter, a DTensor with a `StridedShard`; checkpoints have
+the names and the values of one device.  Blocks of different sizes, and heads that several ranks hold, are no sharding
+of the fused rows: there the style makes one DTensor parameter per block (`weight_q`, `weight_k`, ...), whose local
+shards are adjacent in one buffer, so the product stays fused and nothing is copied.  A fused `weight` in a state dict
+is split on loading.
 """
 
 from __future__ import annotations
@@ -77,7 +79,6 @@ class PackedColwiseParallel(DeclaredStyle):
         port = Port(self.input_layouts or Replicate(), Replicate())
         return ModuleSharding(
             "PackedColwiseParallel",
-            {"weight": Shard(0), "bias": Shard(0)},
             inputs=(port,),
             outputs=(Port(Shard(-1), Shard(-1)),),
             lowering=FusedColumn,

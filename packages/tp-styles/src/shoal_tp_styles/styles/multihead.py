@@ -23,7 +23,8 @@ class HeadParallel(DeclaredStyle):
     """Give each rank some heads of an `nn.MultiheadAttention`: projections by columns, the output projection by rows.
 
     Query, key and value arrive replicated; the output leaves replicated (or sharded, by `output_layouts`), after one
-    reduction.  The fused `in_proj_weight` becomes one parameter per projection (`in_proj_weight_q`, ...).
+    reduction.  The fused `in_proj_weight` stays one parameter; of each of its three blocks a rank holds the rows of its
+    heads.
 
     Args:
         output_layouts: layout of the output; Replicate if left out.
