@@ -108,7 +108,12 @@ _ITS_OWN_TENSORS = (
     "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
 )
 _ITS_OWN_SHARDING = ("torch.distributed.fsdp", "shoal_tp_styles.fully_shard or shoal_tp_styles.replicate")
+_ITS_OWN_COLLECTIVES = (
+    "torch.distributed._functional_collectives",
+    "the collectives of shoal_mesh, which take the mesh, or mesh.get_group(axis) here",
+)
 _MADE_FOR_ITS_OWN_MESH = {
+    "torch.distributed._functional_collectives": _ITS_OWN_COLLECTIVES,
     "torch.distributed.fsdp._fully_shard._fsdp_common": _ITS_OWN_SHARDING,
     "torch.distributed.fsdp._init_utils": _ITS_OWN_SHARDING,
     "torch.distributed.tensor._api": _ITS_OWN_TENSORS,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import _torch
-from .._torch import ProcessGroup, constant_when_compiled
+from .._torch import ProcessGroup, constant_when_compiled, refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice
@@ -363,6 +363,10 @@ class DeviceMesh(CommunicatorGrid):
         return self._get_root_mesh()._flattened
 
     # --- as a value -------------------------------------------------------------------------------------------------
+
+    def __format__(self, spec: str) -> str:
+        refuse_its_own_mesh(self)  # torch's functional collectives format a group that they do not know
+        return super().__format__(spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Ranks, names and choices; groups are looked up again where the mesh is unpickled."""
