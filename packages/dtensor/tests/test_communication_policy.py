@@ -190,4 +190,7 @@ def test_no_rule_communicates_where_it_is_forbidden(mesh: DeviceMesh, share: int
         calls = [call for found in recorded(frozenset(chosen), samples=1, per_op=2).values() for call in found]
         needing, refused, leaks = _forbidden_anywhere(mesh, calls)
     assert leaks == []
-    assert refused == needing
+    assert needing <= refused
+    # Windows that may read of a neighbour's shard are refused also where its border happens to lie between two windows.
+    spared = {"avg_pool2d", "avg_pool2d_backward"}
+    assert {where.split(".")[1] for where in refused - needing} <= spared

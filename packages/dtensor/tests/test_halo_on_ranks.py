@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from operator_calls import recording
@@ -203,7 +203,6 @@ def test_transposed_convolutions_of_two_sharded_dims() -> None:
 SMALL = st.integers(1, 4)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), SMALL, SMALL, st.integers(0, 4), SMALL, st.lists(st.integers(0, 5), min_size=4, max_size=4))
 def test_shards_make_all_outputs_once_in_order(
     length: int, kernel: int, stride: int, padding: int, dilation: int, weights: list[int]

@@ -65,7 +65,7 @@ def test_uneven_nested_gather_that_torch_corrupts() -> None:
         assert torch.equal(shard, full)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), st.sampled_from(MESHES), st.sampled_from([(), ("sum",), ("min",)]))
 def test_there_and_back(seed: int, mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
     ((src, dst),) = spec_pairs(seed, 1, mesh_shapes=[mesh_shape], ops=ops, ragged=0.5)
@@ -73,7 +73,7 @@ def test_there_and_back(seed: int, mesh_shape: tuple[int, ...], ops: tuple[str, 
     check(dst, src, seed % 1000)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.sampled_from(MESHES))
 def test_an_exchange_moves_only_what_must_move(seed: int, mesh_shape: tuple[int, ...]) -> None:
     ((src, dst),) = spec_pairs(seed, 1, mesh_shapes=[mesh_shape], ops=())

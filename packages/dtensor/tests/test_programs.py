@@ -207,14 +207,14 @@ def test_programs_that_were_wrong(program: Program) -> None:
     rank_pool(4).run(compare, program)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(PROGRAM)
 def test_random_programs_equal_one_device(program: Program) -> None:
     rank_pool(4).run(compare, program)
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=600, suppress_health_check=list(HealthCheck))
 @given(PROGRAM)
 def test_many_random_programs_equal_one_device(program: Program) -> None:
     rank_pool(4).run(compare, program)

@@ -99,7 +99,7 @@ class SearchGraph:
 CASES = [((4, 4), (8192, 8192)), ((2, 4), (64, 64)), ((2, 2, 2), (1024, 1024)), ((3, 2), (12, 7))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(CASES))
 def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """The search returns the optimum over all states, and its floor is never above it."""
@@ -114,7 +114,7 @@ def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, .
     assert not proven or route.seconds <= best * (1 + 1e-9), f"{src} {dst} {links} {route}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from(CASES))
 def test_bounds_never_overestimate(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     rng = Random(seed)
@@ -131,7 +131,7 @@ def test_bounds_never_overestimate(seed: int, case: tuple[tuple[int, ...], tuple
                 assert state.through <= (reached[state] + seconds) * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_edges_cost_what_the_search_took_them_for(seed: int) -> None:
     rng = Random(seed)
@@ -170,7 +170,7 @@ def stepwise_seconds(src: Spec, dst: Spec, topology: Topology, order: list[int])
     return seconds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.sampled_from([((2, 2, 2, 2), (64,) * 4), ((2, 4, 2), (512, 512, 512))]))
 def test_no_worse_than_one_axis_after_the_other(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     """However early the search stops."""

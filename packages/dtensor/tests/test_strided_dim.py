@@ -60,7 +60,7 @@ def filled(shape: Any) -> torch.Tensor:
     return torch.arange(prod(shape), dtype=torch.float64).view(tuple(shape))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cut_tensors(), st.sampled_from([(0, 2), (1, 3), (0, 3)]))
 def test_flattening_and_unflattening_any_sharding_moves_nothing(spec: Spec, dims: tuple[int, int]) -> None:
     start, stop = dims
@@ -72,7 +72,7 @@ def test_flattening_and_unflattening_any_sharding_moves_nothing(spec: Spec, dims
     assert viewed(flat, *spec.shape).same_layout(spec)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cut_tensors(), cut_tensors(), st.integers(0, 8))
 def test_redistribution_to_and_from_folded_dims(spec: Spec, other: Spec, pick: int) -> None:
     shape = (prod(spec.shape[:2]), spec.shape[2])

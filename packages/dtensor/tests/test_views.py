@@ -109,7 +109,7 @@ def test_every_operator_of_the_tables_has_a_case() -> None:
 SHAPES = st.lists(st.integers(1, 6), max_size=4)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(SHAPES, st.data())
 def test_reshapes_of_random_shapes(shape: list[int], data: st.DataObject) -> None:
     target, rest = [], prod(shape)

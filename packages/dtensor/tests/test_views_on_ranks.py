@@ -391,7 +391,7 @@ def run_program(shape: list[int], cuts: list[tuple[str, int]], program: list[Ste
 
 
 # No shrinking: a failing program takes the pool down, and programs are short as they are.
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(programs())
 def test_random_programs_equal_one_device(program: tuple[list[int], list[tuple[str, int]], list[Step]]) -> None:
     rank_pool(4).run(run_program, *program, timeout=30)

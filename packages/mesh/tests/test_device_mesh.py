@@ -134,7 +134,7 @@ def test_pickles_find_the_groups_and_slices_follow_the_rank() -> None:
 
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
 def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataObject) -> None:
     from torch.distributed.device_mesh import DeviceMesh as Theirs

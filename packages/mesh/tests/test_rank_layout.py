@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_mesh import Layout, MeshError
@@ -29,7 +29,6 @@ def brute(layout: Layout) -> dict[tuple[int, ...], int]:
     return dict(zip(product(*map(range, layout.shape)), layout.members(), strict=True))
 
 
-@settings(deadline=None)
 @given(permuted())
 def test_coordinates_and_members_invert_each_other(layout: Layout) -> None:
     table = brute(layout)
@@ -43,26 +42,22 @@ def test_coordinates_and_members_invert_each_other(layout: Layout) -> None:
     assert layout.size == len(table) == prod(layout.shape)
 
 
-@settings(deadline=None)
 @given(permuted())
 def test_a_line_is_the_members(layout: Layout) -> None:
     assert tuple(layout.line()) == layout.members()
 
 
-@settings(deadline=None)
 @given(permuted())
 def test_fit_finds_the_same_layout_from_its_members(layout: Layout) -> None:
     assert Layout.fit(layout.shape, layout.members()) == layout
 
 
-@settings(deadline=None)
 @given(st.permutations(range(8)), st.sampled_from([(8,), (2, 4), (2, 2, 2)]))
 def test_fit_is_right_or_gives_up(members: list[int], shape: tuple[int, ...]) -> None:
     found = Layout.fit(shape, members)
     assert found is None or found.members() == tuple(members)
 
 
-@settings(deadline=None)
 @given(permuted(), st.data())
 def test_select_fixes_the_other_axes(layout: Layout, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(range(layout.ndim)), unique=True, min_size=1))
@@ -76,7 +71,6 @@ def test_select_fixes_the_other_axes(layout: Layout, data: st.DataObject) -> Non
         assert part(coordinate) == table[tuple(full)]
 
 
-@settings(deadline=None)
 @given(permuted(), st.data())
 def test_flatten_keeps_row_major_order_and_unflatten_undoes_it(layout: Layout, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, layout.ndim - 1))
@@ -96,7 +90,6 @@ def test_unflatten_that_no_strides_say() -> None:
     assert flat.unflatten(0, (2, 3)) is None
 
 
-@settings(deadline=None)
 @given(shapes, st.integers(1, 4), st.data())
 def test_complement_tiles_the_world(shape: tuple[int, ...], more: int, data: st.DataObject) -> None:
     world = prod(shape) * more

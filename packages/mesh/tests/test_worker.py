@@ -49,7 +49,7 @@ def test_a_destroyed_group_comes_back() -> None:
     assert rank_pool(2).run(dist.get_world_size) == [2, 2]
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(st.integers(0, 100))
 @on_ranks(2)
 def test_hypothesis_chooses_here_and_the_body_runs_there(x: int) -> None:
