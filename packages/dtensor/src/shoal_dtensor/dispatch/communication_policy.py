@@ -18,6 +18,7 @@ from ..errors import CommunicationForbiddenError
 from ..scopes import Scope, current
 
 if TYPE_CHECKING:
+    from ..layout.spec import Spec
     from ..redistribute.steps import Plan
 
 __all__ = ["notice_of", "obey", "watched"]
@@ -42,15 +43,19 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
     return message
 
 
-def obey(what: str, plans: Sequence[Plan]) -> None:
-    """Apply the policy that holds to plans that a gradient or a read is about to run.
+def obey(what: str, spec: Spec, way: Plan) -> None:
+    """Apply the policy that holds to a plan that a gradient or a read is about to run.
+
+    Args:
+        what: what runs it; spec: that of the tensor it belongs to. Both are for the message: text costs 5 us.
+        way: the plan.
 
     Raises:
-        CommunicationForbiddenError: if one of them communicates and must not.
+        CommunicationForbiddenError: if it communicates and must not.
     """
     scope = current()
-    if scope.communication != "allow":
-        notice = notice_of(what, [f"  {p.src!r} -> {p.dst!r}\n{p}" for p in plans if p.collectives], scope)
+    if way.collectives and scope.communication != "allow":
+        notice = notice_of(f"{what} {spec!r}", [f"  {way.src!r} -> {way.dst!r}\n{way}"], scope)
         if notice:
             warn(notice, stacklevel=3)
 

@@ -54,14 +54,13 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
     source = tensor._spec
     if source is target:
         return tensor
-    local = tensor._local_tensor
-    if source.same_layout(target):
-        return wrap(cls, local, target)
-    return _moved(cls, tensor, plan(source, target), local, async_op)
+    return _moved(cls, tensor, plan(source, target), tensor._local_tensor, async_op)
 
 
 def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """A DTensor of the local tensor that arrives; in lockstep the ranks compare what it is for."""
+    if not way.steps:
+        return wrap(cls, local, way.dst)
     if in_lockstep():
         with purpose(f"redistribute {way.src!r} -> {way.dst!r}"):
             return _arriving(cls, tensor, way, local, async_op)
@@ -136,8 +135,7 @@ class FromLocal(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.spec)
         target = _like(ctx.gradient, grad._spec)
-        if not grad._spec.same_layout(target):
-            obey(f"the gradient of from_local of {ctx.spec!r}", [plan(grad._spec, target)])
+        obey("the gradient of from_local of", ctx.spec, plan(grad._spec, target))
         if torch.is_grad_enabled():
             local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
         else:

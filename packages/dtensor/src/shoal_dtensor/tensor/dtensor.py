@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar
 
@@ -73,10 +74,10 @@ class DTensor(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
-    @property
-    def spec(self) -> Spec:
-        """Mesh, placements, shard order, global shape, stride and dtype in one interned value."""
-        return self._spec
+    spec: Spec = property(  # type: ignore[assignment]  # a property is read as its value
+        attrgetter("_spec"),  # no call in Python: backward passes of lowered modules read it four times per parameter
+        doc="Mesh, placements, shard order, global shape, stride and dtype in one interned value.",
+    )
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -179,14 +180,14 @@ class DTensor(torch.Tensor):
             PlacementError: if the placements do not fit or name a partial state that the tensor is not in.
         """
         target = target_spec(self._spec, device_mesh, placements, shard_order)
-        for dtype in (forward_dtype, backward_dtype):
-            if dtype is not None:
-                check_type("redistribute", "a dtype", dtype, torch.dtype, "a torch.dtype")
+        if forward_dtype is not None or backward_dtype is not None:
+            for dtype in (forward_dtype, backward_dtype):
+                check_type("redistribute", "a dtype", dtype, (torch.dtype, type(None)), "a torch.dtype")
         if torch.is_grad_enabled() and self.requires_grad:
             moved: DTensor = apply(Redistribute, self, DTensor, target, (forward_dtype, backward_dtype), async_op)
             return moved
-        source = self if forward_dtype in (None, self.dtype) else self.to(forward_dtype)
-        target = target if target.dtype == source.dtype else target.with_(dtype=source.dtype)
+        source = self if forward_dtype is None or forward_dtype == self.dtype else self.to(forward_dtype)
+        target = target if forward_dtype is None else target.with_(dtype=forward_dtype)
         return redistributed(DTensor, source, target, async_op=async_op)  # type: ignore[no-any-return]  # gives the class it gets
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -250,8 +251,7 @@ class DTensor(torch.Tensor):
     def _gathered(self, reader: str) -> Any:
         """The global tensor for a read that does not say that it communicates; not differentiable."""
         replicated = self._spec.with_(placements=[Replicate()] * self._spec.mesh.ndim)
-        if not self._spec.same_layout(replicated):
-            obey(f"{reader} of {self._spec!r}", [plan(self._spec, replicated)])
+        obey(f"{reader} of", self._spec, plan(self._spec, replicated))
         with torch.no_grad():
             return self.full_tensor()
 

@@ -68,7 +68,7 @@ class ParameterGradientHook:
         if not recorded and scope is not None and scope.takes(gradient):
             return gradient
         way = plan(spec, target)
-        obey(f"the gradient of a leaf {self.spec!r}", [way])
+        obey("the gradient of a leaf", self.spec, way)
         if recorded:
             return apply(Redistribute, gradient, self.cls, target, (None, None), False)
         if not way.collectives or way.bytes_sent > BUCKET:

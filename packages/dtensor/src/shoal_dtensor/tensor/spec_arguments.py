@@ -26,7 +26,7 @@ from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import contiguous_stride
-from ..scopes import current
+from ..scopes import own_scope
 
 __all__ = ["check_replicated", "check_shards", "compared_shapes", "global_spec", "mesh_or_current", "target_spec"]
 
@@ -59,12 +59,12 @@ def target_spec(
     """
     if placements is None:
         raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
-    if mesh is not None:
+    target_mesh = source.mesh
+    if mesh is not None and mesh is not target_mesh:
         check_mesh("redistribute", mesh)
-    same_mesh = mesh is None or mesh is source.mesh or mesh == source.mesh
-    target_mesh = source.mesh if same_mesh or mesh is None else mesh
+        target_mesh = mesh if mesh != target_mesh else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
-    return _target(source, None if same_mesh else target_mesh, placements, shard_order)
+    return _target(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
 
 
 @lru_cache(maxsize=4096)
@@ -102,7 +102,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     local = local.resolve_conj().resolve_neg()
     if shape is None and not run_check:
         spec = _even_spec(local, mesh, placements, stride, shard_order)
-        if (in_lockstep() or current().replicas_checked) and spec.coordinate is not None and not is_tracing():
+        if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
             check_shards("from_local", local, spec)
         return spec, local
     if run_check and mesh.get_coordinate() is not None:

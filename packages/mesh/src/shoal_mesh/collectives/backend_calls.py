@@ -4,10 +4,10 @@ Between CPU ranks of one host they go through shared memory instead, where the g
 whether they do is the same on all ranks: it depends on the group, the dtype and reduction, and for what goes on in the
 `background` on the size.
 
-Inputs are contiguous; blocks follow one another along dim 0 in index order of the communicator. Each function returns
-the result and the work to wait for (None when there is nothing to wait for). `background` says that the caller goes on
-before it waits: what takes several turns in shared memory is then left to the backend, whose threads do it. A dtype
-that a backend cannot send is sent as bytes.
+Blocks follow one another along dim 0 in index order of the communicator; inputs of equal blocks may have any strides,
+others are contiguous. Each function returns the result and the work to wait for (None when there is nothing to wait
+for). `background` says that the caller goes on before it waits: what takes several turns in shared memory is then left
+to the backend, whose threads do it. A dtype that a backend cannot send is sent as bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..groups.process_groups import Comm
 from ..shared_memory import exchange
 from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
 from ..shared_memory.request import DTYPES, OPS
-from .wire import PLAIN, REDUCE
+from .wire import PLAIN, REDUCE, in_memory
 
 __all__ = [
     "ONE_SHOT_BYTES",
@@ -135,7 +135,9 @@ def one_shot_exchange(tensor: Tensor, comm: Comm) -> Started:
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
     if is_compiling():
-        return functional.wait_tensor(functional.all_gather_into_tensor(distinct(tensor), comm.size, comm.name)), None
+        source = distinct(tensor.contiguous())
+        return functional.wait_tensor(functional.all_gather_into_tensor(source, comm.size, comm.name)), None
+    tensor = in_memory(tensor)
     shape = tensor.shape
     out = tensor.new_empty((comm.size * shape[0], *shape[1:]))
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
@@ -151,8 +153,9 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
-        out = functional.reduce_scatter_tensor(distinct(tensor), op, comm.size, comm.name)
+        out = functional.reduce_scatter_tensor(distinct(tensor.contiguous()), op, comm.size, comm.name)
         return functional.wait_tensor(out), None
+    tensor = in_memory(tensor)
     shape = tensor.shape
     out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
@@ -167,7 +170,9 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
         sizes = [tensor.shape[0] // comm.size] * comm.size
-        return functional.wait_tensor(functional.all_to_all_single(distinct(tensor), sizes, sizes, comm.name)), None
+        source = distinct(tensor.contiguous())
+        return functional.wait_tensor(functional.all_to_all_single(source, sizes, sizes, comm.name)), None
+    tensor = in_memory(tensor)
     out = torch.empty_like(tensor)
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:

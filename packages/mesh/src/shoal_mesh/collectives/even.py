@@ -43,8 +43,8 @@ def _fresh(tensor: Tensor, async_op: bool) -> Tensor | Pending:
 
 
 def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """The blocks along `dim` as a contiguous tensor along dim 0: (a, count * b) -> (count * a, b) for dim 1."""
-    return materialized(tensor) if dim == 0 else torch.cat(tensor.chunk(count, dim))
+    """The blocks along `dim` along dim 0: (a, count * b) -> (count * a, b) for dim 1."""
+    return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
 
 
 def _blocks_along(blocks: Tensor, count: int, dim: int) -> Tensor:
@@ -190,7 +190,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
         return run_observed(event, lambda: all_gather(tensor, comm, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
     if comm.size == 1:
         return _fresh(source, async_op)
-    started = backend_calls.all_gather(materialized(source), comm, async_op)
+    started = backend_calls.all_gather(source, comm, async_op)
     if dim == 0 and comm.order is None:
         return _result(started, async_op)
     return _result(

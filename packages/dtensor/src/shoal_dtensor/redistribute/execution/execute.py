@@ -7,7 +7,7 @@ communicators known; later runs only call them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,21 +98,19 @@ def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Ten
     dim, op, sizes = collective.dim, collective.op, collective.sizes
     match collective.kind:
         case "all_gather":
-            return lambda buffer: all_gather(buffer, comm, dim, **more)
+            return partial(all_gather, comm=comm, dim=dim, **more)
         case "all_gather_v":
-            return lambda buffer: all_gather_v(buffer, comm, sizes, dim, **more)
+            return partial(all_gather_v, comm=comm, sizes=sizes, dim=dim, **more)
         case "reduce_scatter":
-            return lambda buffer: reduce_scatter(buffer, comm, dim, op, **more)
+            return partial(reduce_scatter, comm=comm, dim=dim, op=op, **more)
         case "reduce_scatter_v":
-            return lambda buffer: reduce_scatter_v(buffer, comm, sizes, dim, op, **more)
+            return partial(reduce_scatter_v, comm=comm, sizes=sizes, dim=dim, op=op, **more)
         case "all_reduce":
-            return lambda buffer: all_reduce(buffer, comm, op, **more)
+            return partial(all_reduce, comm=comm, op=op, **more)
         case "all_to_all":
-            joined = collective.receives[0]
-            return lambda buffer: all_to_all(buffer, comm, dim, joined, **more)
+            return partial(all_to_all, comm=comm, split_dim=dim, concat_dim=collective.receives[0], **more)
     assert collective.kind == "all_to_all_v", f"unknown collective {collective.kind}"
-    receives = collective.receives
-    return lambda buffer: all_to_all_v(buffer, comm, sizes, receives, **more)
+    return partial(all_to_all_v, comm=comm, send_sizes=sizes, recv_sizes=collective.receives, **more)
 
 
 def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:

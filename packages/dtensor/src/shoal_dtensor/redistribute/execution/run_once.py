@@ -29,7 +29,7 @@ def run_once(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> T
         local: the local tensor; owner: the DTensor that it is of, which keeps the result.
         fresh: whether the result may be written to.
     """
-    if not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
+    if not plan.src.partials or not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
         return run(plan, local)
     state = (plan.dst, owner._version, local._version)
     known = owner.__dict__.get("_reduced")
