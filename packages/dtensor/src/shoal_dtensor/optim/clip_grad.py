@@ -7,6 +7,7 @@ dispatch twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import inf
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce, purpose
+from shoal_mesh import all_reduce_, is_observed, purpose
 
 from ..argument_types import check_type
 from ..dispatch.results import wrap
@@ -70,13 +71,16 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the others")
     check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), "tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    owners = [owner for owner in owners if owner.grad is not None]
-    _finish_partial(owners)
-    grads: list[Any] = [owner.grad for owner in owners]
-    shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
-    if not shards:
+    grads: list[Any] = [grad for owner in owners if (grad := owner.grad) is not None]
+    if not grads:
         return torch.tensor(0.0)
-    total = _total(grads, shards, order, foreach)
+    specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
+    own = _contribution(specs)
+    if own.partial:
+        _finish_partial([owner for owner in owners if owner.grad is not None])
+        return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
+    shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    total = _total(own, shards, order, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
@@ -86,48 +90,54 @@ def clip_grad_norm_(
     return total
 
 
-@dataclass(slots=True, eq=False)
 class _Holder:
     """What torch takes for a parameter: something with a gradient."""
 
-    grad: Tensor
+    __slots__ = ("grad",)
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad = grad
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class _Contribution:
-    """What this rank adds to the norm: `counted` (which gradients), and `axes` to reduce over, by mesh."""
+    """What this rank adds to the norm.
+
+    Attributes:
+        counted: the gradients that this rank counts, by mesh; axes: what to reduce over, by mesh.
+        dtype: of the norm.
+        partial: whether a gradient is partial, so that it has to be finished first.
+    """
 
     counted: dict[Any, list[int]]
     axes: dict[Any, tuple[int, ...]]
     dtype: torch.dtype
+    partial: bool
 
 
 def _finish_partial(owners: Sequence[Tensor]) -> None:
     """Finish gradients that are still partial."""
     partial: list[Any] = [o for o in owners if isinstance(o.grad, DTensor) and o.grad._spec.partials]
-    if not partial:
-        return
     specs = [owner.grad._spec for owner in partial]
     ways = [plan(s, s.with_(placements=[Replicate() if p.is_partial() else p for p in s.placements])) for s in specs]
     for owner, way, local in zip(partial, ways, run_all(ways, [o.grad._local_tensor for o in partial]), strict=True):
         owner.grad = wrap(DTensor, local, way.dst)
 
 
-def _total(grads: Sequence[Any], shards: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+def _total(own: _Contribution, shards: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of all gradients together."""
-    own = _contribution(tuple(grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads))
     totals = []
     for mesh, counted in own.counted.items():
         mine = [shard for i in counted if (shard := shards[i]).numel()]
         value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
-        value = value.double()  # as for partial norms: squares must not overflow
-        value = value if order == inf else value * value if order == 2 else value.pow(order)
+        value = value.to(torch.float64, copy=True)  # as for partial norms: squares must not overflow
+        value = value if order == inf else value.square_() if order == 2 else value.pow_(order)
         if own.axes[mesh]:
-            with purpose("clip_grad_norm_"):
-                value = all_reduce(value, mesh.comm(own.axes[mesh]), "max" if order == inf else "sum")
+            with purpose("clip_grad_norm_") if is_observed() else nullcontext():
+                value = all_reduce_(value, mesh.comm(own.axes[mesh]), "max" if order == inf else "sum")
         totals.append(value)
     total = reduce(torch.maximum if order == inf else torch.add, totals)
-    total = total if order == inf else total.sqrt() if order == 2 else total.pow(1 / order)
+    total = total if order == inf else total.sqrt_() if order == 2 else total.pow_(1 / order)
     return total.to(own.dtype)
 
 
@@ -149,7 +159,8 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
                 counted[mesh].append(i)
     if None in meshes:
         counted[None] = [i for i, item in enumerate(gradients) if not isinstance(item, Spec)]
-    return _Contribution(counted, axes, reduce(torch.promote_types, dtypes))
+    partial = any(item.partials for item in gradients if isinstance(item, Spec))
+    return _Contribution(counted, axes, reduce(torch.promote_types, dtypes), partial)
 
 
 def _sharding_axes(spec: Spec) -> set[int]:
