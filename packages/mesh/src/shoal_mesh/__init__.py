@@ -7,6 +7,7 @@ from .collectives.blocks import all_to_all_blocks, pack_blocks, unpack_blocks
 from .collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.even import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
 from .collectives.operands import Along
+from .collectives.packed import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from .collectives.pending import Pending
 from .collectives.rooted import broadcast, gather, permute, scatter
 from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
@@ -57,6 +58,7 @@ __all__ = [
     "MeshTypeError",
     "NoGroupError",
     "Observer",
+    "PackedPending",
     "Pending",
     "RankError",
     "Topology",
@@ -64,10 +66,12 @@ __all__ = [
     "abstract_mesh",
     "all_gather",
     "all_gather_coalesced",
+    "all_gather_packed",
     "all_gather_v",
     "all_reduce",
     "all_reduce_",
     "all_reduce_coalesced",
+    "all_reduce_packed",
     "all_to_all",
     "all_to_all_blocks",
     "all_to_all_v",
@@ -92,6 +96,7 @@ __all__ = [
     "purpose",
     "reduce_scatter",
     "reduce_scatter_coalesced",
+    "reduce_scatter_packed",
     "reduce_scatter_v",
     "safe_globals",
     "scatter",

@@ -32,6 +32,7 @@ from .._torch import (
 from ..groups.process_groups import Comm
 from ..shared_memory import exchange
 from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
+from ..shared_memory.lane import Lane
 from ..shared_memory.request import DTYPES, OPS
 from .wire import PLAIN, REDUCE, in_memory
 
@@ -43,6 +44,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_exact",
     "all_to_all_v",
+    "background_lane",
     "blocks_in_index_order",
     "broadcast_",
     "group_to_index",
@@ -92,6 +94,17 @@ def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
     if turn_bytes and tensor.nbytes > turn_bytes:
         return None
     return channel_of(comm.group)
+
+
+def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = "") -> Lane | None:
+    """The lane of shared memory for what goes on in the background and is packed; None where the backend does it."""
+    first = tensors[0]
+    if comm.size == 1 or is_compiling() or first.dtype not in _DTYPES or op not in OPS:
+        return None
+    if not all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
+        return None
+    channel = _channel(first, comm)
+    return None if channel is None else channel.lanes[name]
 
 
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:

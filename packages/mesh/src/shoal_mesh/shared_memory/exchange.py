@@ -24,6 +24,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_v",
     "broadcast_",
+    "reduce_rows",
     "reduce_scatter",
 ]
 
@@ -33,7 +34,7 @@ Copy = Callable[[Tensor, int, int], None]
 _REDUCE = {"min": torch.amin, "max": torch.amax}
 
 
-def _reduce(rows: Tensor, op: str, out: Tensor) -> None:
+def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
     """(size, k) -> (k,)."""
     if op in _REDUCE:
         _REDUCE[op](rows, 0, out=out)
@@ -72,7 +73,7 @@ def all_reduce_(channel: Channel, tensor: Tensor, op: str, background: bool) -> 
         own.copy_(_window(flat, a, b))
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        _reduce(slots, op, _window(flat, a, b))
+        reduce_rows(slots, op, _window(flat, a, b))
 
     if background or tensor.nbytes <= _ONE_TURN_SUM_BYTES:
         what = request("all_reduce", tensor.dtype, tensor.numel(), op)
@@ -96,7 +97,7 @@ def _reduce_own_part(channel: Channel, slots: Tensor, window: Tensor, op: str, w
     start = min(channel.rank * part, window.numel())
     stop = min(start + part, window.numel())
     parts, own = channel.begin(window.dtype, part)
-    _reduce(slots[:, start:stop], op, own[: stop - start])
+    reduce_rows(slots[:, start:stop], op, own[: stop - start])
 
     def read() -> None:
         full, rest = divmod(window.numel(), part)
@@ -131,7 +132,7 @@ def reduce_scatter(channel: Channel, tensor: Tensor, out: Tensor, op: str) -> Tu
         own.view(size, b - a).copy_(rows[:, a:b])
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        _reduce(slots[:, rank * (b - a) : (rank + 1) * (b - a)], op, _window(flat, a, b))
+        reduce_rows(slots[:, rank * (b - a) : (rank + 1) * (b - a)], op, _window(flat, a, b))
 
     return _in_turns(channel, request("reduce_scatter", tensor.dtype, tensor.numel(), op), tensor, size, write, read)
 

@@ -1,0 +1,226 @@
+"""Many tensors in one collective beside computation, without a second copy of what is sent and received.
+
+Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from it. Elsewhere they
+are packed into a message for the backend. The functions return at once. The tensors that they get are flat, of one
+dtype, in the same order on all ranks, and must not be written to before the result has been waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..argument_types import require_each
+from ..errors import CollectiveError, CollectiveTypeError
+from ..events import Event, in_observed, observers, run_observed
+from ..groups.process_groups import Comm
+from ..shared_memory import messages
+from ..shared_memory.lane import Running
+from .backend_calls import background_lane
+from .even import all_reduce_
+from .operands import Along, check_operand, check_sizes, resolve
+from .pending import Pending
+from .uneven import all_gather_v, reduce_scatter_v
+from .wire import reduction, require_op
+
+__all__ = ["PackedPending", "all_gather_packed", "all_reduce_packed", "reduce_scatter_packed"]
+
+Unpack = Callable[[Sequence[Tensor]], None]
+
+
+class PackedPending:
+    """A collective of many tensors under way. What it brings are flat tensors, in an order that its function says.
+
+    Example:
+        >>> def example() -> list[list[float]]:
+        ...     pending = all_reduce_packed([torch.ones(2), torch.ones(1)], comm_over((0, 1)))
+        ...     sums: list[list[float]] = []
+        ...     pending.wait(lambda flat: sums.extend(tensor.tolist() for tensor in flat))
+        ...     return sums
+        >>> launch(example, 2)[0]
+        [[2.0, 2.0], [2.0]]
+    """
+
+    __slots__ = ("_kept", "_of_others", "_sizes", "_unpack", "_work")
+
+    def __init__(self, sizes: Sequence[int] = (), of_others: bool = False) -> None:
+        self._sizes, self._of_others = sizes, of_others
+        self._work: Running | Pending | None = None
+        self._unpack: Unpack | None = None
+        self._kept: Sequence[Tensor] | None = None
+
+    def wait(self, unpack: Unpack) -> None:
+        """Block until it is complete, and have `unpack` called with what it brings.
+
+        What a gather brings is memory that others write to afterwards: it has to be copied.
+        """
+        if self._kept is None:
+            self._unpack = unpack
+            if isinstance(self._work, Pending):
+                self.receive(torch.split(self._work.wait(), list(self._sizes)))
+            elif self._work is not None:
+                self._work.wait()
+        else:
+            unpack(self._kept)
+        self._work = self._kept = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block. What can be done without waiting is done."""
+        return self._work is None or self._work.is_completed()
+
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        """Take what has arrived; it is kept if nobody has waited for it yet."""
+        if self._unpack is not None:
+            self._unpack(tensors)
+        else:
+            self._kept = [tensor.clone() for tensor in tensors] if self._of_others else tensors
+
+    def over(self, work: Running | Pending) -> PackedPending:
+        """This, of work that has been started."""
+        self._work = work
+        return self
+
+
+def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int]) -> PackedPending:
+    """`S -> R`: every rank's tensors; what arrives is one flat tensor for each rank, in index order.
+
+    Args:
+        tensors: flat, of one dtype, together `sizes[comm.rank]` long.
+        comm: a communicator of n ranks, or (mesh, axes).
+        sizes: (n,) elements of every rank, 0 allowed; equal on all ranks.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: `sizes` does not fit the ranks or the tensors, or a tensor requires grad.
+
+    Example:
+        >>> def example() -> list[list[int]]:
+        ...     pending = all_gather_packed([torch.arange(2), torch.arange(1)], comm_over((0, 1)), (3, 3))
+        ...     rows: list[list[int]] = []
+        ...     pending.wait(lambda flat: rows.extend(row.tolist() for row in flat))
+        ...     return rows
+        >>> launch(example, 2)[0]
+        [[0, 1, 0], [0, 1, 0]]
+    """
+    comm = _checked(tensors, comm)
+    check_sizes(sizes, comm)
+    if (own := sum(tensor.numel() for tensor in tensors)) != sizes[comm.rank]:
+        raise CollectiveError(f"rank {comm.rank} gives {own} elements, but sizes say {tuple(sizes)}")
+
+    def start() -> PackedPending:
+        lane = background_lane(tensors, comm, "gathers")
+        if lane is None:
+            return PackedPending(sizes).over(all_gather_v(_joined(tensors), comm, sizes, async_op=True))
+        pending, order = PackedPending(of_others=True), comm.order or range(comm.size)
+        by_rank = [sizes[index] for index in sorted(range(comm.size), key=order.__getitem__)]
+        steps = messages.all_gather(lane, tensors, by_rank, lambda rows: pending.receive([rows[i] for i in order]))
+        return pending.over(lane.start(steps))
+
+    return _observed("all_gather_into_tensor", tensors, comm, "", sizes, start)
+
+
+def reduce_scatter_packed(
+    tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int], op: str = "sum"
+) -> PackedPending:
+    """`P -> S`: what arrives is one flat tensor, this rank's block of the reduction of the ranks' tensors.
+
+    Args:
+        tensors: flat, of one dtype: those for the first rank, then those for the second, and so on.
+        comm: a communicator of n ranks, or (mesh, axes).
+        sizes: (n,) elements for every rank in index order, 0 allowed; equal on all ranks.
+        op: as for `all_reduce`.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: `sizes` does not fit the ranks or the tensors, or a tensor requires grad.
+
+    Example:
+        >>> def example() -> list[int]:
+        ...     pending = reduce_scatter_packed([torch.arange(2), torch.arange(3)], comm_over((0, 1)), (2, 3))
+        ...     block: list[int] = []
+        ...     pending.wait(lambda flat: block.extend(flat[0].tolist()))
+        ...     return block
+        >>> launch(example, 2)
+        [[0, 2], [0, 2, 4]]
+    """
+    comm = _checked(tensors, comm)
+    reduction(tensors[0].dtype, op if type(op) is str else require_op(op))
+    total = check_sizes(sizes, comm)
+    if (own := sum(tensor.numel() for tensor in tensors)) != total:
+        raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
+
+    def start() -> PackedPending:
+        lane = background_lane(tensors, comm, "reductions", op)
+        if lane is None:
+            work = reduce_scatter_v(_joined(tensors), comm, sizes, 0, op, async_op=True)
+            return PackedPending((sizes[comm.rank],)).over(work)
+        pending = PackedPending()
+        return pending.over(lane.start(messages.reduce_scatter(lane, tensors, sizes, comm.rank, op, pending.receive)))
+
+    return _observed("reduce_scatter_tensor", tensors, comm, op, sizes, start)
+
+
+def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> PackedPending:
+    """`P -> R`: what arrives is the reduction of every tensor, in memory of its own.
+
+    Args:
+        tensors: flat, of one dtype.
+        comm: a communicator, or (mesh, axes).
+        op: as for `all_reduce`.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: as for `all_reduce`.
+
+    Example:
+        >>> def example() -> list[float]:
+        ...     sums: list[float] = []
+        ...     pending = all_reduce_packed([torch.ones(2)], comm_over((0, 1)), "avg")
+        ...     pending.wait(lambda flat: sums.extend(flat[0].tolist()))
+        ...     return sums
+        >>> launch(example, 2)[0]
+        [1.0, 1.0]
+    """
+    comm = _checked(tensors, comm)
+    reduction(tensors[0].dtype, op if type(op) is str else require_op(op))
+    sizes = [tensor.numel() for tensor in tensors]
+
+    def start() -> PackedPending:
+        lane = background_lane(tensors, comm, "reductions", op)
+        if lane is None:
+            return PackedPending(sizes).over(all_reduce_(torch.cat(list(tensors)), comm, op, async_op=True))
+        pending = PackedPending()
+        return pending.over(lane.start(messages.all_reduce(lane, tensors, op, pending.receive)))
+
+    return _observed("all_reduce", tensors, comm, op, sizes, start)
+
+
+def _checked(tensors: Sequence[Tensor], along: Along) -> Comm:
+    require_each(tensors, Tensor, "a packed collective takes a list of flat tensors", CollectiveTypeError)
+    for tensor in tensors:
+        check_operand(tensor)
+    if not tensors or any(tensor.ndim != 1 or tensor.dtype != tensors[0].dtype for tensor in tensors):
+        got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
+        raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
+    return resolve(along)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The message; a single tensor is it."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _observed(
+    op: str,
+    tensors: Sequence[Tensor],
+    comm: Comm,
+    reduce_op: str,
+    sizes: Sequence[int],
+    start: Callable[[], PackedPending],
+) -> PackedPending:
+    """What is started, reported to observers as one collective."""
+    if observers and not in_observed() and comm.size > 1:
+        return run_observed(Event(op, comm, tuple(tensors), reduce_op, same={"sizes": tuple(sizes)}), start)
+    return start()

@@ -1,0 +1,161 @@
+"""Collectives of many tensors as one message, as steps of a lane.
+
+Tensors are packed straight into the slots, and read straight from them: no rank has a second copy of the message. Those
+that have been packed are released. Sums are taken in the order of ranks, as those of `exchange`, to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .exchange import reduce_rows
+from .lane import FREE, Lane
+from .request import request
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+
+Receive = Callable[[Sequence[Tensor]], None]
+
+# Of more than this every rank reduces one part and reads the others', which moves less memory and meets twice.
+_ONE_TURN_SUM_BYTES = 1 << 20
+
+
+class Packer:
+    """Flat tensors that follow one another in a message; each is released when it has been packed.
+
+    Attributes:
+        length: elements of all.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._lengths = [tensor.numel() for tensor in tensors]
+        self.length = sum(self._lengths)
+        self._at = self._first = 0  # where in the message the first that is still held begins
+
+    def pack(self, slot: Tensor) -> None:
+        """Fill a slot with what comes next in the message."""
+        room, parts = slot.numel(), []
+        while room:
+            tensor, length = self._tensors[self._first], self._lengths[self._first]
+            part = tensor[self._at : self._at + room] if self._at or room < length else tensor
+            parts.append(part)
+            room, self._at = room - part.numel(), self._at + part.numel()
+            if self._at == length:
+                self._tensors[self._first], self._first, self._at = tensor.new_empty(0), self._first + 1, 0
+        if parts:
+            torch.cat(parts, out=slot)
+
+
+def all_gather(lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], receive: Receive) -> Iterator[int]:
+    """Steps: `receive` gets each rank's message, `counts[i]` elements from rank i, to be read while it is called."""
+    own, dtype = Packer(tensors), tensors[0].dtype
+    del tensors
+    what = request("all_gather", dtype, sum(counts))
+    step = lane.slot_bytes // dtype.itemsize
+    whole = [torch.empty(n, dtype=dtype) for n in counts] if max(counts) > step else []
+    for a in range(0, max(*counts, 1), step):
+        yield FREE
+        slots = lane.slots(dtype)
+        own.pack(slots[lane.rank, : max(min(step, own.length - a), 0)])
+        yield what
+        rows = [slots[rank, : max(min(step, n - a), 0)] for rank, n in enumerate(counts)]
+        if not whole:
+            receive(rows)
+        for into, row in zip(whole, rows, strict=False):
+            into[a : a + row.numel()].copy_(row)
+    if whole:
+        receive(whole)
+
+
+def reduce_scatter(
+    lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], block: int, op: str, receive: Receive
+) -> Iterator[int]:
+    """Steps: `receive` gets the reduction of one block of the message, of which block i has `counts[i]` elements."""
+    own, dtype = Packer(tensors), tensors[0].dtype
+    del tensors
+    start, count = sum(counts[:block]), counts[block]
+    what = request("reduce_scatter", dtype, own.length, op)
+    step = lane.slot_bytes // dtype.itemsize
+    out: Tensor | None = None
+    for a in range(0, max(own.length, 1), step):
+        yield FREE
+        slots = lane.slots(dtype)[:, : max(min(step, own.length - a), 0)]
+        own.pack(slots[lane.rank])
+        yield what
+        out = torch.empty(count, dtype=dtype) if out is None else out
+        low, high = max(a, start), min(a + step, start + count)
+        if low < high:
+            reduce_rows(slots[:, low - a : high - a], op, out[low - start : high - start])
+    assert out is not None, "there is a first turn"
+    receive([out])
+
+
+def all_reduce(lane: Lane, tensors: Sequence[Tensor], op: str, receive: Receive) -> Iterator[int]:
+    """Steps: `receive` gets the reduction of every tensor."""
+    sizes, dtype = [tensor.numel() for tensor in tensors], tensors[0].dtype
+    own = Packer(tensors)
+    del tensors
+    in_parts = own.length * dtype.itemsize > _ONE_TURN_SUM_BYTES
+    what = request("all_reduce_by_parts" if in_parts else "all_reduce", dtype, own.length, op)
+    step = lane.slot_bytes // dtype.itemsize
+    unpacked = Unpacker(sizes, dtype)
+    for a in range(0, max(own.length, 1), step):
+        yield FREE
+        slots = lane.slots(dtype)[:, : max(min(step, own.length - a), 0)]
+        own.pack(slots[lane.rank])
+        yield what
+        length = slots.shape[1]
+        part = -(-length // lane.size) if in_parts else length
+        low = min(lane.rank * part, length) if in_parts else 0
+        high = min(low + part, length)
+        reduced = torch.empty(high - low, dtype=dtype)
+        reduce_rows(slots[:, low:high], op, reduced)
+        if not in_parts:
+            unpacked.unpack([reduced])
+            continue
+        # Nobody else reads this rank's own part of its slot in this turn, so it takes the result.
+        slots[lane.rank, low:high].copy_(reduced)
+        del reduced
+        yield what
+        unpacked.unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(lane.size)])
+    receive(unpacked.tensors)
+
+
+class Unpacker:
+    """Flat tensors that a message is unpacked into; each gets memory when its first elements are here.
+
+    Attributes:
+        tensors: those that have been begun.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self._sizes, self._dtype = sizes, dtype
+        self.tensors: list[Tensor] = []
+        self._room = 0  # elements of the last one that are still to come
+        self._skip_empty()
+
+    def unpack(self, rows: Sequence[Tensor]) -> None:
+        """Take what comes next in the message."""
+        for row in rows:
+            at = 0
+            while at < row.numel():
+                if not self._room:
+                    self._begin()
+                tensor = self.tensors[-1]
+                count = min(self._room, row.numel() - at)
+                first = tensor.numel() - self._room
+                tensor[first : first + count].copy_(row[at : at + count])
+                at, self._room = at + count, self._room - count
+                self._skip_empty()
+
+    def _begin(self) -> None:
+        self._room = self._sizes[len(self.tensors)]
+        self.tensors.append(torch.empty(self._room, dtype=self._dtype))
+
+    def _skip_empty(self) -> None:
+        while not self._room and len(self.tensors) < len(self._sizes) and not self._sizes[len(self.tensors)]:
+            self._begin()

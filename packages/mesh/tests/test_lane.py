@@ -1,0 +1,118 @@
+"""Covers: lane.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared_lanes import small_lanes
+from shoal_mesh import Comm, PackedPending, all_gather_packed, all_reduce_packed, launch, reduce_scatter_packed
+from shoal_mesh.errors import CollectiveError, RankError
+from shoal_mesh.testing import on_ranks
+
+
+def got(pending: PackedPending) -> list[Tensor]:
+    kept: list[Tensor] = []
+    pending.wait(lambda tensors: kept.extend(tensor.clone() for tensor in tensors))
+    return kept
+
+
+@on_ranks(4)
+def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_nothing() -> None:
+    comm, late = small_lanes(4, 1 << 10), 0
+    for turn in range(40):
+        if comm.rank == turn % 4:
+            time.sleep(0.003 * (turn % 3))
+        gather = all_gather_packed([torch.full((90,), 10.0 * turn + comm.rank)], comm, [90] * 4)
+        sums = reduce_scatter_packed([torch.full((2000,), float(turn + comm.rank))], comm, [500] * 4)
+        late += not sums.is_completed()
+        assert [row[89].item() for row in got(gather)] == [10.0 * turn + rank for rank in range(4)]
+        assert got(sums)[0].tolist() == [4.0 * turn + 6] * 500
+    assert late  # some were under way
+
+
+@on_ranks(2)
+def test_what_is_sent_may_be_released_at_once() -> None:
+    comm = small_lanes(2, 1 << 10)
+    tensor = torch.ones(200)
+    pending = reduce_scatter_packed([tensor], comm, [100, 100])
+    tensor.fill_(5)
+    assert got(pending)[0].tolist() == [2.0] * 100
+
+
+@on_ranks(3)
+def test_different_collectives_raise_on_every_rank_and_from_then_on() -> None:
+    comm = small_lanes(3, 1 << 10)
+    with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"):
+        if comm.rank == 1:
+            got(reduce_scatter_packed([torch.ones(3)], comm, [1] * 3))
+        else:
+            got(all_reduce_packed([torch.ones(3)], comm))
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match=r"different collectives|given up"):
+            got(all_gather_packed([torch.ones(1)], comm, [1] * 3))
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout() -> None:
+    comm = Comm.over(dist.new_group([0, 1], timeout=dt.timedelta(seconds=1)), ("ranks",), (0, 1))
+    got(all_reduce_packed([torch.ones(1)], comm))
+    if comm.rank == 0:
+        with pytest.raises(CollectiveError, match=r"rank 0 waited 1 s, .* for rank 1 \(process \d+\)"):
+            got(all_reduce_packed([torch.ones(1)], comm))
+    dist.barrier()
+    if comm.rank == 1:
+        with pytest.raises(CollectiveError, match=r"rank 0 .* has given up"):
+            got(all_gather_packed([torch.ones(1)], comm, [1, 1]))  # another lane of the same memory
+
+
+@on_ranks(2)
+def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
+    comm = small_lanes(2, 1 << 10)
+
+    def unpack(tensors: object) -> None:
+        raise MemoryError("no room")
+
+    pending = all_gather_packed([torch.ones(600)], comm, [600, 600])  # of three turns
+    if comm.rank == 0:
+        with pytest.raises(MemoryError):
+            pending.wait(unpack)
+    else:
+        got(pending)
+    dist.barrier()
+    with pytest.raises(CollectiveError, match=r"no room|given up"):
+        got(all_reduce_packed([torch.ones(1)], comm))
+
+
+def die(how: str, seen: str) -> None:
+    comm = small_lanes(3, 1 << 10)
+    pending = all_reduce_packed([torch.ones(1000)], comm)
+    dist.barrier()
+    if comm.rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+    try:
+        got(pending)  # rank 1 has shown the first of four turns
+    except CollectiveError as error:
+        Path(f"{seen}.{comm.rank}").write_text(str(error))
+        raise
+
+
+@pytest.mark.parametrize("how", ["killed", "exited"])
+def test_a_rank_that_ends_within_a_collective_is_named(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        launch(die, 3, how, str(tmp_path / "seen"))
+    for rank in (0, 2):
+        text = (tmp_path / f"seen.{rank}").read_text()
+        assert re.match(r"rank 1 \(process \d+\) has ended while|rank [02] .* has given up", text), text
+    assert not [path for path in Path("/dev/shm").iterdir() if "shoal" in path.name]

@@ -1,0 +1,121 @@
+"""Covers: packed.py: many tensors in one collective, through shared memory in one turn and many, and through gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from rank_values import comm_of
+from shared_lanes import shared_and_gloo
+from shoal_mesh import (
+    Comm,
+    CommDebugMode,
+    PackedPending,
+    all_gather,
+    all_gather_packed,
+    all_reduce,
+    all_reduce_packed,
+    reduce_scatter_packed,
+)
+from shoal_mesh.errors import CollectiveError
+from shoal_mesh.testing import on_ranks
+
+LENGTHS = {0: (3, 0, 4), 1: (0, 0, 0), 2: (40, 1, 0), 3: (5, 70, 9)}  # of the tensors of each rank
+
+
+def got(pending: PackedPending) -> list[Tensor]:
+    kept: list[Tensor] = []
+    pending.wait(lambda tensors: kept.extend(tensor.clone() for tensor in tensors))
+    return kept
+
+
+def values(lengths: Sequence[int], rank: int, dtype: torch.dtype) -> list[Tensor]:
+    return [((torch.arange(n) * 3 + 5 * rank + i) % 7).to(dtype) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("lane_bytes", [64 * 4, 1 << 16])
+@on_ranks(4)
+def test_as_one_tensor_through_gloo(lane_bytes: int) -> None:
+    for comm in shared_and_gloo(4, lane_bytes):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            sizes = [sum(LENGTHS[rank]) for rank in range(4)]
+            rows = got(all_gather_packed(values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes))
+            for rank, row in enumerate(rows):
+                assert torch.equal(row, torch.cat(values(LENGTHS[rank], rank, dtype)))
+        for dtype, op in (
+            (torch.float32, "sum"),
+            (torch.float64, "avg"),
+            (torch.bfloat16, "max"),
+            (torch.int64, "sum"),
+        ):
+            for lengths in ((100, 0, 7, 13), (0, 0, 0, 0), (1, 2, 3, 300)):
+                whole = [torch.cat(values(lengths, rank, dtype)) for rank in range(4)]
+                want = all_reduce(whole[comm.rank], comm, op)
+                (block,) = got(reduce_scatter_packed(values(lengths, comm.rank, dtype), comm, lengths, op))
+                assert torch.equal(block, torch.split(want, list(lengths))[comm.rank])
+                reduced = got(all_reduce_packed(values(lengths, comm.rank, dtype), comm, op))
+                assert [len(tensor) for tensor in reduced] == list(lengths)
+                assert torch.equal(torch.cat(reduced), want)
+
+
+@pytest.mark.parametrize("order", ["straight", "turned", "row"])
+@on_ranks(4)
+def test_in_the_order_of_the_communicator(order: str) -> None:
+    comm = comm_of(order)
+    sizes = [index + 1 for index in range(comm.size)]
+    rows = got(all_gather_packed([torch.full((comm.rank + 1,), float(comm.rank))], comm, sizes))
+    assert [row.tolist() for row in rows] == [[float(i)] * (i + 1) for i in range(comm.size)]
+    (block,) = got(reduce_scatter_packed([torch.full((n,), float(n)) for n in sizes], comm, sizes))
+    assert block.tolist() == [float(sizes[comm.rank] * comm.size)] * sizes[comm.rank]
+
+
+@on_ranks(4)
+def test_sums_have_the_bits_of_every_other_way() -> None:
+    comm, _ = shared_and_gloo(4, 1 << 22)
+    torch.manual_seed(comm.rank)
+    for count in (5, 1 << 12, 1 << 18, 1 << 19):  # the last two in parts
+        for dtype in (torch.float32, torch.bfloat16):
+            mine = torch.randn(4 * count).to(dtype)
+            want = all_reduce(mine, comm)
+            assert torch.equal(got(all_reduce_packed([mine], comm))[0], want)
+            (block,) = got(reduce_scatter_packed([mine], comm, [count] * 4))
+            assert torch.equal(block, want[comm.rank * count :][:count])
+
+
+@on_ranks(4)
+def test_gathers_and_reductions_are_under_way_together_and_counted_once() -> None:
+    comm, _ = shared_and_gloo(4, 1 << 10)
+    with CommDebugMode() as counted:
+        gathers = [all_gather_packed([torch.full((9,), float(comm.rank + i))], comm, [9] * 4) for i in range(3)]
+        reduced = all_reduce_packed([torch.ones(1000)], comm)  # of four turns
+        while not gathers[2].is_completed():
+            pass
+        assert all_gather(torch.ones(1), comm).sum() == 4
+        sums = got(reduced)
+    assert sums[0].tolist() == [4.0] * 1000
+    for i in (1, 2, 0):  # completed before anybody waited for them: what they brought was kept
+        assert [row[8].item() for row in got(gathers[i])] == [float(rank + i) for rank in range(4)]
+    assert {str(op).rpartition(".")[2]: n for op, n in counted.get_comm_counts().items()} == {
+        "all_gather_into_tensor": 4,
+        "all_reduce": 1,
+    }
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_refused() -> None:
+    comm: Comm = shared_and_gloo(2, 1 << 10)[0]
+    one = torch.ones(2)
+    wrong: list[Callable[[], object]] = [
+        lambda: all_gather_packed([one], comm, [3, 3]),
+        lambda: reduce_scatter_packed([one], comm, [1, 2]),
+        lambda: all_reduce_packed([one, one.double()], comm),
+        lambda: all_reduce_packed([torch.ones(2, 2)], comm),
+        lambda: all_reduce_packed([], comm),
+        lambda: all_reduce_packed([torch.ones(2, requires_grad=True)], comm),
+    ]
+    for call in wrong:
+        with pytest.raises(CollectiveError):
+            call()
