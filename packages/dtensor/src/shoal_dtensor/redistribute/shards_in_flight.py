@@ -12,14 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, Pending
+from shoal_mesh import (
+    Comm,
+    PackedPending,
+    Pending,
+    all_gather_packed,
+    all_reduce_packed,
+    reduce_scatter_packed,
+)
 
 from ..layout.spec import Spec
-from .execution.coalesce import Task, key_of, merge, split
+from .execution.coalesce import Task, assemble, incoming_sizes, key_of, merge, outgoing_blocks, split, taken_apart
 from .execution.execute import bind, closing, comm_of, kernels_of
 from .execution.kernels import Collective
 from .plan import plan
-from .steps import AllGather, ReduceScatter
+from .steps import AllGather, AllReduce, ReduceScatter
 
 __all__ = ["ShardsInFlight", "redistribute_shards"]
 
@@ -34,6 +41,11 @@ class ShardsInFlight:
         self._messages = _round(tasks)
         self._results: list[Tensor] | None = None
 
+    def poll(self) -> None:
+        """Take what has arrived, if that needs no waiting; results are there when `wait` is called."""
+        for message in self._messages:
+            message.poll()
+
     def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
         """The local tensors in their new layouts, in the order in which they were given.
 
@@ -43,22 +55,24 @@ class ShardsInFlight:
         """
         if self._results is not None:
             return self._results
-        out: Sequence[Tensor] = ()
-        while self._messages:
-            for message in self._messages:
-                message.receive()
+        out: list[Tensor] = []
+
+        def places() -> dict[int, Tensor]:
             if memory is not None and not out:
-                out = memory()
-            places = dict(zip(map(id, self._tasks), out, strict=False))
+                out.extend(memory())
+            return dict(zip(map(id, self._tasks), out, strict=False))
+
+        while self._messages:
             while self._messages:  # each is dropped with what it received before the next is taken apart
                 self._messages.pop(0).deliver(places)
             self._messages = _round(self._tasks)
         results = [closing(task.plan)(task.local) for task in self._tasks]
         if memory is not None:
-            for tensor, result in zip(out := out or memory(), results, strict=True):
+            places()
+            for tensor, result in zip(out, results, strict=True):
                 if tensor is not result:
                     tensor.copy_(result)
-            results = list(out)
+            results = out
         self._results, self._tasks = results, []
         return results
 
@@ -79,27 +93,38 @@ class _Message:
     calls: list[Collective]
     shapes: list[torch.Size]
     comm: Comm | None
-    pending: Pending | None
+    pending: Pending | PackedPending | None
 
-    def receive(self) -> None:
-        """Block until the collective is done."""
+    def poll(self) -> None:
+        """Do what can be done without waiting."""
         if self.pending is not None:
-            self.pending.wait()
+            self.pending.is_completed()
 
-    def deliver(self, places: dict[int, Tensor]) -> None:
+    def deliver(self, places: Callable[[], dict[int, Tensor]]) -> None:
         """Give every task its part; where it is the task's result, in its place if it has one."""
         for task in self.idle:
             task.step_alone()
-        if self.comm is None or self.pending is None:
-            return
-        got = self.pending.wait()
-        if len(self.calls) == 1:
-            self.active[0].finish(got)
-            return
+        if isinstance(self.pending, PackedPending):
+            self.pending.wait(lambda tensors: self._take(tensors, places()))
+        elif self.pending is not None and self.comm is not None:
+            got = self.pending.wait()
+            parts = (
+                split(self.calls, self.shapes, got, self.comm.size, self.comm.rank) if len(self.calls) > 1 else [got]
+            )
+            for task, part in zip(self.active, parts, strict=True):
+                task.finish(part)
+
+    def _take(self, tensors: Sequence[Tensor], places: dict[int, Tensor]) -> None:
+        """What a packed collective brings, as the parts of the tasks."""
+        assert self.comm is not None, "there is a collective"
         into = [places.get(id(task)) if task.gives_result else None for task in self.active]
-        shards = split(self.calls, self.shapes, got, self.comm.size, self.comm.rank, into)
-        for task, shard in zip(self.active, shards, strict=True):
-            task.finish(shard)
+        if self.calls[0].kind == "all_reduce":
+            parts = [tensor.view(shape) for tensor, shape in zip(tensors, self.shapes, strict=True)]
+        else:
+            blocks = taken_apart(self.calls, self.shapes, tensors, self.comm.size, self.comm.rank)
+            parts = assemble(self.calls, self.shapes, blocks, self.comm.rank, into)
+        for task, part in zip(self.active, parts, strict=True):
+            task.finish(part)
 
 
 def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> ShardsInFlight:
@@ -154,10 +179,27 @@ def _start(tasks: list[Task]) -> _Message:
     if not calls:
         return _Message(active, idle, merged, shapes, None, None)
     comm = comm_of(merged[0], step.src.mesh)
-    call, flat = (merged[0], buffers[0]) if len(calls) == 1 else merge(merged, buffers, comm.size)
-    if isinstance(step, AllGather | ReduceScatter) and flat is not buffers[0]:
+    if not isinstance(step, AllGather | ReduceScatter | AllReduce):
+        call, flat = (merged[0], buffers[0]) if len(calls) == 1 else merge(merged, buffers, comm.size)
+        return _Message(active, idle, merged, shapes, comm, bind(call, step.src.mesh, async_op=True)(flat))
+    for task in active:
         # The step needs no more of the local tensors.  Gradients of a unit are as large as what travels of them.
-        for task in active:
-            task.local = task.local.new_empty(0)
-    pending = bind(call, step.src.mesh, async_op=True)(flat)
-    return _Message(active, idle, merged, shapes, comm, pending)
+        task.local = task.local.new_empty(0)
+    return _Message(active, idle, merged, shapes, comm, _packed(merged, buffers, comm))
+
+
+def _packed(calls: Sequence[Collective], buffers: list[Tensor], comm: Comm) -> PackedPending:
+    """One collective for several calls that gather or reduce, started; the buffers are released."""
+    blocks = outgoing_blocks(calls, buffers, comm.size)
+    shapes = [buffer.shape for buffer in buffers]
+    buffers.clear()
+    pieces = [of_call[m] for m in range(len(blocks[0])) for of_call in blocks]
+    op = calls[0].op
+    match calls[0].kind:
+        case "all_gather" | "all_gather_v":
+            sizes = [sum(n) for n in zip(*incoming_sizes(calls, shapes, comm.size, 0), strict=True)]
+            return all_gather_packed(pieces, comm, sizes)
+        case "all_reduce":
+            return all_reduce_packed(pieces, comm, op)
+    sizes = [sum(of_call[m].numel() for of_call in blocks) for m in range(comm.size)]
+    return reduce_scatter_packed(pieces, comm, sizes, op)

@@ -24,7 +24,21 @@ from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 from .execute import bind, closing, comm_of, identity, kernels_of, run
 from .kernels import Collective, Kernel
 
-__all__ = ["CoalescedBatch", "QueuedPlan", "Task", "coalesce", "current_batch", "key_of", "merge", "run_all", "split"]
+__all__ = [
+    "CoalescedBatch",
+    "QueuedPlan",
+    "Task",
+    "assemble",
+    "coalesce",
+    "current_batch",
+    "incoming_sizes",
+    "key_of",
+    "merge",
+    "outgoing_blocks",
+    "run_all",
+    "split",
+    "taken_apart",
+]
 
 # What the members' blocks travel as when several tensors share one call.
 _MERGED = {
@@ -260,7 +274,7 @@ def _call(tasks: list[Task]) -> None:
 
 def merge(calls: Sequence[Collective], buffers: Sequence[Tensor], size: int) -> tuple[Collective, Tensor]:
     """One call and one flat buffer for several calls of one kind over a group of `size` ranks."""
-    outgoing = [_outgoing(call, buffer, size) for call, buffer in zip(calls, buffers, strict=True)]
+    outgoing = outgoing_blocks(calls, buffers, size)
     flat = torch.cat([blocks[m] for m in range(len(outgoing[0])) for blocks in outgoing])
     kind, first = _MERGED[calls[0].kind], calls[0]
     sizes: tuple[int, ...] = ()
@@ -268,39 +282,58 @@ def merge(calls: Sequence[Collective], buffers: Sequence[Tensor], size: int) -> 
     if kind in ("reduce_scatter_v", "all_to_all_v"):
         sizes = tuple(sum(blocks[m].numel() for blocks in outgoing) for m in range(size))
     if kind in ("all_gather_v", "all_to_all_v"):
-        incoming = [_incoming(call, buffer.shape, size, 0) for call, buffer in zip(calls, buffers, strict=True)]
+        incoming = incoming_sizes(calls, [buffer.shape for buffer in buffers], size, 0)
         receives = tuple(sum(counts[m] for counts in incoming) for m in range(size))
         sizes = sizes or receives
     return Collective(kind, first.axes, op=first.op, sizes=sizes, receives=receives, ranks=first.ranks), flat
 
 
-def split(
+def split(calls: Sequence[Collective], shapes: Sequence[torch.Size], got: Tensor, size: int, me: int) -> list[Tensor]:
+    """What each of several merged calls would have given to member `me`, of buffers of some shapes."""
+    incoming = incoming_sizes(calls, shapes, size, me)
+    of_members = torch.split(got, [sum(counts) for counts in zip(*incoming, strict=True)])
+    return assemble(calls, shapes, taken_apart(calls, shapes, of_members, size, me), me)
+
+
+def taken_apart(
+    calls: Sequence[Collective], shapes: Sequence[torch.Size], of_members: Sequence[Tensor], size: int, me: int
+) -> list[list[Tensor]]:
+    """For each of several merged calls the flat blocks of the members, of what each member has sent to `me`."""
+    incoming = incoming_sizes(calls, shapes, size, me)
+    rows = [torch.split(row, list(counts)) for row, counts in zip(of_members, zip(*incoming, strict=True), strict=True)]
+    return [list(blocks) for blocks in zip(*rows, strict=True)]
+
+
+def assemble(
     calls: Sequence[Collective],
     shapes: Sequence[torch.Size],
-    got: Tensor,
-    size: int,
+    blocks: Sequence[Sequence[Tensor]],
     me: int,
     into: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """What each of several merged calls would have given to member `me`.
+    """The results of calls on member `me`.
 
     Args:
         calls: the calls.
         shapes: of their buffers.
-        got: what the merged call gave.
-        size: members of the group.
-        me: this one.
+        blocks: for each, the flat blocks of the members.
+        me: this member.
         into: for each call that gathers, the tensor to write its result to; a fresh one where None.
     """
-    incoming = [_incoming(call, shape, size, me) for call, shape in zip(calls, shapes, strict=True)]
-    blocks: list[list[Tensor]] = [[] for _ in calls]
-    at = 0
-    for m in range(len(incoming[0])):
-        for k, counts in enumerate(incoming):
-            blocks[k].append(got[at : at + counts[m]])
-            at += counts[m]
     results = zip(calls, shapes, blocks, into or [None] * len(calls), strict=True)
     return [_assemble(call, shape, own, me, out) for call, shape, own, out in results]
+
+
+def outgoing_blocks(calls: Sequence[Collective], buffers: Sequence[Tensor], size: int) -> list[list[Tensor]]:
+    """What each call sends to each member, flat; one entry if it is the same for all."""
+    return [_outgoing(call, buffer, size) for call, buffer in zip(calls, buffers, strict=True)]
+
+
+def incoming_sizes(
+    calls: Sequence[Collective], shapes: Sequence[torch.Size], size: int, me: int
+) -> list[Sequence[int]]:
+    """Elements that each call delivers from each member; one entry if they are reduced into one."""
+    return [_incoming(call, shape, size, me) for call, shape in zip(calls, shapes, strict=True)]
 
 
 def _outgoing(call: Collective, buffer: Tensor, size: int) -> list[Tensor]:
