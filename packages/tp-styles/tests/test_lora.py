@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -63,5 +64,7 @@ def test_adapters(sequence: bool, base: bool) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), full[name].grad, msg=naming(name))
     for name, param in start.named_parameters() if base else ():
         torch.testing.assert_close(trained[name].grad.full_tensor(), param.grad, msg=naming(name))
-    merge_adapters(module)
+    with CommDebugMode() as counted:
+        merge_adapters(module)
+    assert counted.get_total_counts() == 0
     torch.testing.assert_close(module(y), got)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor import Replicate, Shard
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import shardings_of
@@ -106,7 +106,9 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The model with every adapter added to its base weight and then set to zero, without communication.
+    """The model with every adapter added to its base weight and then set to zero.
+
+    Nothing is sent, unless `fully_shard` has sharded the adapters over data axes too.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -125,8 +127,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
             if adapter is None:
                 continue
             weight, a, b = (getattr(module, name) for name in ("weight", "lora_A", "lora_B"))
-            assert all(isinstance(param, DTensor) for param in (weight, a, b)), "LoRA distributed them"
-            # A's columns and B's rows are sharded as the base's, so the local product is the base's local shard.
-            weight.to_local().add_(b.to_local() @ a.to_local(), alpha=adapter.scale)
-            b.to_local().zero_()
+            weight.addmm_(b, a, alpha=adapter.scale)
+            b.zero_()
     return model
