@@ -58,6 +58,8 @@ class BackwardPass:
         before = forward.before[-1] if forward.before else None
         if before is not None and before.current is not None and before.frees:
             before.start()
+        if self._reductions:
+            self._reductions[-1].poll()
 
     def borrow(self, unit: Unit) -> None:
         """Have a unit that is gathered stay so until its gradients have arrived, or the pass ends."""

@@ -103,6 +103,11 @@ class Reduction:
             self._reduced = [grad if count else None for grad, count in zip(reduced, there, strict=True)]
         return self._reduced
 
+    def poll(self) -> None:
+        """Take the reduced gradients if they are here, so that they hold up no other rank."""
+        if self._reduced is None:
+            self._in_flight.poll()
+
     def give_back(self) -> None:
         """Return kept gradients to their group: the pass that was to deliver them has failed."""
         self.group.kept = self.kept
