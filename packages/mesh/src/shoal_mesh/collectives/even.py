@@ -83,6 +83,8 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
     if observers and not in_observed() and comm.size > 1:
         event = Event("all_reduce", comm, (tensor,), op, same={"shape": tuple(tensor.shape)})
         return run_observed(event, lambda: all_reduce(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
+    if is_compiling() and comm.size > 1:  # functional collectives write to no operand
+        return _reduce_own(tensor.contiguous(), comm, how, async_op)
     return _reduce_own(tensor.clone(memory_format=torch.contiguous_format), comm, how, async_op)
 
 
