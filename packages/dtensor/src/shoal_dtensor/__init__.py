@@ -1,6 +1,7 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
 from .__about__ import __version__
+from ._torch import whole_when_compiled
 from .api.custom_rules import register_rule, register_sharding
 from .api.distribute import distribute_module, distribute_tensor
 from .api.explain import Explanation, explain
@@ -125,6 +126,7 @@ __all__ = [
     "set_state_dict",
     "unknown_ops",
     "visualize_sharding",
+    "whole_when_compiled",
     "zeros",
 ]
 
