@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any, Self
 
@@ -40,6 +41,7 @@ def watch_draws(root: nn.Module) -> None:
             inner = module.__dict__.get("forward")
             region = module.__dict__["forward"] = DrawRegion(module, _SHARDING, meshes[0], inner)
             region.meshes = tuple(dict.fromkeys(meshes))
+            region.drawers = [child for child in module.modules() if child in drawers]  # no compiler can look for them
 
 
 def unwatch_draws(root: nn.Module) -> None:
@@ -56,7 +58,7 @@ class DrawRegion(Lowered):
     """The forward of a module under which code may draw.
 
     Attributes:
-        drawers: the modules whose code may draw; None before the first call.
+        drawers: the modules whose code may draw; None in a copy before its first call.
         meshes: the axes on which styles shard the tree.
         arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
             differ from call to call.
@@ -78,6 +80,11 @@ class DrawRegion(Lowered):
     def __copy__(self) -> Self:
         clone = super().__copy__()
         clone.drawers, clone.arrived = None, {}
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = super().__deepcopy__(memo)
+        clone.drawers = deepcopy(self.drawers, memo)
         return clone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
