@@ -26,9 +26,15 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    ),
+    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 def compiled(module: Any, graphs: list[Any]) -> Any:
@@ -77,9 +83,6 @@ def assert_same(start: nn.Module, plan: dict[str, Any], x: torch.Tensor) -> list
     return [collectives(graph) for graph in graphs]
 
 
-# Both are torch's own while it traces any autograd function, and any cached one.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_small_model_is_one_graph_with_one_collective_each_way() -> None:
     with fake_world(4):
         module: Any = parallelize_module(MLP(), init_device_mesh("cpu", (4,)), dict(MLP.plan))
@@ -89,6 +92,53 @@ def test_a_small_model_is_one_graph_with_one_collective_each_way() -> None:
         assert [collectives(graph) for graph in graphs] == [["all_reduce"], ["all_reduce"]]
         assert module.net1.weight.grad.placements == (Shard(0),)
         assert x.grad is not None
+
+
+class TwoReaders(nn.Module):
+    """Two readers of one activation, which is written to between them if `write` is set."""
+
+    def __init__(self, write: bool) -> None:
+        super().__init__()
+        self.write, self.q, self.k = write, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.q.requires_grad_(not write)  # what a trained Linear has read must stay as it is
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(batch, 2)`."""
+        h = x * 2
+        q = self.q(h)
+        if self.write:
+            h = h.mul_(3)
+        out: torch.Tensor = q + self.k(h)
+        return out
+
+
+@pytest.mark.parametrize("write", [False, True])
+@on_ranks(2, timeout=100)
+def test_readers_of_an_activation_share_one_reduction(write: bool) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"q": ColwiseParallel(), "k": ColwiseParallel()}
+    plain = TwoReaders(write).double()
+    module: Any = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    graphs: list[Any] = []
+    x = torch.linspace(-1, 1, 12, dtype=torch.double).view(3, 4)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, got = plain(one), compiled(module, graphs)(other)
+    torch.testing.assert_close(got, expected.chunk(2, -1)[mesh.get_rank()])
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(other.grad, one.grad)
+    assert [collectives(graph) for graph in graphs] == [[], ["all_reduce"] * (1 + write)]
+
+
+def test_a_model_with_dropout_is_one_graph_while_it_does_not_draw() -> None:
+    with fake_world(2):
+        start = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        mesh, plan = init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        module = copy.deepcopy(parallelize_module(start, mesh, plan)).eval()
+        graphs: list[Any] = []
+        compiled(module, graphs)(torch.ones(3, 4)).sum().backward()
+        assert [collectives(graph) for graph in graphs] == [["all_reduce"], []]
 
 
 @pytest.mark.slow

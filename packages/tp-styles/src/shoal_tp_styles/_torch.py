@@ -9,20 +9,25 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo as never_compiled
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
+    "FakeTensor",
     "apply",
     "at_end_of_backward",
     "autocast_dtype",
     "autocasting",
     "backward_number",
     "direct",
+    "disabled_torch_function",
     "dispatch_modes",
     "flash_attention",
     "flash_attention_backward",
     "is_compiling",
+    "is_tracing",
+    "make_wrapper",
     "never_compiled",
     "preserving_versions",
     "pytree",
@@ -36,6 +41,10 @@ __all__ = [
 ]
 
 is_compiling = torch.compiler.is_compiling
+
+# Whether torch.compile reads the program that is running; False while autograd traces what it read.
+is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
 
 autocasting = torch._C._is_any_autocast_enabled
 
@@ -79,6 +88,13 @@ unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.Dis
 def saving_state() -> tuple[bool, object]:
     """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# A subclass with this as its `__torch_function__` is a plain tensor to functions, and to torch.compile.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

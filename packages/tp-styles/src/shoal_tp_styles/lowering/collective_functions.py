@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import Placement, Shard
+from shoal_dtensor import Placement, Shard, whole_when_compiled
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, all_reduce_, reduce_scatter, reduce_scatter_v
 
 from .._torch import apply, is_compiling, selectively_checkpointed, split_sizes, unwatched
@@ -185,8 +185,11 @@ def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
 
 def copy(tensor: Tensor, comm: Comm) -> Tensor:
     """`R -> R`, for consumers whose gradients are partial: all-reduced, once for all readers of `tensor`."""
-    if not tensor.requires_grad:
-        return tensor
+    return _copied(tensor, comm) if tensor.requires_grad else tensor
+
+
+@whole_when_compiled
+def _copied(tensor: Tensor, comm: Comm) -> Tensor:
     key = (comm, None, None)
     shared = None if tensor.is_leaf else find_token(tensor, key, grad=True)
     if shared is not None:
@@ -197,6 +200,7 @@ def copy(tensor: Tensor, comm: Comm) -> Tensor:
     return token
 
 
+@whole_when_compiled
 def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`, for consumers whose gradients are partial: reduce-scattered, once for all readers of `tensor`."""
     key = (comm, dim, sizes, None)

@@ -16,12 +16,15 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec
-from shoal_mesh import DeviceMesh
+from shoal_mesh import Comm, DeviceMesh
 
+from .._torch import is_tracing
 from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding
 from .compile import make_traceable
+from .parameters import local_parameters, summed_gradients
+from .traced_shards import TracedShards
 
 __all__ = ["Lowered", "spec_of"]
 
@@ -35,10 +38,11 @@ class Lowered(ABC):
         mesh: the one-axis mesh.
         comm: the communicator of that axis.
         inner: the callable that was the module's forward before; None for its class's forward.
+        traced_shards: what compiled code reads of the parameters.
         port_in, port_out: the ports of the first input and output (replicated where none is declared).
     """
 
-    __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding")
+    __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding", "traced_shards")
 
     params: dict[str, Any]
 
@@ -54,6 +58,7 @@ class Lowered(ABC):
         self.port_in = sharding.input_port()
         self.port_out = sharding.output_port()
         make_traceable()
+        self.traced_shards = TracedShards.of(self.params)
         self.resolve()
 
     def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
@@ -75,11 +80,39 @@ class Lowered(ABC):
         assert module is not None, "a forward outlived its module"
         return module
 
+    def take_parameters(self, params: dict[str, Any]) -> None:
+        """Use another dict as the module's own."""
+        self.params, self.traced_shards = params, TracedShards.of(params)
+
+    def local(self, *names: str, comm: Comm | None = None) -> dict[str, Tensor | None]:
+        """`local_parameters` of some of the module's parameters.
+
+        Args:
+            names: of the parameters; those that are None stay None.
+            comm: given where their local gradients are partial sums over an axis.
+        """
+        if not is_tracing() or any(name not in self.traced_shards.parameter_names for name in names):
+            return local_parameters({name: self.params[name] for name in names}, comm)
+        shards: dict[str, Tensor | None] = {name: getattr(self.traced_shards, f"local_{name}") for name in names}
+        return summed_gradients(shards, comm)
+
+    def spec(self, name: str) -> Spec:
+        """The spec of one of the module's parameters.
+
+        Raises:
+            LayoutError: if it is not a DTensor (any more).
+        """
+        if is_tracing() and name in self.traced_shards.parameter_names:
+            spec: Spec | None = getattr(self.traced_shards, f"spec_{name}")
+            if spec is not None:
+                return spec
+        return spec_of(self.params[name], name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
         memo[id(self)] = clone
         clone._module = weakref.ref(copy.deepcopy(self.module, memo))
-        clone.params = copy.deepcopy(self.params, memo)
+        clone.take_parameters(copy.deepcopy(self.params, memo))
         clone.inner = copy.deepcopy(self.inner, memo)
         return clone
 
@@ -105,7 +138,7 @@ def _rebuild(
     # The module is still being unpickled and has no state yet: build without touching it.
     module.__dict__.setdefault("_parameters", params)
     lowered = kind(module, sharding, mesh, inner)
-    lowered.params = params
+    lowered.take_parameters(params)
     return lowered
 
 

@@ -30,7 +30,16 @@ from ..errors import SecondOrderError
 from .collective_functions import copy, sum_over_ranks
 from .compile import local_traced
 
-__all__ = ["GradRoute", "deliver_grad", "first_order_only", "grad_hooked", "grad_route", "local_parameters"]
+__all__ = [
+    "DeliveredShards",
+    "GradRoute",
+    "deliver_grad",
+    "first_order_only",
+    "grad_hooked",
+    "grad_route",
+    "local_parameters",
+    "summed_gradients",
+]
 
 
 class GradRoute(Enum):
@@ -99,7 +108,7 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     return DTensor.__new__(DTensor, local, spec)
 
 
-class _LocalParameters(Function):
+class DeliveredShards(Function):
     """Parameters -> their local shards.  Backward: gradients with the parameters' specs, summed over `comm`."""
 
     @staticmethod
@@ -128,11 +137,11 @@ def _shard(param: Tensor) -> Tensor:
     return local_shard(param) if isinstance(param, DTensor) else param
 
 
-def _traced(param: Tensor | None, comm: Comm | None) -> Tensor | None:
-    if param is None:
-        return None
-    local = local_traced(param)
-    return local if comm is None else copy(local, comm)
+def summed_gradients(shards: dict[str, Tensor | None], comm: Comm | None) -> dict[str, Tensor | None]:
+    """The shards, with gradients that are summed over `comm` if it is given; in compiled code."""
+    if comm is None:
+        return shards
+    return {name: shard if shard is None else copy(shard, comm) for name, shard in shards.items()}
 
 
 def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
@@ -154,12 +163,13 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
         torch.Size([2, 2])
     """
     if is_compiling():
-        return {name: _traced(param, comm) for name, param in params.items()}
+        shards = {name: None if param is None else local_traced(param) for name, param in params.items()}
+        return summed_gradients(shards, comm)
     present = {name: param for name, param in params.items() if param is not None}
     local: dict[str, Tensor | None] = dict.fromkeys(params)
     if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):
         local.update((name, _shard(param)) for name, param in present.items())
         return local
-    shards = _LocalParameters.apply(comm, *present.values())  # type: ignore[no-untyped-call] # torch leaves apply untyped
+    shards = DeliveredShards.apply(comm, *present.values())  # type: ignore[no-untyped-call] # torch leaves apply untyped
     local.update(zip(present, shards, strict=True))
     return local

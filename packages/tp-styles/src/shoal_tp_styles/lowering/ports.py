@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
+from shoal_mesh import Comm
 
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, Port
@@ -123,13 +124,19 @@ def declare_sharded_output(call: ModuleCall) -> Iterator[Collective]:
     yield from port_moves(call.sharding.output_port(), call.output)
 
 
-def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | None, features: int = -1) -> Tensor:
+def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None) -> Tensor | None:
+    if isinstance(bias, str):
+        return lowered.local(bias, comm=comm)[bias]
+    return local_parameters({"bias": bias}, comm)["bias"]
+
+
+def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, features: int = -1) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
     Args:
         lowered: the lowering; its output port has the layout that leaves.
         partial: the rank's summand.
-        bias: a replicated parameter, added after the reduction.
+        bias: a replicated parameter, or the name of one of the module's, added after the reduction.
         features: the dim of the output to which the bias belongs.
 
     Raises:
@@ -144,11 +151,11 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | None, featu
         if sizes is not None or partial.shape[dim] % comm.size == 0:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
             out = scatter(partial, comm, dim, sizes)
-            out = _plus(out, local_parameters({"bias": bias}, comm)["bias"], features)
+            out = _plus(out, _bias(lowered, bias, comm), features)
             return out if local else from_local(out, port.desired, lowered.mesh, None)
         if local:
             raise uneven_output(lowered.sharding.style, partial.shape[dim], dim, comm)
-    full = _plus(reduce(partial, comm), local_parameters({"bias": bias})["bias"], features)
+    full = _plus(reduce(partial, comm), _bias(lowered, bias), features)
     if local and port.desired.is_replicate():
         return full
     left = output_dtensor(full, Port(Replicate(), port.desired), lowered.mesh)

@@ -12,6 +12,9 @@ The token is an attribute of the tensor object `x`.  So its lifetime does not de
 or storage changes), another communicator, layout or dtype, or a change of grad mode ends the sharing.
 Readers in separate backward passes, recomputation under checkpointing and `torch.autograd.grad` are
 ordinary uses of ordinary nodes.
+
+In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and the tensors on which autograd
+traces it carry the tokens.  What merely finds out shapes leaves none.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from .._torch import is_compiling
+from .._torch import FakeTensor, is_compiling
 
 __all__ = ["find_token", "keep_token"]
 
@@ -53,15 +56,18 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool) -> Tensor | None:
         key: communicator, layout and dtype of the reading.
         grad: whether the token must carry a gradient.
     """
-    if is_compiling():
-        return None
     entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
-    if entry is None or entry.key != key or entry.version != tensor._version or entry.storage != tensor.data_ptr():
+    if entry is None or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):
         return None
     return entry.token if entry.token.requires_grad is grad else None
 
 
 def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
     """Leave the token of a reading on the tensor."""
-    if not is_compiling():
-        setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, tensor.data_ptr(), token))
+    if not isinstance(tensor, FakeTensor):
+        setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _storage(tensor), token))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the elements are; those of a tensor that is traced are nowhere, and stay there."""
+    return 0 if is_compiling() else tensor.data_ptr()

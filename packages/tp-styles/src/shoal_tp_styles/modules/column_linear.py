@@ -27,7 +27,7 @@ from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, t
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
 from ..lowering.lowered import Lowered, spec_of
-from ..lowering.parameters import first_order_only, local_parameters
+from ..lowering.parameters import first_order_only
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
 from ..sharding.collective import Collective
@@ -216,7 +216,7 @@ class ColumnLinear(Lowered):
 
     def traced(self, input: Tensor) -> Tensor:
         """The local product in terms that torch.compile follows."""
-        local: Any = local_parameters({"weight": self.params["weight"], "bias": self.params["bias"]})
+        local: Any = self.local("weight", "bias")
         return linear(replicated_input(self, input), local["weight"], local["bias"])
 
     def replicated(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
@@ -264,5 +264,5 @@ class ColumnLinear(Lowered):
         """The output in the layout that leaves the module."""
         if self.finished:
             return out
-        spec = spec_of(self.params["weight"], "weight")
+        spec = self.spec("weight")
         return sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from ..errors import UnsupportedModuleError
 from ..lowering.collective_functions import Sizes
-from ..lowering.lowered import Lowered, spec_of
-from ..lowering.parameters import local_parameters
+from ..lowering.lowered import Lowered
 from ..lowering.ports import (
     declare_partial_output,
     declare_replicated_input,
@@ -97,7 +96,7 @@ class _Channels(Lowered):
 
     def sharded(self) -> tuple[int, Sizes]:
         """Size of the sharded dim of the weight, and of its shards."""
-        spec = spec_of(self.params["weight"], "weight")
+        spec = self.spec("weight")
         ((dim, _),) = spec.shard_order
         return spec.shape[dim], spec.sizes(dim)
 
@@ -115,7 +114,7 @@ class ColumnChannels(_Channels):
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         arrived = [replicated_input(self, x, port) for x, port in zip(inputs, self.sharding.inputs or (), strict=True)]
-        local: Any = local_parameters({"weight": self.params["weight"], "bias": self.params["bias"]})
+        local: Any = self.local("weight", "bias")
         out = self.compute(self.module, arrived, local["weight"], local["bias"])
         channels = out.ndim + getattr(self.port_out.layout, "dim", -1)
         return sharded_output(self, out, channels, *self.sharded())
@@ -134,6 +133,6 @@ class RowChannels(_Channels):
     def __call__(self, input: Tensor) -> Tensor:
         channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
         input = sharded_input(self, input, channels, self.sharded()[1])
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
+        weight: Any = self.local("weight")["weight"]
         partial = self.compute(self.module, [input], weight, None)
-        return partial_output(self, partial, self.params["bias"], channels)
+        return partial_output(self, partial, "bias", channels)

@@ -20,8 +20,8 @@ from .._torch import apply, is_compiling, selectively_checkpointed
 from ..errors import UnsupportedModuleError
 from ..lowering.boundary import local_input, port_moves
 from ..lowering.collective_functions import gather_dim, sharded_dim
-from ..lowering.lowered import Lowered, spec_of
-from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route, local_parameters
+from ..lowering.lowered import Lowered
+from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route
 from ..lowering.ports import declare_partial_output, declare_sharded_output, partial_output, sharded_output
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
@@ -68,13 +68,13 @@ class ColumnEmbedding(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         tokens = _tokens(self, input)
         module: Any = self.module
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
+        weight: Any = self.local("weight")["weight"]
         out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
         return self.finish(out)
 
     def finish(self, out: Tensor) -> Tensor:
         """The output in the layout that leaves the module."""
-        spec = spec_of(self.params["weight"], "weight")
+        spec = self.spec("weight")
         return sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1))
 
 
@@ -129,7 +129,7 @@ class RowEmbedding(Lowered):
         module: Any = self.module
         tokens = _tokens(self, input)
         weight = self.params["weight"]
-        first = spec_of(weight, "weight").offset(0)
+        first = self.spec("weight").offset(0)
         if is_compiling():
             return partial_output(self, self.traced(tokens, first), None)
         partial: Tensor = apply(_OwnRows, tokens, weight, first, module.padding_idx, module.scale_grad_by_freq)
@@ -138,7 +138,7 @@ class RowEmbedding(Lowered):
     def traced(self, tokens: Tensor, first: int) -> Tensor:
         """The rank's summand in terms that torch.compile follows: a row of zeros stands for the other ranks' tokens."""
         module: Any = self.module
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
+        weight: Any = self.local("weight")["weight"]
         rows = weight.shape[0]
         own = tokens - first
         own = torch.where((own >= 0) & (own < rows), own, rows)
@@ -165,7 +165,7 @@ class ColumnEmbeddingBag(ColumnEmbedding):
     ) -> Tensor:
         module: Any = self.module
         tokens, starts = _bag_inputs(self, input, offsets)
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
+        weight: Any = self.local("weight")["weight"]
         if per_sample_weights is not None and per_sample_weights.requires_grad:
             raise UnsupportedModuleError(
                 "ColwiseParallel: an EmbeddingBag returns no gradient of per_sample_weights; detach them"
@@ -207,8 +207,8 @@ class RowEmbeddingBag(Lowered):
     ) -> Tensor:
         module: Any = self.module
         tokens, starts = _bag_inputs(self, input, offsets)
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
-        rows, first = weight.shape[0], spec_of(self.params["weight"], "weight").offset(0)
+        weight: Any = self.local("weight")["weight"]
+        rows, first = weight.shape[0], self.spec("weight").offset(0)
         counted = torch.ones_like(tokens, dtype=weight.dtype)
         if module.padding_idx is not None:
             counted = counted * (tokens != module.padding_idx)

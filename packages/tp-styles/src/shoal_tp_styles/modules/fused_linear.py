@@ -22,7 +22,7 @@ from shoal_mesh import Comm
 from .._torch import is_compiling, split_sizes
 from ..lowering.collective_functions import sum_over_ranks
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route, local_parameters
+from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route
 from ..lowering.ports import declare_replicated_input, replicated_input
 from ..sharding.collective import Collective
 from ..sharding.heads import Heads
@@ -104,11 +104,15 @@ class FusedLowering(Lowered):
 
     def _concatenated(self, kind: str) -> Tensor | None:
         params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
+        """The local matrix (or bias) of all blocks."""
+        names = [f"{kind}_{block.name}" if block.name else kind for block in self.blocks]
+        if is_compiling():
+            locals_ = [self.local(name, comm=b.comm)[name] for b, name in zip(self.blocks, names, strict=True)]
+            shards = [shard for shard in locals_ if shard is not None]
+            return torch.cat(shards) if shards else None
+        params = [self.params[name] for name in names]
         if params[0] is None:
             return None
-        if is_compiling():
-            shards = [local_parameters({kind: p}, b.comm)[kind] for b, p in zip(self.blocks, params, strict=True)]
-            return torch.cat([shard for shard in shards if shard is not None])
         if not torch.is_grad_enabled():
             return _concatenated([local_shard(param) for param in params])
         out: Tensor = _Concatenate.apply(tuple(block.comm for block in self.blocks), *params)  # type: ignore[no-untyped-call] # torch

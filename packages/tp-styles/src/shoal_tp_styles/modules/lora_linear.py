@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..lowering.lowered import Lowered, spec_of
-from ..lowering.parameters import local_parameters
+from ..lowering.lowered import Lowered
 from ..lowering.ports import (
     declare_partial_output,
     declare_replicated_input,
@@ -46,15 +45,14 @@ class AdapterColumn(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         input = replicated_input(self, input)
-        params = self.params
         p: Any = {
-            **local_parameters({"weight": params["weight"], "bias": params["bias"], "lora_B": params["lora_B"]}),
+            **self.local("weight", "bias", "lora_B"),
             # Every rank's columns read all of A, so its gradients are partial sums.
-            **local_parameters({"lora_A": params["lora_A"]}, self.comm),
+            **self.local("lora_A", comm=self.comm),
         }
         scale = _adapter(self.sharding.options).scale
         out: Tensor = linear(input, p["weight"], p["bias"]) + scale * linear(linear(input, p["lora_A"]), p["lora_B"])
-        spec = spec_of(params["weight"], "weight")
+        spec = self.spec("weight")
         return sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
 
 
@@ -72,13 +70,13 @@ class AdapterRow(Lowered):
         yield Collective("all_reduce", nbytes, backward=True)  # the gradient of B
 
     def __call__(self, input: Tensor) -> Tensor:
-        spec = spec_of(self.params["weight"], "weight")
+        spec = self.spec("weight")
         input = sharded_input(self, input, input.ndim - 1, spec.sizes(1))
         p: Any = {
-            **local_parameters({"weight": self.params["weight"], "lora_A": self.params["lora_A"]}),
+            **self.local("weight", "lora_A"),
             # B is multiplied with this rank's summand of A x, so its gradients are partial sums.
-            **local_parameters({"lora_B": self.params["lora_B"]}, self.comm),
+            **self.local("lora_B", comm=self.comm),
         }
         scale = _adapter(self.sharding.options).scale
         partial = linear(input, p["weight"]) + scale * linear(linear(input, p["lora_A"]), p["lora_B"])
-        return partial_output(self, partial, self.params["bias"])
+        return partial_output(self, partial, "bias")

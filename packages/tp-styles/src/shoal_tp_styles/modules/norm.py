@@ -18,7 +18,6 @@ from shoal_dtensor import DTensor
 from ..errors import LayoutError
 from ..lowering.boundary import from_local, local_input, output_dtensor
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import local_parameters
 from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
@@ -105,7 +104,7 @@ class Tokenwise(Lowered):
                 f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a feature dim of "
                 f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
             )
-        params = local_parameters(self.params, self.comm) if self.params else {}
+        params = self.local(*self.params, comm=self.comm) if self.params else {}
         out = self.compute(self.module, input, params)
         if self.sharding.local_outputs:
             return out
@@ -140,7 +139,7 @@ class ChannelGroups(Lowered):
                 f"{input.shape[1]} arrived; shard the convolution before it by ColwiseParallel().aligned("
                 f"{module.num_channels // module.num_groups})"
             )
-        local: Any = local_parameters({"weight": self.params["weight"], "bias": self.params["bias"]})
+        local: Any = self.local("weight", "bias")
         groups = (last - first) * module.num_groups // module.num_channels
         # Kernels refuse zero groups; an empty shard as one group is empty, and so are its gradients.
         out = functional.group_norm(input, max(1, groups), local["weight"], local["bias"], module.eps)

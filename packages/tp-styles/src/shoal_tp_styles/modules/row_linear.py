@@ -43,7 +43,7 @@ from ..lowering.collective_functions import (
     uneven_output,
 )
 from ..lowering.lowered import Lowered, spec_of
-from ..lowering.parameters import first_order_only, local_parameters
+from ..lowering.parameters import first_order_only
 from ..lowering.ports import declare_partial_output, declare_sharded_input, partial_output, sharded_input
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, Overlap
@@ -155,10 +155,10 @@ class RowLinear(Lowered):
 
     def traced(self, input: Tensor) -> Tensor:
         """The forward in terms that torch.compile follows."""
-        sizes = spec_of(self.params["weight"], "weight").sizes(1)
-        weight: Any = local_parameters({"weight": self.params["weight"]})["weight"]
+        sizes = self.spec("weight").sizes(1)
+        weight: Any = self.local("weight")["weight"]
         input = sharded_input(self, input, input.ndim - 1, sizes)
-        return partial_output(self, linear(input, weight), self.params["bias"])
+        return partial_output(self, linear(input, weight), "bias")
 
     def general(self, input: Tensor) -> Tensor:
         """DTensor inputs, other layouts and autocast."""
@@ -272,7 +272,7 @@ class OverlappedRow(RowLinear):
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
             return self.traced(input)  # a compiler orders collectives itself
-        spec = spec_of(self.params["weight"], "weight")
+        spec = self.spec("weight")
         plain = not isinstance(input, DTensor) and self.direct_in and self.sharding.local_outputs
         where = self.target(list(input.shape), spec) if plain else None
         # Chunks split dim 0, so an output sharded along dim 0 (or with sizes of its own) is not chunked.

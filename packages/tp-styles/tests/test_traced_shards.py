@@ -1,0 +1,155 @@
+"""Compiled code takes local shards, and what becomes of the parameters reaches it.  Covers: lowering/traced_shards.py.
+
+The gradients of a compiled module are those of the eager one, in `.grad` and wherever else autograd is asked for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shoal_tp_styles.testing import all_ranks
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+    ),
+    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).double()
+    return parallelize_module(start, all_ranks(), PLAN)
+
+
+def compiled(module: nn.Module, graphs: list[Any] | None = None) -> Any:
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
+
+        if graphs is not None:
+            graphs.append(inputs)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(module, backend=keep, fullgraph=True)
+
+
+def gradients(module: Any) -> list[Tensor]:
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+
+
+def same_as_eager(change: Callable[[Any], object]) -> None:
+    """After a change between two steps the compiled module still does what the eager one does."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.double).view(3, 4)
+    eager = model()
+    module = copy.deepcopy(eager)
+    fast = compiled(module)
+    for step in range(2):
+        if step:
+            change(eager)
+            change(module)
+        for each, run in ((eager, eager), (module, fast)):
+            each.zero_grad()
+            run(x.to(each[0].weight.dtype)).square().sum().backward()
+        torch.testing.assert_close(gradients(module), gradients(eager))
+        torch.testing.assert_close(fast(x.to(module[0].weight.dtype)), eager(x.to(eager[0].weight.dtype)))
+
+
+def step_of_sgd(module: nn.Module) -> None:
+    torch.optim.SGD(module.parameters(), 0.1).step()
+
+
+def other_data(module: Any) -> None:
+    for param in module.parameters():
+        param.data = param.detach() * 2
+
+
+def other_parameter(module: Any) -> None:
+    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+
+
+def hooked(module: Any) -> None:
+    module[0].weight.register_hook(lambda grad: grad * 3)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a step": step_of_sgd,
+    "other data": other_data,
+    "another parameter": other_parameter,
+    "another dtype": lambda module: module.float(),
+    "a hook": hooked,
+    "accumulated": lambda module: None,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2, timeout=100)
+def test_changes_of_parameters_reach_compiled_code(change: str) -> None:
+    same_as_eager(CHANGES[change])
+
+
+@on_ranks(2, timeout=100)
+def test_gradients_go_where_autograd_is_asked_for_them() -> None:
+    x = torch.linspace(-1, 1, 12, dtype=torch.double).view(3, 4)
+    eager = model()
+    module = copy.deepcopy(eager)
+    fast = compiled(module)
+    expected: Any
+    got: Any
+    (expected,) = torch.autograd.grad(eager(x).square().sum(), [eager[0].weight])
+    (got,) = torch.autograd.grad(fast(x).square().sum(), [module[0].weight])
+    torch.testing.assert_close(got.full_tensor(), expected.full_tensor())
+    assert all(param.grad is None for param in module.parameters())
+    fast(x).square().sum().backward(inputs=[module[0].weight])
+    torch.testing.assert_close(module[0].weight.grad.full_tensor(), expected.full_tensor())
+    assert module[0].bias.grad is None
+    module[0].weight.requires_grad_(False)
+    module.zero_grad()
+    fast(x).square().sum().backward()
+    assert module[0].weight.grad is None
+    assert module[0].bias.grad is not None
+
+
+def test_no_dtensor_is_an_input_of_the_graph() -> None:
+    with fake_world(4):
+        start = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        plan: dict[str, Any] = {
+            "0": SequenceParallel(use_local_output=True),
+            "1": ColwiseParallel(),
+            "3": RowwiseParallel(),
+        }
+        module = parallelize_module(start, init_device_mesh("cpu", (4,)), plan)
+        graphs: list[Any] = []
+        compiled(module, graphs)(torch.randn(2, 4, 8)).sum().backward()
+        (inputs,) = graphs
+        assert len(inputs) == 7
+        assert not any(isinstance(each, DTensor) for each in inputs)
+
+
+def test_a_compiled_module_dies_with_its_last_reference() -> None:
+    with fake_world(2):
+        module = model()
+        fast = compiled(module)
+        fast(torch.randn(3, 4, dtype=torch.double)).sum().backward()
+        known = weakref.ref(module[0].weight)
+        del module, fast
+        torch._dynamo.reset()
+        gc.collect()
+        assert known() is None
