@@ -23,6 +23,7 @@ __all__ = [
     "change_shape",
     "decomposition_of",
     "direct",
+    "results_of",
     "shapes_of",
     "unmarked_writes",
     "view_of",
@@ -67,6 +68,13 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         with _fake_mode(), _without_log():
             args, kwargs = build(torch.device("cpu"))
             return op(*args, **kwargs)
+
+
+def results_of(op: OpOverload, build: Build) -> Any:
+    """What an operator returns on the CPU, out of sight of the user's modes."""
+    with _disable_current_modes():
+        args, kwargs = build(torch.device("cpu"))
+        return op(*args, **kwargs)
 
 
 @contextmanager

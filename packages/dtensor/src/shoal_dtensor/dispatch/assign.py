@@ -8,14 +8,14 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple, TypeGuard
 
 from shoal_mesh import DeviceMesh
 
-from ..layout.dim_sharding import DimSharding, shard_dim
+from ..layout.dim_sharding import DimSharding, ShardOrder, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
@@ -23,7 +23,7 @@ from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import price, seconds
 from ..rules.language.rule import Entry, Row, S, with_norms
 
-__all__ = ["Sharding", "ShardingProblem", "assign", "is_plain", "placed", "sharding_behind"]
+__all__ = ["Sharding", "ShardingProblem", "assign", "is_plain", "placed", "placements_of", "sharding_behind"]
 
 # No more combinations than this are tried: 4 axes with 5 rows each have 625.
 MAX_COMBINATIONS = 1024
@@ -101,6 +101,8 @@ def _stays(row: Row, problem: ShardingProblem, axis: int) -> bool:
 
 def _free(rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
     """The first assignment that leaves every input as it is; None if there is none."""
+    present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
+    rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]
     choices = []
     for axis in range(mesh.ndim):
         staying = _candidates([row for row in rows if _stays(row, problem, axis)], problem, axis)
@@ -215,36 +217,40 @@ DimShardings = dict[int, tuple[Row, AnyDimSharding]]
 
 
 def _operand(index: int, spec: Spec, combination: Sequence[Row], shardings: DimShardings) -> Spec | None:
-    result = placed([row.inputs[index] for row in combination], shardings, spec.shape)
-    if result is None:
+    entries = [row.inputs[index] for row in combination]
+    by_dim = placed(entries, shardings, spec.shape)
+    if by_dim is None:
         return None
-    placements, by_dim = result
     if all(
         by_dim.get(dim) == (sharding if sharding.axes else None) for dim, sharding in enumerate(spec.dim_shardings)
     ) and all(
-        (a is b) or not (isinstance(a, Partial) or isinstance(b, Partial))
-        for a, b in zip(placements, spec.placements, strict=True)
+        a is b or not (isinstance(a, Partial) or isinstance(b, Partial))
+        for a, b in zip(entries, spec.placements, strict=True)
     ):
         return spec
-    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
-    return spec.with_(placements=placements, shard_order=order)
+    return spec.with_(placements=placements_of(entries, by_dim), shard_order=_order(by_dim))
 
 
 def _output(
     index: int, meta: TensorMeta, combination: Sequence[Row], shardings: DimShardings, mesh: DeviceMesh
 ) -> Spec | None:
-    result = placed([row.outputs[index] for row in combination], shardings, meta.shape)
-    if result is None:
-        return None
-    placements, by_dim = result
-    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
-    return Spec(mesh, placements, meta.shape, meta.stride, meta.dtype, order)
+    entries = [row.outputs[index] for row in combination]
+    by_dim = placed(entries, shardings, meta.shape)
+    return None if by_dim is None else Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
 
 
-def placed(
-    entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]
-) -> tuple[list[Placement], dict[int, AnyDimSharding]] | None:
-    """The placements and dim shardings that an operand's entries mean; None if two rows of one dim do not fit."""
+def _order(by_dim: Mapping[int, AnyDimSharding]) -> ShardOrder:
+    return tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
+
+
+def placements_of(entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]) -> tuple[Placement, ...]:
+    """The placements of an operand with these entries whose dims are sharded so."""
+    of_dim = {dim: sharding.placements(dim) for dim, sharding in by_dim.items()}
+    return tuple([of_dim[e.dim][axis] if isinstance(e, S) else e for axis, e in enumerate(entries)])
+
+
+def placed(entries: Sequence[Entry], shardings: DimShardings, shape: Sequence[int]) -> dict[int, AnyDimSharding] | None:
+    """The dim shardings that an operand's entries mean; None if two rows of one dim do not fit."""
     by_dim: dict[int, AnyDimSharding] = {}
     rows: dict[int, list[Row]] = {}
     for axis, entry in enumerate(entries):
@@ -264,11 +270,7 @@ def placed(
             return None
         known.append(row)
         by_dim[entry.dim] = both
-    placements: list[Placement] = [
-        by_dim[entry.dim].placements(entry.dim)[axis] if isinstance(entry, S) else entry
-        for axis, entry in enumerate(entries)
-    ]
-    return placements, by_dim
+    return by_dim
 
 
 def sharding_behind(entry: S, factor: AnyDimSharding, length: int) -> AnyDimSharding | None:

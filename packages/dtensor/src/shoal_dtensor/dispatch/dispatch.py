@@ -27,6 +27,7 @@ from .in_place import count_writes, follow
 from .plain_tensors import values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
 from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
+from .size_classes import forget
 
 __all__ = ["cache_info", "clear_cache", "dispatch"]
 
@@ -240,5 +241,6 @@ def cache_info() -> dict[str, int]:
 
 def clear_cache() -> None:
     """Forget all decisions, whatever the policy."""
+    forget()
     for scope in current().alike.values():
         scope.decisions.clear()

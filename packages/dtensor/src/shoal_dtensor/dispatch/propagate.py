@@ -6,7 +6,7 @@ Nothing here touches values, and nothing here knows an operator by name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rules.language.empty_shards import local_function
 from ..rules.language.op_schema import schema_of
-from ..rules.language.rule import LocalCall, OpCall, Rule, flatten
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, flatten
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign
@@ -40,6 +40,7 @@ from .decision import (
 )
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .results import with_memory_order
+from .size_classes import class_of, known_class
 
 __all__ = ["Circumstances", "decide", "rule_of"]
 
@@ -100,7 +101,9 @@ def decide(
     outs = tuple(specs_in(tuple(kwargs[name] for name in schema_of(op).outs if name in kwargs)))
     inputs = specs[: len(specs) - len(outs)]
     build = _without_memory(args, kwargs)
-    metas = _global_outputs(op, build, specs)
+    sized = None if outs else class_of(op, rule, args, kwargs)
+    known = known_class(op, rule, sized, args, kwargs, build)
+    metas = _global_outputs(op, build, specs) if known is None or sized is None else known.outputs(sized)
     if len(outs) > len(metas) and not all(spec.is_replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
@@ -109,13 +112,21 @@ def decide(
     check_outs(op, outs, metas)
     tensors = tuple(spec.tensor_meta for spec in inputs)
     call = OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, metas)
+    if known is None or sized is None:
+        sharding = _sharding_of(rule, call, inputs, outs)
+        return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
+    sharding = known.sharding(sized, inputs, metas) or _sharding_of(rule, call, inputs, outs)
+    known.remember(sized, inputs, sharding)
+    return _decision(rule, call, specs, sharding, circumstances, lambda: known.binding)
+
+
+def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> Sharding:
+    """The sharding of a call."""
     if rule is _LOCAL:
-        sharding = _as_first_input(call, inputs)
-    elif rule.each:
-        sharding = _sharding_of_each(rule, call, inputs)
-    else:
-        sharding = _sharding(rule, call, ShardingProblem(inputs, metas, call.fixed, outs, rule.unordered))
-    return _decision(rule, call, specs, sharding, circumstances, build)
+        return _as_first_input(call, inputs)
+    if rule.each:
+        return _sharding_of_each(rule, call, inputs)
+    return _sharding(rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered))
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
@@ -180,7 +191,12 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
 
 
 def _decision(  # what a decision is made of
-    rule: Rule, call: OpCall, specs: tuple[Spec, ...], sharding: Sharding, circumstances: Circumstances, build: Build
+    rule: Rule,
+    call: OpCall,
+    specs: tuple[Spec, ...],
+    sharding: Sharding,
+    circumstances: Circumstances,
+    binding: Callable[[], LocalFunction],
 ) -> Decision:
     """The decision that gives every input of a call the spec that its sharding asks for."""
     wanted = (*sharding.inputs, *_specs_of_outs(sharding.outputs, specs[len(sharding.inputs) :]))
@@ -197,7 +213,7 @@ def _decision(  # what a decision is made of
     notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, _result_kind(call)
     run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
-    run = direct(call.op, build, call.outputs) if run is None else run
+    run = binding() if run is None else run
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
     if kind is ResultKind.ONE and not call.schema.is_view and any(0 in a.stride for _, a, _ in changed):

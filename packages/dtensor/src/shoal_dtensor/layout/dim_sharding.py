@@ -209,6 +209,8 @@ class DimSharding:
 
     def placements(self, dim: int, *, explicit: bool = False) -> dict[int, Shard]:
         """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
+        if self.even and not explicit:
+            return dict.fromkeys(self.axes, Shard(dim))
         placements: dict[int, Shard] = {}
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):

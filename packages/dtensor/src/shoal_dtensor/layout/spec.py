@@ -6,7 +6,7 @@ hashes by identity, and whatever follows from a spec (shardings of dims, local s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
@@ -138,6 +138,20 @@ class Spec:
             spec = cls._make(mesh, canonical, TensorMeta(shape, stride, dtype), order, dim_shardings)
             cls._interned[key] = spec
         cls._interned[asked] = spec
+        return spec
+
+    @classmethod
+    def sharded(
+        cls, mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta, by_dim: Mapping[int, AnyDimSharding]
+    ) -> Spec:
+        """The spec whose sharded dims are sharded so, quickly made; `placements` are those of the shardings."""
+        shape, stride, dtype = torch.Size(meta.shape), meta.stride, meta.dtype
+        order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
+        key = (mesh, placements, shape, stride, dtype, order)
+        spec = cls._interned.get(key)
+        if spec is None:
+            shardings = tuple([by_dim.get(dim) or DimSharding.chunks((), (), n, n) for dim, n in enumerate(shape)])
+            spec = cls._interned[key] = cls._make(mesh, placements, TensorMeta(shape, stride, dtype), order, shardings)
         return spec
 
     @classmethod

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from ..dispatch.assign import placed
+from ..dispatch.assign import placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
 from ..layout.placements import Partial
 from ..layout.spec import Spec
@@ -266,12 +266,10 @@ def _spec(
         for axis, entry in enumerate(entries)
         if isinstance(entry, S)
     }
-    result = placed(entries, fitting, meta.shape)
-    if result is None:
+    by_dim = placed(entries, fitting, meta.shape)
+    if by_dim is None:
         raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
-    placements, by_dim = result
-    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
-    return Spec(cast("DeviceMesh", mesh), placements, meta.shape, meta.stride, meta.dtype, order)
+    return Spec.sharded(cast("DeviceMesh", mesh), placements_of(entries, by_dim), meta, by_dim)
 
 
 def _fitting(sharding: AnyDimSharding | None, steps: int, entry: S) -> AnyDimSharding:

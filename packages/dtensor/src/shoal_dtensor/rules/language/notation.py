@@ -246,7 +246,7 @@ def product(
         rows = factor_rows(pattern, call.tensors, call.outputs, replicated=fixed, reduce=reduce)
         return rows + linear_rows(linear, len(call.tensors), len(call.outputs))
 
-    return Rule(rows, local, unordered=local is None, skip_empty=skip_empty)
+    return Rule(rows, local, unordered=local is None, skip_empty=skip_empty, sizes=None if "(" in text else ())
 
 
 Partials = Callable[[OpCall], Sequence[tuple[tuple[Entry, ...], Entry]]]
@@ -280,4 +280,4 @@ def pointwise(
         result += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
         return unrounded(result, call)
 
-    return Rule(rows, by_value=False, unordered=True)
+    return Rule(rows, by_value=False, unordered=True, sizes=())

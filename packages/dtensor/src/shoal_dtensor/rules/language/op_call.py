@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._torch import OpOverload, unmarked_writes
 from ...errors import ShoalTensorError
-from ...layout.placements import REDUCE_OPS
+from ...layout.placements import REDUCE_OPS, Partial
 from ...layout.tensor_meta import TensorMeta
 from .op_schema import OpSchema, schema_of
 from .rows import ANY_NORM, Entry, P, R, Row, Traffic
@@ -158,6 +158,8 @@ class OpCall:
 
         Indices beyond the inputs are `out=` arguments: of an operator with two inputs, 2 is the first.
         """
+        if not any(self.schema.returned_inputs):
+            return (None,) * len(self.outputs)
         index = {name: place[0] for name, place in self.places.items() if len(place) == 1}
         index |= {name: len(self.tensors) + i for i, name in enumerate(self.schema.outs)}
         owners = [index.get(owner) if owner else None for owner in self.schema.returned_inputs]
@@ -248,10 +250,19 @@ class OpCall:
         For operators that only move elements: those commute with every reduction (partial norms included, unless
         `ops` says which reductions they commute with).
         """
-        together = {i for name in names for i in self.places[name]}
-        count = sum(len(place) for place in self.results.values())
-        for partial in _ALL_PARTIALS if ops is REDUCE_OPS else map(P, ops):
-            yield Row(tuple([partial if i in together else R for i in range(len(self.tensors))]), (partial,) * count)
+        together = frozenset([i for name in names for i in self.places[name]])
+        count = sum([len(place) for place in self.results.values()])
+        partials = _ALL_PARTIALS if ops is REDUCE_OPS else tuple(map(P, ops))
+        yield from _partial_rows(partials, together, len(self.tensors), count)
+
+
+@lru_cache(maxsize=256)
+def _partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int) -> list[Row]:
+    """A row for each partial placement, which the inputs `together` and all results have."""
+    return [
+        Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
+        for partial in partials
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

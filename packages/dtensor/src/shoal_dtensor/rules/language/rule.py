@@ -89,6 +89,7 @@ class Rule:
     copies: bool = False
     unordered: bool = False
     skip_empty: bool = False
+    sizes: tuple[str, ...] | None = None
 
     def rows_of(self, call: OpCall) -> list[Row]:
         """The rows for a call.

@@ -36,7 +36,7 @@ def _added(text: str, name: str = "self") -> Rule:
             yield replace(row, inputs=_with(row.inputs, index, P("sum"))) if summed else row
         yield from _added_partials(call, name)
 
-    return Rule(rows, _added_alone)
+    return Rule(rows, _added_alone, sizes=())
 
 
 def _with(inputs: tuple[Any, ...], index: int, entry: Any) -> tuple[Any, ...]:
@@ -111,8 +111,8 @@ MATMUL: Table = family(
         "dot vdot": product("k, k -> ", linear=(0, 1)),
         "ger outer": product("m, n -> m n", linear=(0, 1)),
         "kron": Rule(kron),
-        "matmul": Rule(matmul),
-        "linear": Rule(linear),
+        "matmul": Rule(matmul, sizes=()),
+        "linear": Rule(linear, sizes=()),
         "addmm": _added("m k, k n -> m n"),
         "addmv": _added("m k, k -> m"),
         "addr": _added("m, n -> m n"),

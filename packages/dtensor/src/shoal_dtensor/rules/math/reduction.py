@@ -47,7 +47,7 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
         yield from _rows(call, P(op))
         yield from unrounded([*call.keeping_partials("self", ops=passed)], call)
 
-    return Rule(rows, skip_empty=skip_empty)
+    return Rule(rows, skip_empty=skip_empty, sizes=())
 
 
 def _result_bytes(call: OpCall) -> int:
@@ -244,8 +244,8 @@ REDUCTION: Table = family(
     {
         "sum": _reduction("sum", "sum", "avg"),
         "nansum count_nonzero": _reduction("sum"),
-        "mean": Rule(mean, _mean),
-        "prod": Rule(product_of_elements),
+        "mean": Rule(mean, _mean, sizes=()),
+        "prod": Rule(product_of_elements, sizes=()),
         "amax max.default max.unary_out": _reduction("max", "max", skip_empty=True),
         "amin min.default min.unary_out": _reduction("min", "min", skip_empty=True),
         "renorm": Rule(renorm),

@@ -155,12 +155,14 @@ def _rms_norm_backward(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
+_SIZES = ("normalized_shape",)
+
 LAYER_NORM: Table = family(
     {
-        "native_layer_norm": Rule(layer_norm, _layer_norm, skip_empty=True),
-        "native_layer_norm_backward": Rule(layer_norm_backward, _layer_norm_backward),
-        "_fused_rms_norm": Rule(layer_norm, _rms_norm, skip_empty=True),
-        "_fused_rms_norm_backward": Rule(layer_norm_backward, _rms_norm_backward),
+        "native_layer_norm": Rule(layer_norm, _layer_norm, skip_empty=True, sizes=_SIZES),
+        "native_layer_norm_backward": Rule(layer_norm_backward, _layer_norm_backward, sizes=_SIZES),
+        "_fused_rms_norm": Rule(layer_norm, _rms_norm, skip_empty=True, sizes=_SIZES),
+        "_fused_rms_norm_backward": Rule(layer_norm_backward, _rms_norm_backward, sizes=_SIZES),
     },
     unordered=True,
 )

@@ -127,13 +127,13 @@ def _log_softmax_backward(decided: LocalCall) -> LocalFunction | None:
 
 SOFTMAX: Table = family(
     {
-        "_softmax": Rule(softmax, _softmax),
+        "_softmax": Rule(softmax, _softmax, sizes=()),
         "_safe_softmax": Rule(free_dims, skip_empty=True),
         "glu": Rule(free_dims),
         "glu_backward": Rule(glu_backward),
-        "_log_softmax": Rule(softmax, _log_softmax),
-        "_softmax_backward_data": Rule(softmax_backward, _softmax_backward),
-        "_log_softmax_backward_data": Rule(softmax_backward, _log_softmax_backward),
+        "_log_softmax": Rule(softmax, _log_softmax, sizes=()),
+        "_softmax_backward_data": Rule(softmax_backward, _softmax_backward, sizes=()),
+        "_log_softmax_backward_data": Rule(softmax_backward, _log_softmax_backward, sizes=()),
     },
     unordered=True,
 )

@@ -28,14 +28,16 @@ def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self"
         yield call.row(out=S(target), **entries)
 
 
-def rearrangement(rows: Rows, local: Callable[[LocalCall], LocalFunction | None] | None) -> Rule:
+def rearrangement(
+    rows: Rows, local: Callable[[LocalCall], LocalFunction | None] | None, *, sizes: tuple[str, ...] | None = None
+) -> Rule:
     """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
 
     def with_partials(call: OpCall) -> Iterator[Row]:
         yield from rows(call)
         yield from call.keeping_partials("self")
 
-    return Rule(with_partials, local, unordered=True)
+    return Rule(with_partials, local, unordered=True, sizes=sizes)
 
 
 # --- reshapes -------------------------------------------------------------------------------------------------------
@@ -183,14 +185,14 @@ VIEWS: Table = {
     aten.view.default: _RESHAPE,
     aten._unsafe_view.default: _RESHAPE,
     aten._reshape_alias.default: _RESHAPE,
-    aten.unsqueeze.default: rearrangement(unsqueeze, None),
+    aten.unsqueeze.default: rearrangement(unsqueeze, None, sizes=()),
     aten.squeeze.default: _SQUEEZE,
     aten.squeeze.dim: _SQUEEZE,
     aten.squeeze.dims: _SQUEEZE,
     aten.view.dtype: Rule(view_dtype),
-    aten.permute.default: rearrangement(permute, None),
-    aten.transpose.int: rearrangement(transpose, None),
-    aten.t.default: rearrangement(t, None),
+    aten.permute.default: rearrangement(permute, None, sizes=()),
+    aten.transpose.int: rearrangement(transpose, None, sizes=()),
+    aten.t.default: rearrangement(t, None, sizes=()),
     aten.expand.default: rearrangement(expand, _expand),
     aten.unfold.default: rearrangement(unfold, _unfold),
     aten.view_as_real.default: Rule(view_as_real),

@@ -1,0 +1,269 @@
+"""Calls that differ in sizes only: what is decided for one of them is instantiated for the others.
+
+Where a rule says so (`Rule.sizes`), an operator asks of sizes no more than which are equal to each other, to 0 or to 1.
+The sizes of a call are then numbered by first appearance: (24, 6) @ (6, 10) is (2, 3) @ (3, 4), and so is every other
+such product.  Those numbers are sizes too: one run of the operator on tensors of these few elements shows which size
+each output dim has, in which memory order, without a meta kernel (of many operators that is Python code, which takes
+0.2 to 2 ms and imports a compiler).
+
+A sharding is remembered beside it if nothing moves in it, for inputs that are sharded as `torch.chunk` does it: then
+no price had a say, and outputs get the same placements.  All else is assigned for each shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch import Build, OpOverload, direct, results_of, shapes_of
+from ..layout.placements import Placement, Shard
+from ..layout.spec import Spec
+from ..layout.tensor_meta import TensorMeta, contiguous_stride
+from ..rules.language.op_schema import schema_of
+from ..rules.language.rule import Rule, flatten
+from .assign import Sharding
+
+__all__ = ["KnownClass", "SizeClass", "class_of", "forget", "known_class"]
+
+MAX_CLASSES = 4096  # when there are more, the oldest goes
+MAX_LAYOUTS = 64  # of one class; more are assigned for each shape
+FEW = 3  # number 2 is shown by dims of 5 elements: a result of 2 elements by nature is not taken for it
+_NUMBERS = (int, float, bool, complex)
+
+MemoryOrder = tuple[int, ...]  # dims, slowest first; empty for row-major
+
+
+class SizeClass(NamedTuple):
+    """The class of one call, and what is special to the call.
+
+    Attributes:
+        key: what decides about the outputs: operator, rule, numbers in place of sizes, dtypes, memory orders and the
+            other arguments.
+        layout: what decides about the sharding besides; None if it is to be assigned for each shape.
+        numbers: the number of every size, ascending; 0 and 1 are their own.
+        device_type: where the operator will run.
+    """
+
+    key: tuple[Any, ...]
+    layout: tuple[Any, ...] | None
+    numbers: Mapping[int, int]
+    device_type: str
+
+
+class KnownClass:
+    """What the calls of a class have in common.
+
+    Args:
+        op: the overload.
+        build: makes the arguments of one of these calls.
+        results: what the operator returned for them.
+        numbers: the number of every size of those arguments.
+
+    Raises:
+        KeyError: if an output has a size that no input has.
+        ValueError: if the elements of an output are not dense in memory.
+    """
+
+    def __init__(self, op: OpOverload, build: Build, results: Sequence[torch.Tensor], numbers: Mapping[int, int]):
+        self._op, self._build, self._results = (
+            op,
+            build,
+            [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in results],
+        )
+        self._outputs = [
+            (tuple(numbers[n] for n in meta.shape), _dense(memory_order(meta.shape, meta.stride)), meta.dtype)
+            for meta in self._results
+        ]
+        self._layouts: dict[tuple[Any, ...], list[tuple[tuple[Placement, ...], dict[int, tuple[int, int]]]]] = {}
+
+    @cached_property
+    def binding(self) -> Callable[..., Any]:
+        """The cheapest callable for these calls (see `direct`)."""
+        return direct(self._op, self._build, self._results)
+
+    def outputs(self, call: SizeClass) -> tuple[TensorMeta, ...]:
+        """Global shape, stride and dtype of every output of a call."""
+        sizes, metas = (*call.numbers,), []
+        for numbers, order, dtype in self._outputs:
+            shape = tuple([sizes[i] for i in numbers])
+            metas.append(TensorMeta(shape, _stride(shape, order), dtype))
+        return tuple(metas)
+
+    def sharding(self, call: SizeClass, inputs: tuple[Spec, ...], outputs: Sequence[TensorMeta]) -> Sharding | None:
+        """The sharding of a call, if one of this class in the same layout is known."""
+        layouts = self._layouts.get(call.layout) if call.layout is not None else None
+        if layouts is None:
+            return None
+        specs = []
+        for (placements, origins), meta in zip(layouts, outputs, strict=True):
+            by_dim = {dim: inputs[i].dim_shardings[d] for dim, (i, d) in origins.items()}
+            specs.append(Spec.sharded(inputs[0].mesh, placements, meta, by_dim))
+        return Sharding(inputs, tuple(specs))
+
+    def remember(self, call: SizeClass, inputs: Sequence[Spec], sharding: Sharding) -> None:
+        """Keep a sharding for the calls of this class in the same layout, if it holds for them."""
+        moves = any(a is not b for a, b in zip(inputs, sharding.inputs, strict=True))
+        if call.layout is None or call.layout in self._layouts or moves or sharding.communicating:
+            return
+        origins = [_origins(spec, inputs) for spec in sharding.outputs]
+        if len(self._layouts) < MAX_LAYOUTS and None not in origins:
+            placements = [spec.placements for spec in sharding.outputs]
+            self._layouts[call.layout] = [(p, o) for p, o in zip(placements, origins, strict=True) if o is not None]
+
+
+def _origins(spec: Spec, inputs: Sequence[Spec]) -> dict[int, tuple[int, int]] | None:
+    """For each sharded dim of an output an input and its dim that are sharded likewise; None if there is none."""
+    found: dict[int, tuple[int, int]] = {}
+    for dim, sharding in enumerate(spec.dim_shardings):
+        alike = ((i, d) for i, one in enumerate(inputs) for d, s in enumerate(one.dim_shardings) if s == sharding)
+        if sharding.axes:
+            found[dim] = next(alike, (-1, -1))
+    return found if _is_plain(spec) and (-1, -1) not in found.values() else None
+
+
+_known: dict[tuple[Any, ...], KnownClass | None] = {}
+
+
+def forget() -> None:
+    """Forget all classes."""
+    _known.clear()
+
+
+def known_class(
+    op: OpOverload, rule: Rule, call: SizeClass | None, args: Sequence[Any], kwargs: Mapping[str, Any], build: Build
+) -> KnownClass | None:
+    """What the calls of a class have in common, shown by one run if this is the first; None if that cannot be shown.
+
+    Args:
+        op: the overload; rule: its rule.
+        call: the class of this call; None if it has none.
+        args: the arguments of this call, each tensor as its spec; kwargs: likewise.
+        build: makes them, without memory.
+    """
+    if call is None:
+        return None
+    if call.key not in _known:
+        if len(_known) >= MAX_CLASSES:
+            del _known[next(iter(_known))]
+        _known[call.key] = _shown(op, rule.sizes or (), call, args, kwargs, build)
+    return _known[call.key]
+
+
+def _shown(
+    op: OpOverload,
+    size_arguments: tuple[str, ...],
+    call: SizeClass,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    build: Build,
+) -> KnownClass | None:
+    """What one run shows: of the kernel on few elements, or of the meta kernel where the CPU's would not do."""
+    numbers = call.numbers
+    try:
+        if call.device_type != "cpu":
+            return KnownClass(op, build, [*flatten(shapes_of(op, build, call.device_type))], numbers)
+        few = {size: number + FEW * (number > 1) for size, number in numbers.items()}
+        named = zip(schema_of(op).positional, args, strict=False)
+        positional = [_resized(value, few, name in size_arguments) for name, value in named]
+        by_name = {name: _resized(value, few, name in size_arguments) for name, value in kwargs.items()}
+        build, numbers = _with_ones(positional, by_name), {few[size]: number for size, number in numbers.items()}
+        results = [*flatten(results_of(op, build))]
+        resized = schema_of(op).written and any(t.shape != positional[0].shape for t in results)
+        return None if resized else KnownClass(op, build, results, numbers)
+    except (RuntimeError, ValueError, TypeError, LookupError):  # the caller's own run says what is wrong, if anything
+        return None
+
+
+def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SizeClass | None:
+    """The class of a call, its tensors given as specs; None if each shape is a case of its own."""
+    if rule.sizes is None or schema_of(op).is_random:
+        return None
+    numbers: dict[int, int] = {0: 0, 1: 1}
+    key: list[Any] = [op, rule]
+    layout: list[Any] | None = []
+    device_type = ""
+    for name, value in (*zip(schema_of(op).positional, args, strict=False), *kwargs.items()):
+        if isinstance(value, Spec):
+            order, device_type = memory_order(value.shape, value.stride), value.mesh.device_type
+            if order is None:
+                return None
+            key += (name, tuple([numbers.setdefault(n, len(numbers)) for n in value.shape]), order, value.dtype)
+            if layout is not None:
+                layout = (
+                    [*layout, value.mesh, value.placements, value.shard_order, value.even] if _is_plain(value) else None
+                )
+        elif isinstance(value, list | tuple):
+            if not all(type(item) in _NUMBERS for item in value):
+                return None
+            if name in rule.sizes:
+                value = [numbers.setdefault(n, len(numbers)) for n in value]
+            key += (name, tuple(value), tuple(map(type, value)))
+        else:
+            key += (name, type(value), value if rule.by_value or type(value) not in _NUMBERS else None)
+    key.append(device_type)
+    return SizeClass(tuple(key), None if layout is None else tuple(layout), numbers, device_type)
+
+
+def _is_plain(spec: Spec) -> bool:
+    """Whether every dim is sharded as `torch.chunk` does it, and by several axes only evenly.
+
+    Then two dims of one size that the same axes shard are sharded alike, and two of other sizes are not.
+    """
+    if spec.is_strided:
+        return False
+    for placement in spec.placements:
+        if type(placement) is Shard and placement is not Shard(placement.dim):
+            return False
+    return spec.even or all(len(sharding.axes) < 2 for sharding in spec.dim_shardings)
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
+    """The order of a dense tensor's dims in memory; None if it has gaps or overlaps."""
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d])))
+    return order if _stride(shape, order) == tuple(stride) else None
+
+
+def _dense(order: MemoryOrder | None) -> MemoryOrder:
+    if order is None:
+        raise ValueError("an output with gaps or overlaps")
+    return order
+
+
+def _stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
+    if not order:
+        return contiguous_stride(shape)
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _resized(value: Any, sizes: Mapping[int, int], is_sizes: bool) -> Any:
+    """An argument with other sizes, a tensor as its `TensorMeta`."""
+    if is_sizes:
+        return [sizes[n] for n in value]
+    if not isinstance(value, Spec):
+        return value
+    shape = tuple(sizes[n] for n in value.shape)
+    return TensorMeta(shape, _stride(shape, _dense(memory_order(value.shape, value.stride))), value.dtype)
+
+
+def _with_ones(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
+    """Makes these arguments with tensors of ones, on the CPU whatever the device asked for."""
+
+    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return [_ones(value) for value in args], {name: _ones(value) for name, value in kwargs.items()}
+
+    return build
+
+
+def _ones(value: Any) -> Any:
+    if not isinstance(value, TensorMeta):
+        return value
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu").fill_(1)

@@ -1,0 +1,246 @@
+"""Covers: dispatch/size_classes.py: a decision by the class of a call is the decision of that call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from operator_calls import recorded
+from shoal_dtensor import OperatorArgumentError, Partial, Replicate, Shard, ShoalTensorError, Spec
+from shoal_dtensor.dispatch import size_classes
+from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
+from shoal_dtensor.dispatch.size_classes import FEW, class_of, forget
+from shoal_dtensor.layout.placements import Placement
+from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
+from shoal_dtensor.rules.all_rules import TABLE
+from shoal_dtensor.scopes import DEFAULT
+from shoal_mesh import DeviceMesh, abstract_mesh
+
+aten = torch.ops.aten
+PLAIN = Circumstances(DEFAULT)
+MESHES = [abstract_mesh((2,)), abstract_mesh((4,)), abstract_mesh((2, 2)), abstract_mesh((4,), rank=3)]
+F32, F16, INT, BOOL = torch.float32, torch.float16, torch.int64, torch.bool
+
+# Sizes by letter: equal letters are equal sizes, digits are themselves.
+CALLS: list[tuple[Any, ...]] = [
+    (aten.add.Tensor, "ab", "ab"),
+    (aten.add.Tensor, "ab", "b"),
+    (aten.add.Tensor, "a1", "1b"),
+    (aten.add.Tensor, "ab", 2),
+    (aten.add_.Tensor, "ab", "b"),
+    (aten.mul.Tensor, "aa", "aa"),
+    (aten.relu.default, "abc"),
+    (aten.sub.Tensor, "", "ab"),
+    (aten.mm.default, "ab", "bc"),
+    (aten.mm.default, "aa", "aa"),
+    (aten.mm.default, "0b", "bc"),
+    (aten.addmm.default, "c", "ab", "bc"),
+    (aten.bmm.default, "abc", "acd"),
+    (aten.linear.default, "abc", "dc", "d"),
+    (aten.sum.dim_IntList, "abc", [0]),
+    (aten.sum.dim_IntList, "abc", [1, 2], True),
+    (aten.sum.default, "ab"),
+    (aten.mean.dim, "abc", [1]),
+    (aten.amax.default, "ab", [1]),
+    (aten._softmax.default, "abc", 2, False),
+    (aten._softmax.default, "abc", 0, False),
+    (aten._log_softmax.default, "ab", 1, False),
+    (aten._softmax_backward_data.default, "ab", "ab", 1, F32),
+    (aten.native_layer_norm.default, "abc", ["c"], "c", "c", 1e-5),
+    (aten.native_layer_norm.default, "abc", ["b", "c"], None, None, 1e-5),
+    (aten.native_layer_norm_backward.default, "abc", "abc", ["c"], "ab1", "ab1", "c", "c", [True, True, True]),
+    (aten.t.default, "ab"),
+    (aten.transpose.int, "abc", 0, -1),
+    (aten.permute.default, "abc", [2, 0, 1]),
+    (aten.unsqueeze.default, "ab", 1),
+    (aten.where.ScalarOther, ("ab", BOOL), "ab", 1.0),
+    (aten._to_copy.default, "ab", {"dtype": F16}),
+    (aten.threshold_backward.default, "ab", "ab", 0),
+]
+
+
+def shape_of(letters: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in letters)
+
+
+def with_sizes(call: Sequence[Any], sizes: Mapping[str, int]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call in `CALLS`, tensors as metas."""
+    args: list[Any] = []
+    for value in call[1:]:
+        letters, dtype = value if isinstance(value, tuple) else (value, F32)
+        if isinstance(letters, str):
+            shape = shape_of(letters, sizes)
+            args.append(TensorMeta(shape, contiguous_stride(shape), dtype))
+        elif isinstance(value, list) and value and isinstance(value[0], str):
+            args.append([sizes[letter] for letter in value])
+        elif not isinstance(value, dict):
+            args.append(value)
+    return args, call[-1] if isinstance(call[-1], dict) else {}
+
+
+def drawn(rng: Random, mesh: DeviceMesh, shapes: Sequence[Sequence[int]]) -> list[list[Placement]]:
+    """Placements for tensors of these shapes: on most axes equal sizes are sharded together, on others at random."""
+    by_axis: list[list[Placement]] = []
+    for _ in range(mesh.ndim):
+        size = rng.choice([n for shape in shapes for n in shape] or [0])
+        together, replicated = rng.random() < 0.8, rng.random() < 0.2
+        kinds = [[Replicate(), Partial(), *map(Shard, range(len(shape)))] for shape in shapes]
+        by_axis.append(
+            [
+                (Shard([*shape].index(size)) if size in shape and not replicated else Replicate())
+                if together
+                else rng.choice(some)
+                for shape, some in zip(shapes, kinds, strict=True)
+            ]
+        )
+    return [[of_axis[i] for of_axis in by_axis] for i in range(len(shapes))]
+
+
+def facts(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What there is to say of the decision of a call, or the type of its error."""
+    try:
+        decision = decide(op, args, kwargs, PLAIN)
+    except (ShoalTensorError, RuntimeError, IndexError) as error:
+        return type(error)
+    told = {name: getattr(decision, name) for name in ("result_kind", "outputs", "aliased", "unreported_writes")}
+    moves = [(move.place, move.item, move.plan.dst) for move in getattr(decision, "moves", ())]
+    return type(decision), told, moves, getattr(decision.call, "__qualname__", repr(decision.call))
+
+
+def check(op: Any, metas: Sequence[Any], kwargs: Mapping[str, Any], placed: Sequence[Any], mesh: DeviceMesh) -> bool:
+    """Decide a call by its class and from scratch; whether it has a class whose sharding is known."""
+    places = iter(placed)
+
+    def spec(value: Any) -> Any:
+        return Spec(mesh, next(places), *value) if isinstance(value, TensorMeta) else value
+
+    args, named = [spec(value) for value in metas], {name: spec(value) for name, value in kwargs.items()}
+    rule = rule_of(op, DEFAULT)
+    assert rule is not None
+    sized = class_of(op, rule, args, named)
+    by_class = facts(op, args, named)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal_dtensor.dispatch.propagate.class_of", lambda *_: None)
+        scratch = facts(op, args, named)
+    assert by_class == scratch, (op, args, named)
+    known = size_classes._known.get(sized.key) if sized is not None else None
+    return known is not None and sized is not None and sized.layout in known._layouts
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[0]}{call[1:]}")
+def test_the_class_decides_as_each_shape_does(call: tuple[Any, ...]) -> None:
+    rng, known = Random(str(call)), 0
+    for mesh in MESHES:
+        for _ in range(4):
+            metas, kwargs = with_sizes(call, dict(zip("abcd", (2, 3, 5, 7), strict=True)))
+            placed = drawn(rng, mesh, [value.shape for value in metas if isinstance(value, TensorMeta)])
+            for _ in range(4):
+                sizes = dict(zip("abcd", rng.sample((2, 4, 6, 8, 12, 16), 4), strict=True))
+                if rng.random() < 0.3:
+                    sizes["a"] = rng.choice((0, 1, 3, sizes["b"]))
+                metas, kwargs = with_sizes(call, sizes)
+                known += check(call[0], metas, kwargs, placed, mesh)
+    assert known > 5, "classes were of use"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_class_decides_as_each_shape_does_for_every_operator() -> None:
+    """Calls of torch's own samples, in other sizes: what is equal stays equal."""
+    ops = frozenset(op for op, rule in TABLE.items() if rule.sizes is not None)
+    rng, known, count = Random(7), 0, 0
+    for op, calls in recorded(ops, samples=6, per_op=6).items():
+        for call in calls:
+            values = [*call.args, *call.kwargs.values()]
+            if any(isinstance(value, list | tuple) and any(map(torch.is_tensor, value)) for value in values):
+                continue
+            for _ in range(4):
+                mesh = rng.choice(MESHES)
+                placed = drawn(rng, mesh, [value.shape for value in values if torch.is_tensor(value)])
+                for _ in range(3):
+                    resized = _Resized(rng, TABLE[op].sizes or ())
+                    named = zip([a.name for a in op._schema.arguments], call.args, strict=False)
+                    args = [resized(name, value) for name, value in named]
+                    kwargs = {name: resized(name, value) for name, value in call.kwargs.items()}
+                    known, count = known + check(op, args, kwargs, placed, mesh), count + 1
+    assert known > count / 3, (known, count)
+
+
+class _Resized:
+    """Arguments of a recorded call with other sizes, the same for equal ones."""
+
+    def __init__(self, rng: Random, size_arguments: Sequence[str]) -> None:
+        self._names, self._sizes = size_arguments, {0: 0, 1: 1}
+        self._fresh = iter(rng.sample((2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24), 11))
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if name in self._names:
+            return [self._of(n) for n in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = tuple(self._of(n) for n in value.shape)
+        order = sorted(range(value.ndim), key=lambda d: (-value.stride()[d], -value.shape[d]))
+        stride, step = [0] * value.ndim, 1
+        for dim in reversed(order):
+            stride[dim], step = step, step * max(shape[dim], 1)
+        return TensorMeta(shape, tuple(stride), value.dtype)
+
+    def _of(self, size: int) -> int:
+        if size not in self._sizes:
+            self._sizes[size] = next(self._fresh)
+        return self._sizes[size]
+
+
+def test_a_result_of_fixed_size_is_not_taken_for_a_size_of_the_inputs() -> None:
+    """`view_as_real` has two numbers for each of its input: no class, though a dim of two elements exists."""
+    mesh, rule = MESHES[0], rule_of(aten.relu.default, DEFAULT)
+    assert rule is not None
+    spec = Spec(mesh, [Replicate()], (2, 3), dtype=torch.complex64)
+    sized = class_of(aten.view_as_real.default, rule, [spec], {})
+    shown = size_classes.known_class(aten.view_as_real.default, rule, sized, [spec], {}, lambda device: ([], {}))
+    assert FEW and sized is not None and shown is None
+
+
+def test_what_the_operator_refuses_is_refused_in_every_class() -> None:
+    mesh = MESHES[0]
+    a, b = Spec(mesh, [Replicate()], (4, 6)), Spec(mesh, [Replicate()], (8, 2))
+    decide(aten.mm.default, [a, Spec(mesh, [Replicate()], (6, 2))], {}, PLAIN)
+    with pytest.raises(OperatorArgumentError):
+        decide(aten.mm.default, [a, b], {}, PLAIN)
+
+
+def test_layouts_of_explicit_sizes_and_nested_uneven_ones_are_assigned_for_each_shape() -> None:
+    rule = rule_of(aten.relu.default, DEFAULT)
+    assert rule is not None
+
+    def layout(spec: Spec) -> Any:
+        sized = class_of(aten.relu.default, rule, [spec], {})
+        return sized and sized.layout
+
+    assert layout(Spec(MESHES[0], [Shard(0)], (5, 2))) is not None
+    assert layout(Spec(MESHES[0], [Shard(0, sizes=(1, 4))], (5, 2))) is None
+    assert layout(Spec(MESHES[2], [Shard(0), Shard(0)], (8, 2))) is not None
+    assert layout(Spec(MESHES[2], [Shard(0), Shard(0)], (7, 2))) is None
+    assert class_of(aten.relu.default, rule, [Spec(MESHES[0], [Replicate()], (5, 2), (0, 1))], {}) is None
+
+
+def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("a meta kernel was asked")
+
+    monkeypatch.setattr("shoal_dtensor.dispatch.propagate.shapes_of", refuse)
+    x = Spec(MESHES[1], [Shard(0)], (40, 6))
+    assert decide(aten.add.Tensor, [x, x], {}, PLAIN).outputs == (x,)  # type: ignore[union-attr]  # a simple one
+    with pytest.raises(AssertionError):
+        decide(aten.view.default, [x, [-1, 3]], {}, PLAIN)
