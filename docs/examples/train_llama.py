@@ -66,10 +66,7 @@ def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
         "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=split),
         "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
     }
-    parallelize_module(model, mesh["tensor"], plan)
-    batch = Shard(0)  # ranks along "data" have other samples: so dropout is that of the global batch
-    style = PrepareModuleInput(input_layouts=batch, desired_input_layouts=batch, use_local_output=True)
-    return parallelize_module(model, mesh["data"], style)
+    return parallelize_module(model, mesh["tensor"], plan)
 
 
 def over_data(model: Llama, mesh: DeviceMesh, fsdp: bool) -> Llama:

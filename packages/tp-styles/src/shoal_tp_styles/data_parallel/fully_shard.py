@@ -16,6 +16,7 @@ from torch import nn
 from shoal_dtensor import Shard
 from shoal_mesh import DeviceMesh, init_device_mesh
 
+from ..draws.region import watch_draws
 from ..errors import LayoutError, TiedWeightError
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -85,6 +86,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     state.lead(_inner(modules))
     for one in modules:
         _attach(one, state)
+    for one in modules:
+        watch_draws(one, axes.mesh)
     return module
 
 

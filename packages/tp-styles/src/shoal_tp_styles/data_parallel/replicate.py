@@ -20,6 +20,7 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .._torch import is_compiling, pytree
+from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
 from .optimizer_shards import OptimizerShards, ShardedReplica
@@ -91,6 +92,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         state.shard(module)
     state.attach(module)
     _install(state, module)
+    watch_draws(module, state.axes.mesh)
     return module
 
 

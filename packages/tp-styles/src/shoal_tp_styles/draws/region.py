@@ -22,6 +22,7 @@ from ..lowering.local_layout import LocalLayout, active_watch, current_watch, la
 from ..lowering.lowered import Lowered
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding
+from .follow import tensors_in
 from .functions import active, drawers_of
 from .watch import Watch
 
@@ -29,18 +30,27 @@ __all__ = ["DrawRegion", "unwatch_draws", "watch_draws"]
 
 _SHARDING = ModuleSharding("random numbers as on one device", distributes=False)
 _MOST_SHAPES = 64
+_BATCH_AXES = "_shoal_batch_axes"  # of a module whose inputs are shards of a batch
 
 
-def watch_draws(root: nn.Module) -> None:
-    """Have the random numbers that a parallel module's code draws be those of one device."""
+def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
+    """Have the random numbers that a parallel module's code draws be those of one device.
+
+    Args:
+        root: the module.
+        batch_axes: the axes of data parallelism along which its inputs are shards of a batch, if it is replicated or
+            sharded over some.
+    """
     unwatch_draws(root)
-    meshes = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
+    if batch_axes is not None:
+        root.__dict__[_BATCH_AXES] = batch_axes
+    meshes = _axes_of(root)
     drawers = {*drawers_of(root)} if meshes else set()
     for module in [*root.modules()] if drawers else ():
         if any(child in drawers for child in module.modules()):
             inner = module.__dict__.get("forward")
             region = module.__dict__["forward"] = DrawRegion(module, _SHARDING, meshes[0], inner)
-            region.meshes = tuple(dict.fromkeys(meshes))
+            region.meshes, region.batch = tuple(meshes), _batch_axes(root)
             region.drawers = [child for child in module.modules() if child in drawers]  # no compiler can look for them
 
 
@@ -59,19 +69,21 @@ class DrawRegion(Lowered):
 
     Attributes:
         drawers: the modules whose code may draw; None in a copy before its first call.
-        meshes: the axes on which styles shard the tree.
+        meshes: the axes on which the activations of the tree are sharded, one by one.
+        batch: the axes along which inputs are shards of a batch.
         arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
             differ from call to call.
     """
 
-    __slots__ = ("arrived", "drawers", "meshes")
+    __slots__ = ("arrived", "batch", "drawers", "meshes")
 
     drawers: list[nn.Module] | None
     meshes: tuple[DeviceMesh, ...]
+    batch: DeviceMesh | None
     arrived: dict[Any, LocalLayout]
 
     def resolve(self) -> None:
-        self.drawers, self.meshes, self.arrived = None, (self.mesh,), {}
+        self.drawers, self.meshes, self.batch, self.arrived = None, (self.mesh,), None, {}
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -94,10 +106,11 @@ class DrawRegion(Lowered):
             return self.forward(*args, **kwargs)
         watch = current_watch()
         if watch is not None:
+            assert isinstance(watch, Watch), "regions are the only ones who watch"
             if backward_number() == -1:
                 with unwatched_functions():
                     self.remember(args, kwargs)
-            assert isinstance(watch, Watch), "regions are the only ones who watch"
+                self.meshes = (*watch.axes,)
             return self.under(watch, args, kwargs)
         return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
 
@@ -108,12 +121,18 @@ class DrawRegion(Lowered):
 
     def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The module's forward under a watch of its own."""
-        lowered = _lowered(self.module)
+        recomputes = backward_number() != -1
+        if not recomputes:  # modules in it may have become parallel since
+            self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.module))))
+            self.batch = self.batch or _batch_axes(self.module)
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
         watch = Watch(joint, {mesh: axis for axis, mesh in enumerate(self.meshes)})
-        if backward_number() != -1:
+        if recomputes:
             self.recall(args, kwargs)
-        with _replaced(lowered, watch), watch:
+        elif self.batch is not None:
+            watch.enter_batch([*tensors_in((*args, *kwargs.values()))], self.batch)
+            self.remember(args, kwargs)
+        with _replaced(_lowered(self.module), watch), watch:
             return self.under(watch, args, kwargs)
 
     def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -152,6 +171,19 @@ def _lowered(root: nn.Module) -> dict[nn.Module, Lowered]:
     forwards = ((module, module.__dict__.get("forward")) for module in root.modules())
     inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
     return {module: forward for module, forward in inner if isinstance(forward, Lowered)}
+
+
+def _batch_axes(root: nn.Module) -> DeviceMesh | None:
+    """The axes over which a module gets shards of a batch: those of the first module in its tree that knows some."""
+    return next((vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)), None)
+
+
+def _axes_of(root: nn.Module) -> list[DeviceMesh]:
+    """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
+    batch = _batch_axes(root)
+    data = [] if batch is None else [batch] if batch.ndim == 1 else [batch[name] for name in batch.axis_names]
+    styles = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
+    return [*dict.fromkeys((*data, *styles))]
 
 
 def _meshes(lowered: Lowered) -> Iterator[DeviceMesh]:

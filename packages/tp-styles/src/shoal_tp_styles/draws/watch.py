@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, Spec, implicit_replication, local_shard
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, all_gather
 
 from .._torch import saving_state, unwatched_functions
 from ..errors import LayoutError
@@ -74,6 +75,39 @@ class Watch(TorchFunctionMode):
         elif name == "__setitem__":
             self.written(name, args[0], args[1:])
         return out
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
+        """Note that plain tensors with as many rows as the first are this rank's rows of a batch.
+
+        The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
+
+        Args:
+            tensors: the inputs of a module.
+            axes: over which the batch is sharded, in the order of ranks.
+        """
+        rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
+        if max(rows, default=-1) < 0:
+            return
+        own, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
+        held = [rows] * comm.size if "fake" in comm.backend else all_gather(own, comm).tolist()
+        first = next(i for i, n in enumerate(rows) if n >= 0)
+        sizes = [of_rank[first] for of_rank in held]
+        for i, tensor in enumerate(tensors):
+            if rows[i] >= 0 and [of_rank[i] for of_rank in held] == sizes:
+                self._enter(tensor, axes, sizes)
+
+    def _enter(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
+        known = layout_of(tensor)
+        if known is not None and (known.spec is None or known.spec.mesh != self.mesh):
+            note_layout(tensor, PLAIN)  # of another watch
+        even = len({*sizes}) == 1
+        for axis, mesh in ((self.axes[mesh], mesh) for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}):
+            if not even and mesh.size() != axes.size():
+                note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
+                return
+            note_layout(tensor, self.placed(tensor, axis, (0, None if even else sizes), tensor))
 
     # --- layouts of results ------------------------------------------------------------------------------------------
 

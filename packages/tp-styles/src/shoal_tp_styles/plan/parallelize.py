@@ -102,4 +102,6 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    return plain_module(module)
+    plain = plain_module(module)
+    watch_draws(plain)  # it may be replicated
+    return plain
