@@ -103,8 +103,6 @@ class FusedLowering(Lowered):
         return matrix.t() if matrix is not None and kind == self.columns else matrix
 
     def _concatenated(self, kind: str) -> Tensor | None:
-        params = [self.params[f"{kind}_{block.name}" if block.name else kind] for block in self.blocks]
-        """The local matrix (or bias) of all blocks."""
         names = [f"{kind}_{block.name}" if block.name else kind for block in self.blocks]
         if is_compiling():
             locals_ = [self.local(name, comm=b.comm)[name] for b, name in zip(self.blocks, names, strict=True)]
