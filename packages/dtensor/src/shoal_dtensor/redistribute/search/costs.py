@@ -87,14 +87,14 @@ _NOTHING = Reshard(0.0, 0, "", 0, None)
 class Costs:
     """Seconds of the edges of a space, and its states."""
 
-    __slots__ = ("_bandwidth", "_latency", "_pairs", "_ranks", "_shardings", "_states", "copy", "space")
+    __slots__ = ("_bandwidth", "_pairs", "_ranks", "_shardings", "_states", "copy", "latency", "space")
 
     def __init__(self, space: Space) -> None:
         self.space = space
         self._shardings: list[dict[Tokens, Sharding]] = [{} for _ in space.start]
         self._pairs: list[dict[int, Pair]] = [{} for _ in space.start]
         self._states: dict[tuple[Dims, tuple[int, ...], bool], State] = {}
-        self._latency, self._bandwidth, self._ranks = _groups(space.links)
+        self.latency, self._bandwidth, self._ranks = _groups(space.links)
         self.copy = space.links.copy
 
     def state(self, dims: Dims, pending: tuple[int, ...], converted: bool) -> State:
@@ -135,7 +135,7 @@ class Costs:
             return self._exchange(before, after, changed, involved, received)
         # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied into place.
         copied = self.copy(after.box) if changed != 1 else 0.0
-        seconds = self._latency[involved] + received / self._bandwidth[involved] + copied
+        seconds = self.latency[involved] + received / self._bandwidth[involved] + copied
         return Reshard(seconds, involved, "AllGather", received, None)
 
     def sliced(self, before: State, goal: Dims, taken: int) -> State:
@@ -157,7 +157,7 @@ class Costs:
     def _exchange(self, before: State, after: State, changed: int, involved: int, received: int) -> Reshard:
         """An exchange among the ranks that hold different shards, or among all that want different ones."""
         held, wanted = before.box, after.box
-        latency, bandwidth = self._latency, self._bandwidth
+        latency, bandwidth = self.latency, self._bandwidth
         seconds = latency[involved] + received / bandwidth[involved]
         near = involved & before.used
         if near != involved:
@@ -185,7 +185,7 @@ class Costs:
         """P -> R: seconds and received bytes of a reduction over all pending axes."""
         ways = self._ranks[state.waiting]
         received = 2 * self.space.widening * state.box * (ways - 1) // ways
-        return self._latency[state.waiting] + received / self._bandwidth[state.waiting], received
+        return self.latency[state.waiting] + received / self._bandwidth[state.waiting], received
 
     def reduce_scatter(self, before: State, after: State) -> tuple[float, int, int]:
         """P -> S: seconds, received bytes and bytes packed for a reduction over the axes that are pending no more."""
@@ -194,7 +194,7 @@ class Costs:
         changed = [dim for dim, old in enumerate(before.numbers) if old != after.numbers[dim]]
         received = wide * (box * (ways - 1) // ways if self.space.even(after.dims, changed) else after.box * (ways - 1))
         packed = wide * box if changed != [0] else 0
-        return self._latency[axes] + received / self._bandwidth[axes] + self.copy(packed), received, packed
+        return self.latency[axes] + received / self._bandwidth[axes] + self.copy(packed), received, packed
 
     def conversion(self, before: State) -> State | None:
         """The state after values have become partial as in the destination, locally; None if that takes more.

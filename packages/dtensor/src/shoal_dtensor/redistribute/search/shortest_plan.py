@@ -158,11 +158,16 @@ class _Search:
         here = trail[1]
         if here.pending:
             self.reduce(seconds, trail)
-        reshard = self.costs.reshard
+        reshard, used, latency = self.costs.reshard, here.used, self.costs.latency
+        floor = self.bounds[here.converted].floor
         for after in self.candidates(here):
             if seconds + after.least >= self.worst:
                 break
             if after.reached <= seconds or after is here or self.passed(after) >= self.worst:
+                continue
+            gone = used & ~after.used
+            start = latency[gone] if gone else floor if used == after.used else 0.0  # slices only add to what is used
+            if seconds + start + after.least >= self.worst:
                 continue
             self.priced += 1
             took = reshard(here, after)[0]
