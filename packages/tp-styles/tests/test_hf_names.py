@@ -22,7 +22,7 @@ from shoal_tp_styles import (
     parallelize_module,
     verify,
 )
-from shoal_tp_styles.plan.hf_names import REFUSED, STYLE_NAMES, style_named
+from shoal_tp_styles.plan.hf_names import REFUSED, STYLE_NAMES, WITH_CONTEXT, style_named
 from shoal_tp_styles.plan.resolve import resolve
 from shoal_tp_styles.testing import MLP
 from tp_checks import naming
@@ -139,12 +139,12 @@ def test_an_automatic_plan_leaves_out_attention_with_norms_of_sharded_heads() ->
 def test_every_name_of_the_library_is_known_or_refused_with_a_reason() -> None:
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-    assert set(ALL_PARALLEL_STYLES) <= STYLE_NAMES.keys() | REFUSED.keys()
+    assert set(ALL_PARALLEL_STYLES) <= STYLE_NAMES.keys() | REFUSED.keys() | WITH_CONTEXT
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_says_what_to_do(name: str) -> None:
-    with pytest.raises(PlanError, match=rf"style '{name}': .*(leave the entry out|write a style)"):
+    with pytest.raises(PlanError, match=rf"style '{name}': .*(use moe_tp_experts|write a style)"):
         style_named(name)
 
 

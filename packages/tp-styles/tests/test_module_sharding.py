@@ -46,7 +46,7 @@ def test_sizes_of_shards(placement: Shard, sizes: list[int]) -> None:
 
 def test_ports_and_placements_that_are_not_declared_are_replicated() -> None:
     sharding = ModuleSharding("Mine")
-    assert sharding.placement("weight", 4) == Replicate() and not sharding.shards("weight")
+    assert sharding.placements("weight", (4,)) == (Replicate(),) and not sharding.shards("weight")
     assert sharding.input_port().desired == sharding.output_port(3).layout == Replicate()
 
 

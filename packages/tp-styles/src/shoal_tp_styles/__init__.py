@@ -38,7 +38,9 @@ from .plan.verify import Verification, verify
 from .sharding.collective import Collective
 from .sharding.heads import Heads
 from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from .styles.attention_parameters import LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
+from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from .styles.fused import PackedColwiseParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
 from .styles.lora import LoRA, adapter_parameters, merge_adapters
@@ -54,9 +56,13 @@ __all__ = [
     "ColwiseParallel",
     "DeclaredStyle",
     "Documents",
+    "ExpertParallel",
+    "ExpertTensorParallel",
     "FSDPModule",
     "HeadParallel",
     "Heads",
+    "IdentityExpert",
+    "LatentProjection",
     "LayoutError",
     "LoRA",
     "Loaded",
@@ -65,6 +71,7 @@ __all__ = [
     "ModuleCall",
     "ModuleSharding",
     "OffloadPolicy",
+    "OwnParameters",
     "PackedColwiseParallel",
     "ParallelStyle",
     "PlanError",

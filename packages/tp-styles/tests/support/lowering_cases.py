@@ -9,13 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_models import Mixture, PackedExperts
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
+    ExpertParallel,
+    ExpertTensorParallel,
     HeadParallel,
     Heads,
+    IdentityExpert,
+    LatentProjection,
     LoRA,
+    OwnParameters,
     PackedColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
@@ -51,6 +57,17 @@ class SelfAttention(nn.Module):
         other = x if self.same else x * 2
         out: Tensor = self.inner(x, other, other, need_weights=self.weights)[0]
         return out
+
+
+class Scale(nn.Module):
+    """A parameter that the forward reads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,14 @@ CASES: dict[str, Case] = {
         RowwiseParallel(input_layouts=Replicate()),
         input=TOKENS.view(2, 4),
     ),
+    "experts of sharded tokens": Case(lambda: Mixture(PackedExperts(6), 6), ExpertParallel(), Shard(0), path="experts"),
+    "experts of all tokens": Case(
+        lambda: Mixture(PackedExperts(6), 6), ExpertParallel(input_layouts=Replicate()), path="experts"
+    ),
+    "features of experts": Case(lambda: Mixture(PackedExperts(6), 6), ExpertTensorParallel(), path="experts"),
+    "identity expert": Case(nn.Identity, IdentityExpert()),
+    "latent": Case(linear, LatentProjection(rotary=3)),
+    "own parameters": Case(Scale, OwnParameters(dims={"scale": 0}), ROWS),
     "norm": Case(lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)),
     "groups": Case(lambda: nn.GroupNorm(4, 8), ChannelParallel(), Shard(1), (2, 8, 4)),
     "recurrent": Case(lambda: nn.RNN(8, 8), SequenceParallel(use_local_output=True), Shard(1), (3, 4, 8)),

@@ -18,7 +18,7 @@ from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleE
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered
 from ..sharding.module_kinds import computed_parameters
-from ..sharding.module_sharding import Adapter, FusedBlocks, ModuleSharding
+from ..sharding.module_sharding import Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
 from .parameter_state import carry_over
 
@@ -44,12 +44,12 @@ def apply_sharding(
     src_data_rank: int | None = 0,
     lower: bool = True,
 ) -> nn.Module:
-    """The module, parallel on a one-axis mesh as the record declares.
+    """The module, parallel on a mesh as the record declares.
 
     Args:
         module: changed in place.
         sharding: placements of parameters, inputs and outputs.
-        mesh: with one axis.
+        mesh: with one axis; with two where the record has placements for a second one.
         src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
         lower: let known module types run as local computation; False runs everything through DTensor dispatch.
 
@@ -59,10 +59,11 @@ def apply_sharding(
         TiedWeightError: if a shared parameter already has another layout.
         UnsupportedModuleError: if a parameter is computed from others.
     """
-    if mesh.ndim != 1:
+    if mesh.ndim != sharding.axes:
         raise LayoutError(
-            f"a style acts on one mesh axis, the mesh has {dict(zip(mesh.axis_names, mesh.shape, strict=True))}; "
-            "name one with style.on(axis) or pass the sub-mesh"
+            f"{sharding.style} acts on {sharding.axes} mesh {'axis' if sharding.axes == 1 else 'axes'}, the mesh has "
+            f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), or as many as the "
+            "style acts on with style.on((axis, axis)), or pass the sub-mesh"
         )
     inner = module.__dict__.get("forward")
     if inner is not None and not isinstance(inner, Lowered):
@@ -96,7 +97,7 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
     """
     if not sharding.distributes:
         return
-    for path, owner in module.named_modules():
+    for path, owner in [("", module)] if sharding.own_parameters else module.named_modules():
         names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
             raise UnsupportedModuleError(
@@ -109,7 +110,8 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
 
 def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None, *, lower: bool) -> type[Lowered]:
     """The class that stands in for the forward.  A lowering replaces the class's forward: it wraps no other style."""
-    required = isinstance(sharding.options, FusedBlocks | Adapter)  # the class's forward does not know these parameters
+    # What a class's own forward does not know.
+    required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
     if sharding.lowering is None or not (lower or required):
         return Boundary
     if inner is None:
@@ -131,42 +133,42 @@ def _distribute(
     blocks: set[str],
     buffers: bool,
 ) -> None:
-    for prefix, owner in module.named_modules():
+    for prefix, owner in [("", module)] if sharding.own_parameters else module.named_modules():
         for name, param in owner._parameters.items():
             path = f"{prefix}.{name}" if prefix else name
             if param is not None and path not in blocks:
-                placement = sharding.placement(path, mesh.size())
-                owner._parameters[name] = _distributed(path, param, placement, mesh, src_data_rank)
+                placements = sharding.placements(path, mesh.shape)
+                owner._parameters[name] = _distributed(path, param, placements, mesh, src_data_rank)
         for name, buffer in owner._buffers.items():
             if buffers and buffer is not None and not isinstance(buffer, DTensor):
                 path = f"{prefix}.{name}" if prefix else name
-                placement = sharding.placement(path, mesh.size())
-                owner._buffers[name] = distribute_tensor(buffer, mesh, (placement,), src_data_rank=src_data_rank)
+                placements = sharding.placements(path, mesh.shape)
+                owner._buffers[name] = distribute_tensor(buffer, mesh, placements, src_data_rank=src_data_rank)
 
 
 def _distributed(
-    name: str, param: nn.Parameter, placement: Placement, mesh: DeviceMesh, src_data_rank: int | None
+    name: str, param: nn.Parameter, placements: tuple[Placement, ...], mesh: DeviceMesh, src_data_rank: int | None
 ) -> nn.Parameter:
     """The DTensor parameter that replaces a parameter; the one that already did, where it is shared."""
     current: Tensor = getattr(param, _SUCCESSOR, param)
     if isinstance(current, DTensor):
-        asked = Spec(mesh, (placement,), current.shape, current.spec.stride, current.dtype)
+        asked = Spec(mesh, placements, current.shape, current.spec.stride, current.dtype)
         if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
             raise LayoutError(
-                f"parameter {name!r} is to become {placement} on {mesh}, but it is {current.placements} on "
+                f"parameter {name!r} is to become {placements} on {mesh}, but it is {current.placements} on "
                 f"{current.device_mesh} already; styles come before fully_shard: call parallelize_module first, then "
                 "fully_shard on the same modules"
             )
         if not current.spec.same_layout(asked):
             raise TiedWeightError(
-                f"parameter {name!r} is to become {placement} on {mesh}, but it is shared and already "
+                f"parameter {name!r} is to become {placements} on {mesh}, but it is shared and already "
                 f"{current.placements} on {current.device_mesh}; styles of modules that share a parameter must agree"
             )
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
-    sharded = distribute_tensor(param.detach(), mesh, (placement,), src_data_rank=src_data_rank)
+    sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=src_data_rank)
     successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
     if param.grad is not None:
-        successor.grad = distribute_tensor(param.grad, mesh, (placement,), src_data_rank=src_data_rank)
+        successor.grad = distribute_tensor(param.grad, mesh, placements, src_data_rank=src_data_rank)
     carry_over(param, successor)
     setattr(param, _SUCCESSOR, successor)
     return successor

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..experts.routed_experts import RoutedExperts
+from ..experts.sliced_experts import SlicedExperts
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered
 
@@ -97,7 +99,8 @@ def _of_torch(module: nn.Module) -> bool:
 
 def _may_draw(module: nn.Module) -> bool:
     lowered = _innermost(module.__dict__.get("forward"))
-    if lowered is not None and lowered.sharding.lowering is not None and not isinstance(lowered, Boundary):
+    own_code = Boundary, RoutedExperts, SlicedExperts
+    if lowered is not None and lowered.sharding.lowering is not None and not isinstance(lowered, own_code):
         return False  # a lowering draws as one device by itself
     if _of_torch(module):
         return isinstance(module, _DropoutNd | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)

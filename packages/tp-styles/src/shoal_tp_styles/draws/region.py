@@ -126,7 +126,10 @@ class DrawRegion(Lowered):
             self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.module))))
             self.batch = self.batch or _batch_axes(self.module)
         joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
-        watch = Watch(joint, {mesh: axis for axis, mesh in enumerate(self.meshes)})
+        axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
+        for lowered in _lowered(self.module).values():  # what acts on several axes shards its inputs along the first
+            axes.setdefault(lowered.mesh, axes[_single_axes(lowered.mesh)[0]])
+        watch = Watch(joint, axes)
         if recomputes:
             self.recall(args, kwargs)
         elif self.batch is not None:
@@ -181,7 +184,7 @@ def _batch_axes(root: nn.Module) -> DeviceMesh | None:
 def _axes_of(root: nn.Module) -> list[DeviceMesh]:
     """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
     batch = _batch_axes(root)
-    data = [] if batch is None else [batch] if batch.ndim == 1 else [batch[name] for name in batch.axis_names]
+    data = [] if batch is None else _single_axes(batch)
     styles = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
     return [*dict.fromkeys((*data, *styles))]
 
@@ -189,7 +192,11 @@ def _axes_of(root: nn.Module) -> list[DeviceMesh]:
 def _meshes(lowered: Lowered) -> Iterator[DeviceMesh]:
     if lowered.inner is not None:
         yield from _meshes(lowered.inner)
-    yield lowered.mesh
+    yield from _single_axes(lowered.mesh)
+
+
+def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.axis_names]
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from shoal_mesh import DeviceMesh, all_gather
 
 from .._torch import saving_state, unwatched_functions
 from ..errors import LayoutError
+from ..experts.routed_experts import RoutedExperts
+from ..experts.sliced_experts import SlicedExperts
 from ..lowering.boundary import Boundary
 from ..lowering.local_layout import PLAIN, LocalLayout, layout_of, note_layout
 from ..lowering.lowered import Lowered
@@ -32,7 +34,7 @@ from ..modules.fused_linear import FusedColumn
 from ..sharding.heads import HeadShard
 from ..sharding.module_sharding import Port, shard_sizes
 from .follow import WAY_OUT, followed, replicated, tensors_in
-from .functions import active, draws, name_of
+from .functions import active, drawers_of, draws, name_of
 from .layouts import extents, global_stride
 
 __all__ = ["Watch"]
@@ -176,6 +178,11 @@ class Watch(TorchFunctionMode):
 
     def _refuse_drawing(self, lowered: Lowered, source: Tensor | None) -> None:
         """Refuse a lowering that draws by itself, on its own axis, where another axis shards its input."""
+        if isinstance(lowered, RoutedExperts | SlicedExperts) and any(map(active, drawers_of(lowered.module))):
+            raise LayoutError(
+                f"{lowered.sharding.style}: the experts of {type(lowered.module).__name__} drop or draw by themselves, "
+                "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
+            )
         spec = self._spec_of(source)
         if not isinstance(lowered, SequenceDropout | AttentionHeads) or spec is None or not active(lowered.module):
             return

@@ -36,6 +36,7 @@ __all__ = [
     "declare_sharded_input",
     "declare_sharded_output",
     "declare_summed_gradients",
+    "nbytes",
     "partial_output",
     "replicated_input",
     "sharded_input",
@@ -64,12 +65,12 @@ def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Colle
     if x is None:
         return
     once = None if x.is_leaf and x.requires_grad else (id(x), layout)
-    nbytes = _nbytes([x])
+    size = nbytes(x)
     if not layout.is_replicate():
-        yield Collective("all_gather" if isinstance(layout, Shard) else "all_reduce", nbytes, once_for=once)
+        yield Collective("all_gather" if isinstance(layout, Shard) else "all_reduce", size, once_for=once)
     if x.requires_grad:
         op = "reduce_scatter" if isinstance(layout, Shard) else "all_reduce"
-        yield Collective(op, nbytes, backward=True, once_for=once)
+        yield Collective(op, size, backward=True, once_for=once)
 
 
 def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> Tensor:
@@ -171,15 +172,15 @@ def declare_partial_output(call: ModuleCall, bias: str | None = None, features: 
         features: the dim of the output to which the bias belongs.
     """
     desired, out = call.sharding.output_port().desired, call.output
-    nbytes = _nbytes([out])
+    size = nbytes(out)
     if not isinstance(desired, Shard):
-        yield Collective("all_reduce", nbytes)
+        yield Collective("all_reduce", size)
         return
     dim = desired.dim % out.ndim
     even = dim != features % out.ndim and (desired.sizes is not None or out.shape[dim] % call.ranks == 0)
-    yield Collective("reduce_scatter" if even else "all_reduce", nbytes)
+    yield Collective("reduce_scatter" if even else "all_reduce", size)
     if out.requires_grad:
-        yield Collective("all_gather", nbytes, backward=True)
+        yield Collective("all_gather", size, backward=True)
     if even and bias is not None:
         yield from declare_summed_gradients(call.trained(bias))
 
@@ -190,10 +191,11 @@ def declare_summed_gradients(params: Iterable[nn.Parameter]) -> Iterator[Collect
     for param in params:
         by_dtype.setdefault(param.dtype, []).append(param)
     for same in by_dtype.values():
-        yield Collective("all_reduce", _nbytes(same), backward=True)
+        yield Collective("all_reduce", nbytes(*same), backward=True)
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
+def nbytes(*tensors: Tensor) -> int:
+    """Bytes of the values of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

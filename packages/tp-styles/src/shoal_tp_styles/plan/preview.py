@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import Shard
+from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh, Link, topology_of
 
 from ..lowering.boundary import Boundary
@@ -146,13 +146,13 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         if use.sharding.distributes:
             row.by_dispatch = lowering is Boundary
             row.parameter_bytes = sum(
-                _local_bytes(use, name, param, axis.size())
+                _local_bytes(use, name, param, axis)
                 for name, param in use.module.named_parameters()
                 if id(param) not in listed
             )
             listed.update(id(param) for param in use.module.parameters())
         for recorded in calls.get(use.path, []):
-            call = ModuleCall(use.module, use.sharding, *recorded, axis.size())
+            call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
             for collective in lowering.collectives(call):
                 if _is_new(collective, seen):
                     costs = row.backward if collective.backward else row.forward
@@ -223,17 +223,18 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _local_bytes(use: Use, name: str, param: Tensor, ranks: int) -> int:
+def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
     """Bytes of a parameter on the rank that holds most of it."""
     assert use.sharding is not None, "only declared styles are measured"
     fused = use.sharding.fused
     if fused is not None and name in fused.names:
-        return _nbytes(param) * max(fused.rows(ranks)) // fused.features
-    placement = use.sharding.placement(name, ranks)
-    if not isinstance(placement, Shard):
-        return _nbytes(param)
-    size = param.shape[placement.dim]
-    return _nbytes(param) * max(shard_sizes(size, placement, ranks)) // max(size, 1)
+        return _nbytes(param) * max(fused.rows(mesh.size())) // fused.features
+    nbytes = _nbytes(param)
+    for placement, ranks in zip(use.sharding.placements(name, mesh.shape), mesh.shape, strict=False):
+        if isinstance(placement, Shard | StridedShard):
+            size = param.shape[placement.dim]
+            nbytes = nbytes * max(shard_sizes(size, placement, ranks)) // max(size, 1)
+    return nbytes
 
 
 def _size(nbytes: float) -> str:

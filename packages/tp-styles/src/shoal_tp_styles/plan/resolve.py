@@ -8,15 +8,14 @@ from types import MappingProxyType
 
 from torch import nn
 
-from shoal_dtensor import Placement, Replicate
+from shoal_dtensor import Replicate
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..errors import LayoutError, PlanError, TiedWeightError
-from ..sharding.heads import HeadShard
-from ..sharding.module_sharding import ModuleSharding
+from ..sharding.module_sharding import ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
-from .hf_names import style_named
+from .hf_names import WITH_CONTEXT, style_in_context, style_named
 from .wildcards import Tree
 
 __all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "resolve"]
@@ -139,9 +138,9 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 _Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
 
 
-def _owned_parameters(module: nn.Module) -> Iterator[tuple[_Owned, str]]:
-    """Every parameter of a module and of its children, with its path; a shared child has one."""
-    for prefix, owner in module.named_modules():
+def _owned_parameters(module: nn.Module, *, own: bool = False) -> Iterator[tuple[_Owned, str]]:
+    """Every parameter of a module and (unless `own`) of its children, with its path; a shared child has one."""
+    for prefix, owner in [("", module)] if own else module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:
                 yield (id(owner), name), f"{prefix}.{name}" if prefix else name
@@ -153,13 +152,22 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
         yield id(use.module), f"boundary of {use.sharding.style}"
         return
     yield id(use.module), ""
-    yield from (key for key, _ in _owned_parameters(use.module))
+    own = use.sharding is not None and use.sharding.own_parameters
+    yield from (key for key, _ in _owned_parameters(use.module, own=own))
 
 
-def _layouts(use: Use) -> Iterator[tuple[_Owned, tuple[Placement | HeadShard, str | int | None]]]:
+def _layouts(use: Use) -> Iterator[tuple[_Owned, tuple[ParameterPlacement, ParameterPlacement | None, object]]]:
     if use.sharding is not None and use.sharding.distributes:
-        for key, path in _owned_parameters(use.module):
-            yield key, (use.sharding.parameters.get(path, Replicate()), use.style.axis)
+        for key, path in _owned_parameters(use.module, own=use.sharding.own_parameters):
+            second = use.sharding.second_axis
+            yield (
+                key,
+                (
+                    use.sharding.parameters.get(path, Replicate()),
+                    None if second is None else second.get(path, Replicate()),
+                    use.style.axis,
+                ),
+            )
 
 
 def shared_parameters(root: nn.Module) -> list[dict[_Owned, str]]:
@@ -185,6 +193,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
         )
     modules = dict(root.named_modules(remove_duplicate=False))
     tree = Tree.of(modules)
+    plan = _by_module(plan, modules, tree, root)
     uses: list[Use] = []
     unmatched: list[str] = []
     resolved: set[tuple[int, int]] = set()
@@ -205,6 +214,35 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
     return Resolved(root, tuple(uses), tuple(unmatched))
 
 
+def _by_module(
+    plan: Mapping[str, ParallelStyle | str], modules: Mapping[str, nn.Module], tree: Tree, root: nn.Module
+) -> Mapping[str, ParallelStyle | str]:
+    """The plan without names for single parameters, which say how the module that holds them is sharded.
+
+    Hugging Face's plans have such entries: `"experts": "moe_tp_experts", "experts.down_proj": "rowwise"`.
+    """
+    parameters: dict[str, dict[str, str]] = {}
+    for key, value in plan.items():
+        if isinstance(value, str) and tree.match(str(key)).token is not None:
+            owner, _, name = key.rpartition(".")
+            if any(name in modules[path]._parameters for path in tree.match(owner).paths):
+                parameters.setdefault(owner, {})[name] = value
+    named = {f"{owner}.{name}" for owner, names in parameters.items() for name in names}
+    rest = {key: value for key, value in plan.items() if key not in named}
+    config = getattr(root, "config", None)
+    for key in dict.fromkeys([*rest, *parameters]):
+        given = rest.get(key)
+        if isinstance(given, ParallelStyle) and key in parameters:
+            raise PlanError(
+                f"plan entry {key!r}: {given} knows by itself how parameters are sharded; leave out "
+                f"{', '.join(f'{key}.{name}' for name in parameters[key])}"
+            )
+        if key in parameters or (isinstance(given, str) and given in WITH_CONTEXT):
+            named_style = given if isinstance(given, str) else None
+            rest[key] = style_in_context(named_style, parameters.get(key, {}), config)
+    return rest
+
+
 def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(key, str):
         raise TypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
@@ -223,7 +261,7 @@ def _use(key: str, path: str, module: nn.Module, style: ParallelStyle) -> Use:
 
 
 def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
-    """The one-axis mesh on which a style acts.
+    """The mesh on which a style acts: one axis, or those that it names.
 
     Raises:
         LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks.
@@ -235,6 +273,10 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
         raise LayoutError(
             f"{style}: the mesh has axes {axes}; name the one that the style uses: style.on({mesh.axis_names[-1]!r})"
         )
+    if isinstance(style.axis, tuple):
+        if not set(style.axis) <= axes.keys():
+            raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")
+        return mesh[style.axis]
     name = mesh.axis_names[style.axis] if isinstance(style.axis, int) and style.axis < mesh.ndim else style.axis
     if name not in axes:
         raise LayoutError(f"{style}: the mesh has axes {axes}, the style names {style.axis!r}")

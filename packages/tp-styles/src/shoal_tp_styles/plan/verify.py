@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_dtensor import Shard
+from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh
 
 from ..errors import PlanError, StyleError
@@ -135,17 +135,21 @@ def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
     for name, param in use.module.named_parameters():
         if not use.sharding.shards(name):
             continue
+        path = f"{use.path}.{name}" if use.path else name
         if fused is not None and name in fused.names:
-            sizes, size = fused.rows(mesh.size()), f"{len(fused.blocks)} blocks of {fused.features} rows"
-        else:
-            placement = use.sharding.placement(name, mesh.size())
-            assert isinstance(placement, Shard), "only sharded parameters have shards"
-            sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size())
-            of = f" (multiples of {placement.multiple_of})" if placement.multiple_of > 1 else ""
-            size = f"dim {placement.dim} of {param.shape[placement.dim]}{of}"
-        if len(set(sizes)) > 1:
-            path = f"{use.path}.{name}" if use.path else name
-            yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[0]}", 0 in sizes
+            sizes = fused.rows(mesh.size())
+            if len(set(sizes)) > 1:
+                size = f"{len(fused.blocks)} blocks of {fused.features} rows"
+                yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[0]}", 0 in sizes
+            continue
+        for axis, placement in enumerate(use.sharding.placements(name, mesh.shape)):
+            if not isinstance(placement, Shard | StridedShard):
+                continue
+            sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size(axis))
+            if len(set(sizes)) > 1:
+                unit = placement.multiple_of if isinstance(placement, Shard) else 1
+                size = f"dim {placement.dim} of {param.shape[placement.dim]}{f' (multiples of {unit})' * (unit > 1)}"
+                yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[axis]}", 0 in sizes
 
 
 def _unsharded(resolved: Resolved) -> Iterator[str]:

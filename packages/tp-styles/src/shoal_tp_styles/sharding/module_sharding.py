@@ -10,9 +10,24 @@ from torch import Tensor, nn
 
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 
+from .expert_shards import ExpertOwner, PackedShard
 from .heads import Heads, HeadShard
 
-__all__ = ["Adapter", "FusedBlocks", "ModuleCall", "ModuleSharding", "Overlap", "Port", "shard_sizes"]
+__all__ = [
+    "Adapter",
+    "Experts",
+    "FusedBlocks",
+    "LatentFeatures",
+    "ModuleCall",
+    "ModuleSharding",
+    "Overlap",
+    "ParameterPlacement",
+    "Port",
+    "shard_sizes",
+]
+
+ParameterPlacement = Placement | HeadShard | PackedShard | ExpertOwner
+"""Of a parameter: a placement, or what becomes one when the number of ranks is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +119,38 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentFeatures:
+    """The last so many features of a Linear are read by each rank's heads, those before them by a column-wise layer."""
+
+    rotary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Experts that tokens are routed to.
+
+    Attributes:
+        count: number of experts.
+        grouped: the module's forward takes rows sorted by expert and the number of rows of each expert; False: tokens,
+            the experts chosen for each of them, and their weights.
+        listed: the experts are the children of a ModuleList; False: they are indices of dim 0 of its parameters.
+        capacity: rows that an expert takes, as a factor of equally many for each; None: all.
+    """
+
+    count: int
+    grouped: bool
+    listed: bool
+    capacity: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleSharding:
-    """Placements of a module's parameters, inputs and outputs along one mesh axis.
+    """Placements of a module's parameters, inputs and outputs along one mesh axis, or along two of them.
 
     Attributes:
         style: the style's name, for messages.
         parameters: placement of each named parameter or buffer; those not named are replicated.
+        second_axis: of a style that acts on two axes, the placement of each parameter along the second; None: one axis.
         inputs: one port per positional input, None where the input passes through; None: all pass through.
         keywords: ports of keyword inputs.
         outputs: one port per output, None where it passes through; None: all pass through.
@@ -119,33 +160,42 @@ class ModuleSharding:
         local_inputs: the module's forward receives plain local tensors.
         local_outputs: plain local tensors leave the module.
         distributes: parameters become DTensors (False for styles that only prepare inputs or outputs).
+        own_parameters: only those of the module itself do, and its children may have styles of their own.
         strict: a number of inputs or outputs other than the number of ports is an error.
     """
 
     style: str
-    parameters: Mapping[str, Placement | HeadShard] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterPlacement] = field(default_factory=dict)
+    second_axis: Mapping[str, ParameterPlacement] | None = None
     inputs: tuple[Port | None, ...] | None = None
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: tuple[Port | None, ...] | None = None
     lowering: type[Any] | None = None
-    options: FusedBlocks | Adapter | Overlap | None = None
+    options: FusedBlocks | Adapter | Overlap | Experts | LatentFeatures | None = None
     local_inputs: bool = False
     local_outputs: bool = True
     distributes: bool = True
+    own_parameters: bool = False
     strict: bool = False
 
-    def placement(self, name: str, ranks: int) -> Placement:
-        """The placement of a parameter or buffer over so many ranks."""
-        if self.fused is not None and name in self.fused.names and not self.fused.splits(ranks):
-            return self.fused.placement(name, ranks)
-        placement = self.parameters.get(name, Replicate())
-        return placement.on(ranks) if isinstance(placement, HeadShard) else placement
+    @property
+    def axes(self) -> int:
+        """On how many mesh axes the style acts."""
+        return 1 if self.second_axis is None else 2
+
+    def placements(self, name: str, mesh_shape: tuple[int, ...]) -> tuple[Placement, ...]:
+        """The placements of a parameter or buffer on a mesh of this shape."""
+        if self.fused is not None and name in self.fused.names and not self.fused.splits(mesh_shape[0]):
+            return (self.fused.placement(name, mesh_shape[0]),)
+        asked = (self.parameters, self.second_axis or {})
+        return tuple(_placement(each, name, ranks) for each, ranks in zip(asked, mesh_shape, strict=False))
 
     def shards(self, name: str) -> bool:
         """Whether a parameter is sharded."""
         if self.fused is not None and name in self.fused.names:
             return True
-        return isinstance(self.parameters.get(name), Shard | HeadShard)
+        asked = (self.parameters.get(name), (self.second_axis or {}).get(name))
+        return any(isinstance(each, Shard | HeadShard | PackedShard | ExpertOwner) for each in asked)
 
     def input_port(self, index: int = 0) -> Port:
         """The port of a positional input; replicated where none is declared."""
@@ -172,6 +222,7 @@ class ModuleCall:
         kwargs: keyword arguments.
         outputs: what the forward returns, as a tuple.
         ranks: size of the mesh axis.
+        axis_sizes: size of each axis that the style acts on.
     """
 
     module: nn.Module
@@ -180,6 +231,7 @@ class ModuleCall:
     kwargs: Mapping[str, Any]
     outputs: tuple[Any, ...]
     ranks: int
+    axis_sizes: tuple[int, ...] = ()
 
     def input(self, index: int = 0) -> Tensor | None:
         """An input by position, also where it is given by keyword; None where it is no tensor."""
@@ -203,13 +255,21 @@ def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:
     return Port(Replicate(), Replicate()) if port is None else port
 
 
-def shard_sizes(size: int, placement: Shard, ranks: int) -> list[int]:
+def _placement(asked: Mapping[str, ParameterPlacement], name: str, ranks: int) -> Placement:
+    placement = asked.get(name, Replicate())
+    return placement if isinstance(placement, Placement) else placement.on(ranks)
+
+
+def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
     """Elements of a dim on each rank.
 
     Example:
         >>> shard_sizes(10, Shard(0, multiple_of=2), 4)
         [4, 4, 2, 0]
     """
+    if isinstance(placement, StridedShard):
+        assert placement.sizes is not None, "styles say the sizes of strided shards"
+        return [placement.split_factor * each for each in placement.sizes]
     if placement.sizes is not None:
         return list(placement.sizes)
     units = -(-size // placement.multiple_of)

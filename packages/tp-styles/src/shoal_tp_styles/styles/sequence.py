@@ -40,8 +40,8 @@ class SequenceParallel(DeclaredStyle):
 
     Example:
         >>> from torch import nn
-        >>> SequenceParallel().sharding(nn.LayerNorm(8)).placement("weight", 4)
-        Replicate()
+        >>> SequenceParallel().sharding(nn.LayerNorm(8)).placements("weight", (4,))
+        (Replicate(),)
     """
 
     sequence_dim: int = 1

@@ -42,20 +42,20 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: rank along the axis whose parameters are broadcast; None keeps every rank's own values.
             `parallelize_module` applies a copy of the style with the value of that call.
-        axis: name or index of the mesh axis that the style uses; None where the mesh has one axis.
+        axis: name or index of the mesh axis that the style uses, or several names; None where the mesh has one axis.
         lower: run known module types as local computation; `parallelize_module` sets it like `src_data_rank`.
     """
 
     src_data_rank: int | None = 0
-    axis: str | int | None = None
+    axis: str | int | tuple[str, ...] | None = None
     lower: bool = True
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Make `module` parallel on a one-axis mesh, and return it."""
 
-    def on(self, axis: str | int) -> Self:
-        """The same style for one axis of an n-D mesh.
+    def on(self, axis: str | int | tuple[str, ...]) -> Self:
+        """The same style for one axis of an n-D mesh; for two of them, where a style acts on two.
 
         Example:
             >>> from shoal_tp_styles import ColwiseParallel
@@ -93,7 +93,7 @@ class DeclaredStyle(ParallelStyle):
     """
 
     src_data_rank: int | None = field(default=0, init=False, repr=False)
-    axis: str | int | None = field(default=None, init=False)
+    axis: str | int | tuple[str, ...] | None = field(default=None, init=False)
     lower: bool = field(default=True, init=False, repr=False)
     multiple_of: int = field(default=1, init=False)
 

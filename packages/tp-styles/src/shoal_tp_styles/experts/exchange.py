@@ -1,0 +1,78 @@
+"""`Exchange`: rows to the ranks that hold their experts and back, by all-to-alls of exact sizes.
+
+With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3); a row is named by its rank and expert:
+
+    rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
+    rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import Comm, all_gather, differentiable
+
+__all__ = ["Exchange", "gathered_counts"]
+
+
+def gathered_counts(counts: list[int], pairs: int, comm: Comm, device: torch.device) -> tuple[list[list[int]], int]:
+    """The counts of every rank, and the pairs of all ranks together.
+
+    Args:
+        counts: (experts,) rows that this rank has for each expert.
+        pairs: of this rank, those included that no expert computes.
+        comm: the ranks.
+        device: of the rows: the counts are sent by the same backend.
+    """
+    mine = torch.tensor([*counts, pairs], dtype=torch.int64, device=device)
+    every: list[list[int]] = all_gather(mine, comm).view(comm.size, -1).tolist()
+    return [row[:-1] for row in every], sum(row[-1] for row in every)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The sizes of one exchange.
+
+    Attributes:
+        comm: the ranks that hold the experts.
+        sends: rows to each rank.
+        receives: rows from each rank.
+        own: (ranks, own experts) rows of each of this rank's experts from each rank.
+    """
+
+    comm: Comm
+    sends: list[int]
+    receives: list[int]
+    own: list[list[int]]
+
+    @classmethod
+    def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> Exchange:
+        """The exchange of rows that are sorted by expert.
+
+        Args:
+            counts: (ranks, experts) rows that each rank has for each expert.
+            per_rank: experts that each rank holds.
+            comm: the ranks.
+        """
+        ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
+        held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
+        own = [row[held[comm.rank]] for row in counts]
+        return cls(comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own)
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert."""
+        return self._sent(rows, self.sends, self.receives)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
+        return self._sent(rows, self.receives, self.sends)
+
+    def _sent(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        width = rows.shape[-1]
+        flat = differentiable.all_to_all_v(
+            rows.reshape(-1), self.comm, [size * width for size in sends], [size * width for size in receives]
+        )
+        return flat.view(sum(receives), width)

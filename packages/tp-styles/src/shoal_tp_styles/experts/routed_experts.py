@@ -1,0 +1,210 @@
+"""Experts on the ranks that hold them, and the tokens that are routed to them.
+
+tokens replicated      x: R -> y: P -> R      each rank computes its experts for all tokens; one reduction
+tokens sharded         x: S(0) -> y: S(0)     rows go to the ranks of their experts by an all-to-all of exact sizes, and
+                                              back by another; one gather of the counts before them
+hidden features        W: S(hidden) on a second axis: y is partial there too, and is reduced with the rest
+
+The weights of the choices are applied where the token is, so that their gradient, which the router gets, needs no rows
+of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal_dtensor import DTensor, Partial, Shard
+from shoal_mesh import Comm
+
+from .._torch import never_compiled
+from ..errors import LayoutError
+from ..lowering.boundary import local_input
+from ..lowering.collective_functions import copy, reduce
+from ..lowering.lowered import Lowered
+from ..lowering.ports import nbytes
+from ..sharding.collective import Collective
+from ..sharding.expert_parameters import EXPERTS
+from ..sharding.expert_shards import experts_per_rank
+from ..sharding.module_sharding import Experts, ModuleCall
+from .exchange import Exchange, gathered_counts
+from .own_forward import holding, local_shards
+from .token_route import Route, within_capacity
+
+__all__ = ["RoutedExperts"]
+
+
+class RoutedExperts(Lowered):
+    """A module of experts, each of which one rank along the first axis holds.
+
+    Attributes:
+        experts: what the style declared.
+        per_rank: experts that each rank holds.
+        own: this rank's experts.
+        tensor: the axis that shards the hidden features; None without one.
+        shared: the axes along which inputs are replicated and outputs partial; None without one.
+    """
+
+    __slots__ = ("experts", "own", "per_rank", "shared", "tensor")
+
+    def resolve(self) -> None:
+        experts = self.sharding.options
+        assert isinstance(experts, Experts), "the style declared experts"
+        self.experts, sharded = experts, self.sharded
+        self.per_rank = experts_per_rank(experts.count, self.comm.size)
+        first = sum(self.per_rank[: self.comm.rank])
+        self.own = range(first, first + self.per_rank[self.comm.rank])
+        self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
+        everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
+        self.shared = self.tensor if sharded else everywhere
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks along the axis have tokens of their own."""
+        return isinstance(self.sharding.input_port().desired, Shard)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        x, chosen = call.input(), call.input(1)
+        experts = call.sharding.options
+        assert isinstance(experts, Experts), "the style declared experts"
+        assert x is not None, "experts get tokens"
+        assert chosen is not None, "and choices"
+        sizes = call.axis_sizes
+        if not isinstance(call.sharding.input_port().desired, Shard):
+            yield from _shared_over(call, prod(sizes))
+            return
+        routed = nbytes(x) if experts.grouped else nbytes(x) * chosen.shape[-1]
+        yield Collective("all_gather", 8 * (experts.count + 1) * sizes[0], ranks=sizes[0])
+        yield from (Collective("all_to_all", routed, ranks=sizes[0]) for _ in range(2))
+        if call.output.requires_grad:
+            yield from (
+                Collective("all_to_all", routed, backward=True, ranks=sizes[0]) for _ in range(1 + x.requires_grad)
+            )
+        if len(sizes) > 1:
+            yield from _shared_over(call, sizes[1])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _uncompiled(self, args, kwargs)
+
+    def run(self, x: Tensor, chosen: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The module's output: for tokens and their choices, or for rows sorted by expert and their counts."""
+        if isinstance(x, DTensor):
+            if self.mesh.ndim > 1:
+                raise LayoutError(f"{self.sharding.style}: on two axes the input is a plain tensor, got {x.spec}")
+            x = local_input(x, self.port_in, self.mesh, grad=self.port_in.desired if self.sharded else Partial())
+        elif self.shared is not None:
+            x = copy(x, self.shared)
+        if (weights is None) is not self.experts.grouped:
+            raise LayoutError(f"{self.sharding.style}: the experts are called by position, as {EXPERTS}")
+        out = self.grouped(x, chosen) if weights is None else self.combined(x, chosen, weights)
+        return out if self.shared is None else reduce(out, self.shared)
+
+    def combined(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What the experts give for each token, weighted and summed over its choices."""
+        if chosen.shape != weights.shape or chosen.shape[:-1] != x.shape[:-1]:
+            raise LayoutError(
+                f"{self.sharding.style}: expected choices and weights of shape (*tokens, choices) for an input of "
+                f"shape {tuple(x.shape)}, got {tuple(chosen.shape)} and {tuple(weights.shape)}"
+            )
+        if self.shared is not None:
+            weights = copy(weights, self.shared)
+        tokens = x.reshape(-1, x.shape[-1])
+        route = Route.of(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
+        counts, pairs = [route.counts], chosen.numel()
+        if self.sharded:
+            counts, pairs = gathered_counts(route.counts, pairs, self.comm, x.device)
+        if self.experts.capacity is not None:
+            counts = within_capacity(counts, self.experts.capacity, pairs)
+            route = route.keeping(counts[self.comm.rank if self.sharded else 0])
+        if not self.sharded:
+            route = route.only(self.own)
+        rows = self.routed(tokens.index_select(0, route.tokens), counts)
+        rows = rows * weights.reshape(-1).index_select(0, route.pairs).unsqueeze(-1)
+        out = rows.new_zeros(len(tokens), rows.shape[-1]).index_add(0, route.tokens, rows)
+        return out.to(x.dtype).view(*x.shape[:-1], rows.shape[-1])
+
+    def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        """What the experts make of rows that are sorted by expert; partial where all ranks have all rows."""
+        counts: list[int] = sizes.tolist()
+        if len(counts) != self.experts.count or sum(counts) > len(rows):
+            raise LayoutError(
+                f"{self.sharding.style}: expected the rows of each of {self.experts.count} experts, {len(rows)} in "
+                f"all, got {counts}"
+            )
+        used = rows.narrow(0, 0, sum(counts))
+        if self.sharded:
+            out = self.routed(used, gathered_counts(counts, len(used), self.comm, rows.device)[0])
+            return functional.pad(out, (0, 0, 0, len(rows) - len(used)))
+        start, size = sum(counts[: self.own.start]), sum(counts[self.own.start : self.own.stop])
+        out = self.routed(used.narrow(0, start, size), [counts])
+        return functional.pad(out, (0, 0, start, len(rows) - start - size))
+
+    def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
+        """What the experts make of rows.
+
+        Args:
+            rows: sorted by expert: this rank's for all experts where tokens are sharded, else all for its own experts.
+            counts: (ranks, experts) rows of all ranks; (1, experts) where each has all of them.
+        """
+        if not self.sharded:
+            return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
+        exchange = Exchange.of(counts, self.per_rank, self.comm)
+        return exchange.back(self.computed(exchange.to_experts(rows), exchange.own))
+
+    def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
+        """What this rank's experts make of rows.
+
+        Args:
+            rows: of several senders behind each other, those of each sorted by expert.
+            counts: (senders, own experts) number of rows.
+        """
+        module: Any = self.module
+        local = local_shards(module, self.sharding, self.comm, self.tensor)
+        if not self.own:
+            return rows + _anchor(local)
+        if not len(rows):  # one row of zeros, of which nothing is kept: the parameters get gradients of zero
+            one = [[int(index == 0) for index in range(len(self.own))]]
+            padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
+            return self.computed(padded, one).narrow(0, 0, 0)
+        ids = _experts_of_rows(counts, rows.device)
+        with holding(module, local, self.experts.count, self.own):
+            if not self.experts.grouped:
+                ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
+                out: Tensor = type(module).forward(module, rows, ids.unsqueeze(-1), ones)
+            else:
+                order = torch.argsort(ids, stable=True)
+                sizes = torch.tensor([sum(column) for column in zip(*counts, strict=True)], device=rows.device)
+                out = type(module).forward(module, rows.index_select(0, order), sizes)
+                out = out.index_select(0, torch.argsort(order))
+        return out + _anchor(local) if self.experts.listed else out
+
+
+def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
+    """What axes cost along which inputs are replicated: one reduction of outputs, and one for each input's gradient."""
+    yield Collective("all_reduce", nbytes(call.output), ranks=ranks)
+    for tensor in (call.input(), call.input(2)):
+        if tensor is not None and tensor.requires_grad:
+            yield Collective("all_reduce", nbytes(tensor), backward=True, ranks=ranks)
+
+
+def _experts_of_rows(counts: list[list[int]], device: torch.device) -> Tensor:
+    """(rows,) index among this rank's experts of the expert of each row."""
+    sizes = torch.tensor([size for row in counts for size in row], device=device)
+    return torch.repeat_interleave(torch.arange(len(counts[0]), device=device).repeat(len(counts)), sizes)
+
+
+def _anchor(local: dict[str, Tensor | None]) -> Tensor:
+    """Zero, and so are its gradients: every parameter gets one, also of experts without rows."""
+    return torch.stack([param.reshape(-1)[:0].sum() for param in local.values() if param is not None]).sum()
+
+
+@never_compiled
+def _uncompiled(lowered: RoutedExperts, args: Any, kwargs: Any) -> Tensor:
+    """The call, on which a compiled graph breaks: how many rows there are is in the values."""
+    return lowered.run(*args, *kwargs.values())

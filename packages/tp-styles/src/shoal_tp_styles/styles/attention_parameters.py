@@ -1,0 +1,93 @@
+"""`OwnParameters` and `LatentProjection`: what attention needs beside column-wise and row-wise projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal_dtensor import Replicate, Shard
+
+from ..errors import LayoutError
+from ..modules.latent import LatentLinear
+from ..modules.local_forward import LocalForward
+from ..sharding.module_kinds import keeps_forward
+from ..sharding.module_sharding import LatentFeatures, ModuleSharding, Port
+from .style import DeclaredStyle, unsupported
+
+__all__ = ["LatentProjection", "OwnParameters"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OwnParameters(DeclaredStyle):
+    """Shard the parameters that a module's own forward reads, such as one attention sink per head.
+
+    The forward runs on local shards. Children keep styles of their own. A parameter that is not named is replicated,
+    and its gradient is taken to be the same on all ranks.
+
+    Args:
+        dims: name of a parameter -> the dim that is sharded.
+
+    Raises:
+        LayoutError: if the module has no such parameter, or it has no such dim (when applied).
+
+    Example:
+        >>> import torch
+        >>> class Attention(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.sinks = nn.Parameter(torch.zeros(8))
+        >>> OwnParameters(dims={"sinks": 0}).sharding(Attention()).parameters
+        {'sinks': Shard(dim=0)}
+    """
+
+    dims: Mapping[str, int]
+
+    def __hash__(self) -> int:
+        return hash((type(self), tuple(self.dims.items()), self.axis))
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        placements = {}
+        for name, dim in self.dims.items():
+            param = module._parameters.get(name)
+            if param is None or not -max(param.ndim, 2) <= dim < param.ndim:
+                got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
+                raise LayoutError(f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}")
+            placements[name] = Shard(max(dim + param.ndim, 0) if dim < 0 else dim, multiple_of=self.multiple_of)
+        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, own_parameters=True)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class LatentProjection(DeclaredStyle):
+    """A replicated Linear of multi-head latent attention, whose last features each rank's heads read by themselves.
+
+    The latent passes a column-wise projection, which sums its gradient over the ranks; this style sums that of the
+    features beside it.
+
+    Args:
+        rotary: number of these features, the last of the output.
+
+    Raises:
+        LayoutError: if the module has fewer features (when applied).
+
+    Example:
+        >>> LatentProjection(rotary=4).sharding(nn.Linear(16, 12)).options.rotary
+        4
+    """
+
+    rotary: int
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        if not isinstance(module, nn.Linear) or not keeps_forward(module, nn.Linear):
+            raise unsupported("LatentProjection", module, (nn.Linear,))
+        if not 0 <= self.rotary <= module.out_features:
+            raise LayoutError(f"LatentProjection: {module} does not have {self.rotary} features")
+        port = Port(Replicate(), Replicate())
+        return ModuleSharding(
+            "LatentProjection",
+            inputs=(port,),
+            outputs=(port,),
+            lowering=LatentLinear,
+            options=LatentFeatures(self.rotary),
+        )

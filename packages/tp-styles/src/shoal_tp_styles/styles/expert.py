@@ -1,0 +1,129 @@
+"""`ExpertParallel` and `ExpertTensorParallel`: experts on different ranks, or hidden features of every expert.
+
+Both go on the module that holds the experts and is called as `(hidden_states, top_k_index, top_k_weights)` or
+`(rows, num_tokens_per_expert)`; the router before it and shared experts beside it are modules of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal_dtensor import Placement, Replicate, Shard
+
+from ..errors import LayoutError
+from ..experts.routed_experts import RoutedExperts
+from ..experts.sliced_experts import DividedInput, SlicedExperts
+from ..sharding.expert_parameters import expert_shards, experts_of, hidden_shards
+from ..sharding.module_sharding import ModuleSharding, Port
+from .style import DeclaredStyle, unsupported
+
+__all__ = ["ExpertParallel", "ExpertTensorParallel", "IdentityExpert"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExpertParallel(DeclaredStyle):
+    """Hold some experts on each rank, and bring tokens to them.
+
+    The experts are packed, parameters of shape (experts, ...), or the children of a ModuleList with a forward. Any
+    number of experts on any number of ranks. Nothing is dropped unless a capacity is given.
+
+    On two axes, `ExpertParallel().on(("expert", "tensor"))`, the second one shards the hidden features of each expert
+    as `ExpertTensorParallel` does; all ranks along it have the same tokens.
+
+    Args:
+        input_layouts: `Shard(0)`: every rank along the axis has tokens of its own, which are sent to the ranks of their
+            experts and back. `Replicate()`: all ranks have all tokens; each computes its experts for them, and the
+            outputs are summed.
+        capacity_factor: an expert takes at most this times the tokens that each would get if all got equally many, of
+            all ranks together; the last ones are dropped, which then get nothing from it.
+
+    Raises:
+        LayoutError: if the layout is another one, or the factor is not positive (at construction).
+        UnsupportedModuleError: if the module is not called in one of these ways (when applied).
+
+    Example:
+        >>> import torch
+        >>> class Experts(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up = nn.Parameter(torch.ones(4, 2, 8))
+        ...     def forward(self, hidden_states, top_k_index, top_k_weights): ...
+        >>> ExpertParallel().sharding(Experts()).parameters
+        {'up': Shard(dim=0)}
+    """
+
+    input_layouts: Placement = Shard(0)  # noqa: RUF009  # an immutable value
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.input_layouts not in (Replicate(), Shard(0)):
+            raise LayoutError(f"ExpertParallel: tokens are Shard(0) or Replicate(), got {self.input_layouts!r}")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise LayoutError(
+                f"ExpertParallel: capacity_factor is a positive number or None, got {self.capacity_factor}"
+            )
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        experts = experts_of("ExpertParallel", module, self.capacity_factor)
+        port = Port(self.input_layouts, self.input_layouts)
+        return ModuleSharding(
+            "ExpertParallel",
+            expert_shards(module, experts),
+            hidden_shards("ExpertParallel", module) if isinstance(self.axis, tuple) else None,
+            inputs=(port,) * (2 if experts.grouped else 3),
+            outputs=(port,),
+            lowering=RoutedExperts,
+            options=experts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExpertTensorParallel(DeclaredStyle):
+    """Hold some hidden features of every expert on each rank, and sum what they give.
+
+    The parameters are known by their names: gate_up_proj, gate_proj, up_proj, w1, w3 and down_proj, w2, packed over the
+    experts or of Linears in a ModuleList, and their biases. All ranks have the same tokens.
+
+    Raises:
+        UnsupportedModuleError: if the module has other parameters (when applied).
+
+    Example:
+        >>> import torch
+        >>> class Experts(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate_up_proj = nn.Parameter(torch.ones(4, 16, 2))
+        ...         self.down_proj = nn.Parameter(torch.ones(4, 2, 8))
+        >>> ExpertTensorParallel().sharding(Experts()).placements("gate_up_proj", (2,))
+        (StridedShard(dim=1, split_factor=2, sizes=(4, 4)),)
+    """
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        port = Port(Replicate(), Replicate())
+        return ModuleSharding(
+            "ExpertTensorParallel",
+            hidden_shards("ExpertTensorParallel", module),
+            inputs=(port,),
+            outputs=(port,),
+            lowering=SlicedExperts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class IdentityExpert(DeclaredStyle):
+    """An `nn.Identity` among experts under `ExpertTensorParallel`: every rank gives its share of the sum over ranks.
+
+    Raises:
+        UnsupportedModuleError: if the module is another one (when applied).
+
+    Example:
+        >>> IdentityExpert().sharding(nn.Identity()).distributes
+        False
+    """
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        if type(module) is not nn.Identity:
+            raise unsupported("IdentityExpert", module, (nn.Identity,))
+        return ModuleSharding("IdentityExpert", lowering=DividedInput, distributes=False)

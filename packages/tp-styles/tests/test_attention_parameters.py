@@ -1,0 +1,77 @@
+"""Covers: attention_parameters.py, latent.py, local_forward.py: latent attention and sinks, against one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import Shard
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LatentProjection,
+    LayoutError,
+    OwnParameters,
+    RowwiseParallel,
+    UnsupportedModuleError,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import all_ranks
+from tp_checks import assert_same_gradients
+
+
+class Latent(nn.Module):
+    """Four heads of two features with a sink each; two more features that all heads read beside the latent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up, self.out = nn.Linear(6, 5), nn.Linear(3, 8, bias=False), nn.Linear(8, 6)
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down = self.down(x)
+        latent, read = down[..., :3], down[..., 3:]
+        heads = self.up(latent).unflatten(-1, (-1, 2))
+        mixed = (heads * read.unsqueeze(-2)).tanh() + self.sinks.view(-1, 1)
+        out: Tensor = self.out(mixed.flatten(-2))
+        return out
+
+
+PLAN = {
+    "": OwnParameters(dims={"sinks": 0}),
+    "down": LatentProjection(rotary=2),
+    "up": ColwiseParallel(),
+    "out": RowwiseParallel(),
+}
+
+
+@on_ranks(4)
+def test_heads_read_features_beside_the_latent_and_sinks_of_their_own() -> None:
+    torch.manual_seed(1)
+    single: Any = Latent().double()
+    module: Any = copy.deepcopy(single)
+    parallelize_module(module, all_ranks(), PLAN)
+    assert module.sinks.placements == (Shard(0),) and module.sinks.to_local().shape == (1,)
+    x = torch.randn(3, 6, dtype=torch.double, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    out, got = single(x), module(y)
+    torch.testing.assert_close(got, out)
+    out.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    assert_same_gradients(module, single)
+
+
+def test_parameters_and_features_that_are_not_there_are_refused() -> None:
+    with pytest.raises(LayoutError, match="no such parameter"):
+        OwnParameters(dims={"sink": 0}).sharding(Latent())
+    with pytest.raises(LayoutError, match=r"one of shape \(4,\)"):
+        OwnParameters(dims={"sinks": 1}).sharding(Latent())
+    with pytest.raises(LayoutError, match="does not have 9 features"):
+        LatentProjection(rotary=9).sharding(nn.Linear(6, 5))
+    with pytest.raises(UnsupportedModuleError, match="Linear"):
+        LatentProjection(rotary=1).sharding(nn.Bilinear(2, 2, 2))

@@ -1,0 +1,87 @@
+"""Covers: styles/expert.py, expert_parameters.py, own_forward.py: what the styles declare and refuse; no ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_models import KINDS, ListedExperts, PackedExperts, SortedExperts
+from shoal_dtensor import Partial, Replicate, Shard, StridedShard
+from shoal_tp_styles import (
+    ExpertParallel,
+    ExpertTensorParallel,
+    IdentityExpert,
+    LayoutError,
+    UnsupportedModuleError,
+)
+from shoal_tp_styles.experts.own_forward import holding
+
+
+def test_hidden_features_of_every_kind() -> None:
+    placed = {kind: ExpertTensorParallel().sharding(make(3)) for kind, make in KINDS.items()}
+    packed, transposed, listed, rows = (placed[kind].parameters for kind in KINDS)
+    assert placed["packed"].placements("gate_up_proj", (4,)) == (StridedShard(1, split_factor=2, sizes=(2, 2, 2, 0)),)
+    assert packed["down_proj"] == Shard(2) and rows == {"w1": Shard(1), "w3": Shard(1), "w2": Shard(2)}
+    assert transposed["gate_up_proj"] == Shard(2, multiple_of=2) and transposed["down_proj"] == Shard(1)
+    assert transposed["gate_up_proj_bias"] == Shard(1, multiple_of=2) and "down_proj_bias" not in transposed
+    assert listed["0.w1.weight"] == listed["0.w1.bias"] == Shard(0) and listed["2.w2.weight"] == Shard(1)
+    assert "2.w2.bias" not in listed
+
+
+@pytest.mark.parametrize(
+    ("layout", "factor", "message"),
+    [(Shard(1), None, "Shard"), (Partial(), None, "Partial"), (Shard(0), 0.0, "positive")],
+)
+def test_layouts_and_factors_that_mean_nothing(layout: Any, factor: float | None, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        ExpertParallel(input_layouts=layout, capacity_factor=factor)
+
+
+def test_modules_that_are_called_otherwise_are_refused() -> None:
+    with pytest.raises(UnsupportedModuleError, match=r"forward of Linear takes \(input\).*top_k_index"):
+        ExpertParallel().sharding(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModuleError, match="sorted already"):
+        ExpertParallel(capacity_factor=1.0).sharding(SortedExperts(4))
+    with pytest.raises(UnsupportedModuleError, match="parameters called gate_up_proj"):
+        ExpertTensorParallel().sharding(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModuleError, match="Identity"):
+        IdentityExpert().sharding(nn.Linear(2, 2))
+    odd = PackedExperts(2)
+    odd.down_proj = nn.Parameter(torch.zeros(2, 8, 5))
+    with pytest.raises(UnsupportedModuleError, match="no hidden features in common"):
+        ExpertTensorParallel().sharding(odd)
+    unlike = PackedExperts(2)
+    unlike.down_proj = nn.Parameter(torch.zeros(3, 8, 6))
+    with pytest.raises(UnsupportedModuleError, match=r"for \[2, 3\] experts"):
+        ExpertParallel().sharding(unlike)
+
+
+def test_a_number_per_expert_has_no_rows() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    experts = ListedExperts(2)
+    experts[1] = Scaled()
+    with pytest.raises(UnsupportedModuleError, match=r"1\.scale of ListedExperts is a number"):
+        ExpertParallel().sharding(experts)
+
+
+def test_a_module_holds_shards_in_a_block_and_its_own_again_after_an_error() -> None:
+    experts: Any = ListedExperts(4)
+    before, children = dict(experts.named_parameters()), list(experts)
+    local: dict[str, Tensor | None] = {name: param.detach() * 2 for name, param in before.items()}
+    with pytest.raises(ZeroDivisionError), holding(experts, local, 4, range(2, 4)):
+        assert (experts.num_experts, len(experts)) == (2, 2) and experts[0] is children[2]
+        assert experts[0].w1.weight is local["2.w1.weight"]
+        raise ZeroDivisionError
+    assert experts.num_experts == 4 and list(experts) == children
+    assert all(param is before[name] for name, param in experts.named_parameters())
+    assert Replicate() == ExpertTensorParallel().sharding(PackedExperts(2)).input_port().desired
