@@ -21,9 +21,9 @@ MODULES = {
     "torch.distributed._shard.sharding_plan": "shoal_shard_api",
     "torch.distributed._shard.sharder": "shoal_shard_api",
 }
-# context_parallel is left out on purpose (docs/differences.md); the other two are how torch registers F.embedding and
-# F.embedding_bag for its ShardedTensor, which nobody calls by name.
-ABSENT = {"context_parallel", "sharded_embedding", "sharded_embedding_bag"}
+# These are how torch registers F.embedding and F.embedding_bag for its ShardedTensor, which nobody calls by name.
+ABSENT = {"sharded_embedding", "sharded_embedding_bag"}
+ELSEWHERE = {"context_parallel": "shoal_tp_styles"}
 
 
 def public(module: Any) -> list[str]:
@@ -47,7 +47,7 @@ CASES = [(peer, name) for peer in MODULES for name in public(importlib.import_mo
 @pytest.mark.parametrize(("peer", "name"), CASES, ids=lambda value: value.removeprefix("torch.distributed."))
 def test_the_name_exists_and_takes_the_same_arguments(peer: str, name: str) -> None:
     theirs = getattr(importlib.import_module(peer), name)
-    ours = getattr(importlib.import_module(MODULES[peer]), name)
+    ours = getattr(importlib.import_module(ELSEWHERE.get(name, MODULES[peer])), name)
     assert inspect.isclass(theirs) == inspect.isclass(ours)
     if inspect.isclass(theirs):
         missing = [

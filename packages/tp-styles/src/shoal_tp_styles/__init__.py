@@ -5,6 +5,7 @@ from .__about__ import __version__
 from .apply.input_reshard import input_reshard
 from .apply.loading import Loaded, load_sharded
 from .context_parallel.attention_mask import Documents
+from .context_parallel.buffers import context_parallel, context_parallel_unshard, set_rotate_method
 from .context_parallel.parallel_attention import context_parallel_attention
 from .context_parallel.sequence_layout import SequenceLayout
 from .data_parallel.fsdp_module import (
@@ -40,6 +41,7 @@ from .sharding.heads import Heads
 from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .styles.attention_parameters import LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
+from .styles.context import ContextParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from .styles.fused import PackedColwiseParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
@@ -54,6 +56,7 @@ __all__ = [
     "ChannelParallel",
     "Collective",
     "ColwiseParallel",
+    "ContextParallel",
     "DeclaredStyle",
     "Documents",
     "ExpertParallel",
@@ -97,7 +100,9 @@ __all__ = [
     "adapter_parameters",
     "auto_plan",
     "choose",
+    "context_parallel",
     "context_parallel_attention",
+    "context_parallel_unshard",
     "format_plan",
     "fully_shard",
     "input_reshard",
@@ -111,6 +116,7 @@ __all__ = [
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
     "replicate",
+    "set_rotate_method",
     "unparallelize_module",
     "verify",
 ]

@@ -37,6 +37,7 @@ __all__ = [
     "transforming",
     "unwatched",
     "unwatched_functions",
+    "watching_functions",
     "will_run",
 ]
 
@@ -83,6 +84,10 @@ def unwatched() -> AbstractContextManager[object]:
 
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+
+
+# The reverse: modes see calls again, inside of such a block too.
+watching_functions: Callable[[], AbstractContextManager[object]] = torch._C._EnableTorchFunction
 
 
 def saving_state() -> tuple[bool, object]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from moe_models import Mixture, PackedExperts
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
+    ContextParallel,
     ExpertParallel,
     ExpertTensorParallel,
     HeadParallel,
@@ -68,6 +70,14 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale
+
+
+class Mixing(nn.Module):
+    """Attention of a tensor's two heads to themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:-1], 2, -1).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,10 @@ CASES: dict[str, Case] = {
         (2, 4, 8),
         "inner",
     ),
+    **{
+        f"context, {method}": Case(Mixing, ContextParallel(method=method), Shard(1), (2, 8, 8))
+        for method in ("allgather", "ring", "ulysses")
+    },
     "prepared input, gathered": Case(
         nn.Identity, PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()), Shard(0)
     ),

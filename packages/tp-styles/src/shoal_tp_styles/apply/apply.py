@@ -112,6 +112,8 @@ def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None
     """The class that stands in for the forward.  A lowering replaces the class's forward: it wraps no other style."""
     # What a class's own forward does not know.
     required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
+    if sharding.lowering is not None and issubclass(sharding.lowering, Boundary):
+        return sharding.lowering  # stands around whatever was there before
     if sharding.lowering is None or not (lower or required):
         return Boundary
     if inner is None:

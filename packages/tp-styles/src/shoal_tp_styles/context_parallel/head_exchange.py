@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from shoal_mesh import Comm, all_to_all_v, purpose
 
-from .._torch import apply
+from .._torch import apply, unwatched
 from ..errors import SecondOrderError
 from .sequence_layout import Range, SequenceLayout
 
@@ -44,7 +44,8 @@ class HeadExchange:
         Every query head has a head of keys of its own where groups do not fit the rank's heads.
         """
         tensors = q.contiguous(), k.contiguous(), v.contiguous()
-        q, k, v = apply(_ToHeads, self, (self.queries, self.keys, self.keys), *tensors)
+        with unwatched():
+            q, k, v = apply(_ToHeads, self, (self.queries, self.keys, self.keys), *tensors)
         first, last = self.queries[self.comm.rank]
         count = self.keys[self.comm.rank][1] - self.keys[self.comm.rank][0]
         if count and (first % self.group or (last - first) != count * self.group):
@@ -54,7 +55,8 @@ class HeadExchange:
 
     def to_positions(self, out: Tensor) -> Tensor:
         """(batch, own query heads, global length, width) -> (batch, all query heads, local length, width)."""
-        back: Tensor = apply(_ToPositions, self, self.queries, out)
+        with unwatched():
+            back: Tensor = apply(_ToPositions, self, self.queries, out)
         return back
 
     def exchange_heads(self, tensors: list[Tensor], ranges: list[list[Range]]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shoal_mesh import Comm, DeviceMesh
 
 from ..errors import LayoutError, UnsupportedAttentionError
+from ..sharding.module_sharding import OwnOptions
 from .attention_mask import AttentionMask, Documents
 from .block_attention import BlockKernel
 from .head_exchange import HeadExchange
@@ -25,7 +26,7 @@ _METHODS = ("allgather", "ring", "ulysses")
 
 
 @dataclass(frozen=True, slots=True)
-class ContextOptions:
+class ContextOptions(OwnOptions):
     """How attention of a sharded sequence is computed.
 
     Attributes:

@@ -14,11 +14,11 @@ from torch.autograd import Function
 
 from shoal_mesh import Comm
 
-from .._torch import apply
+from .._torch import apply, unwatched
 from ..errors import SecondOrderError
 from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge
-from .rotation import Rotation, around_ring, gathered, gathered_gradients, ring_gradients
+from .rotation import Blocks, Rotation, around_ring, gathered, gathered_gradients, ring_gradients
 from .sequence_layout import SequenceLayout
 
 __all__ = ["Task", "rotated_attention"]
@@ -82,8 +82,7 @@ class _Sizes:
         return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
 
 
-def _blocks(task: Task, k: Tensor, v: Tensor, sizes: _Sizes) -> Any:
-    block = torch.cat([k.reshape(-1), v.reshape(-1)])
+def _blocks(task: Task, block: Tensor, sizes: _Sizes) -> Blocks:
     if task.comm is None or task.comm.size == 1:
         return iter([(task.rank, block)])
     return _ROTATIONS[task.rotation][0](block, sizes.flat, task.comm)
@@ -94,11 +93,12 @@ class _RotatedAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-        sizes = _Sizes(k, v, task.layout)
+        sizes = ctx.sizes = _Sizes(k, v, task.layout)
+        own_block = torch.cat([k.reshape(-1), v.reshape(-1)])
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
-        for owner, block in _blocks(task, k, v, sizes):
+        for owner, block in _blocks(task, own_block, sizes):
             keys, values = sizes.keys_and_values(block, owner)
             for tile in task.tiles(owner):
                 rows, block_k, block_v = (task.rows(tile, x) for x in (q, keys, values))
@@ -108,7 +108,7 @@ class _RotatedAttention(Function):
                 merge(into[..., tile.queries, :], sums[..., tile.queries], found, total)
         result = out.to(q.dtype)
         # A query that reads nothing has the output 0, and no gradient: exp(-inf - 0).
-        ctx.save_for_backward(q, k, v, result, lse.masked_fill_(lse == -torch.inf, 0))
+        ctx.save_for_backward(q, own_block, result, lse.masked_fill_(lse == -torch.inf, 0))
         ctx.task = task
         return result
 
@@ -116,9 +116,9 @@ class _RotatedAttention(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise SecondOrderError("attention of a sharded sequence has first derivatives only")
-        q, k, v, out, lse = ctx.saved_tensors
+        q, own_block, out, lse = ctx.saved_tensors
         task: Task = ctx.task
-        sizes = _Sizes(k, v, task.layout)
+        sizes: _Sizes = ctx.sizes
         grad = grad.contiguous()
         dq = torch.zeros_like(q, dtype=lse.dtype)
 
@@ -136,13 +136,13 @@ class _RotatedAttention(Function):
                     task.rows(tile, target)[..., tile.keys, :] += part
             return flat
 
-        blocks = _blocks(task, k, v, sizes)
+        blocks = _blocks(task, own_block, sizes)
         if task.comm is None or task.comm.size == 1:
             own = gradient(*next(blocks))
         else:
             own = _ROTATIONS[task.rotation][1](gradient, blocks, sizes.flat, task.comm)
         dk, dv = sizes.keys_and_values(own, task.rank)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 
 
 def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
@@ -157,5 +157,6 @@ def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     Returns:
         (n, group, local length, width of values).
     """
-    out: Tensor = apply(_RotatedAttention, q, k, v, task)
+    with unwatched():
+        out: Tensor = apply(_RotatedAttention, q, k, v, task)
     return out

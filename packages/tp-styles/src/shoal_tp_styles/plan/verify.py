@@ -13,6 +13,7 @@ from torch import nn
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh
 
+from ..context_parallel.parallel_attention import ContextOptions
 from ..errors import PlanError, StyleError
 from ..sharding.module_sharding import shard_sizes
 from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve
@@ -114,7 +115,10 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         for line, is_empty in lines:
             (empty if is_empty else uneven).append(line)
     trial = Trial(unproven=("the plan was not run: it has errors",))
-    if not errors:
+    local = [use.path or "the root" for use in resolved.uses if _takes_positions(use)]
+    if local and not errors:
+        trial = Trial(unproven=(f"the plan was not run: {local[0]} takes a rank's positions, not whole inputs",))
+    elif not errors:
         trial = try_plan(model, partial(apply_plan, plan), mesh, args, kwargs)
     return Verification(
         tuple(errors),
@@ -125,6 +129,11 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         tuple(empty),
         tuple(_unsharded(resolved)),
     )
+
+
+def _takes_positions(use: Use) -> bool:
+    """Whether a style leaves it to the caller to shard the inputs along the sequence."""
+    return use.sharding is not None and isinstance(use.sharding.options, ContextOptions)
 
 
 def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:

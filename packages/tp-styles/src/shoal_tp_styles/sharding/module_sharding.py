@@ -21,6 +21,7 @@ __all__ = [
     "ModuleCall",
     "ModuleSharding",
     "Overlap",
+    "OwnOptions",
     "ParameterPlacement",
     "Port",
     "shard_sizes",
@@ -118,6 +119,12 @@ class Overlap:
     chunks: int
 
 
+class OwnOptions:
+    """Base of options that a lowering of its own folder defines."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class LatentFeatures:
     """The last so many features of a Linear are read by each rank's heads, those before them by a column-wise layer."""
@@ -171,7 +178,7 @@ class ModuleSharding:
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: tuple[Port | None, ...] | None = None
     lowering: type[Any] | None = None
-    options: FusedBlocks | Adapter | Overlap | Experts | LatentFeatures | None = None
+    options: FusedBlocks | Adapter | Overlap | OwnOptions | Experts | LatentFeatures | None = None
     local_inputs: bool = False
     local_outputs: bool = True
     distributes: bool = True

@@ -1,0 +1,90 @@
+"""A module whose calls of attention are those of a sharded sequence; everything else in it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from .._torch import never_compiled, watching_functions
+from ..context_parallel.parallel_attention import ContextOptions
+from ..context_parallel.routing import RoutedAttention
+from ..lowering.boundary import Boundary
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleCall
+
+__all__ = ["ContextAttention"]
+
+
+class ContextAttention(Boundary):
+    """What was the forward before, with attention of the sharded sequence."""
+
+    __slots__ = ()
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = self.sharding.options
+        assert isinstance(options, ContextOptions), "the style declares them"
+        with watching_functions(), RoutedAttention(self.comm, options):
+            return super().__call__(*args, **kwargs)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        options, ranks = call.sharding.options, call.ranks
+        assert isinstance(options, ContextOptions), "the style declares them"
+        for q, k, v in _attentions(call):
+            if ranks > 1:
+                yield from _declared(options.method, q, k, v, ranks)
+
+
+def _declared(method: str, q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Iterator[Collective]:
+    """The collectives of one attention; in a step of the ring each rank sends a block, `1 / ranks` of the whole."""
+    trained = any(x.requires_grad for x in (q, k, v))
+    block, out = _nbytes(k) + _nbytes(v), _nbytes(q) // q.shape[-1] * v.shape[-1]
+    # Sums of low precision travel in float32.
+    sums = block * max(4 // k.element_size(), 1)
+    step = 1 if ranks == 1 else ranks - 1
+    if method == "ring":
+        yield from [Collective("all_to_all", block // step)] * (ranks - 1)
+        if trained:
+            yield from [Collective("all_to_all", block // step, backward=True)] * (ranks - 1)
+            yield from [Collective("all_to_all", sums // step, backward=True)] * ranks
+    elif method == "allgather":
+        yield Collective("all_gather", block)
+        if trained:
+            yield Collective("all_gather", block, backward=True)
+            yield Collective("reduce_scatter", sums, backward=True)
+    else:
+        for backward in (False, True) if trained else (False,):
+            yield Collective("all_to_all", _nbytes(q) + block, backward=backward)
+            yield Collective("all_to_all", out, backward=backward)
+
+
+def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of the attentions in a call, from a run on meta tensors of global shape."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            if func is functional.scaled_dot_product_attention:
+                named = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs or {})
+                found.append((named["query"], named["key"], named["value"]))
+            return func(*args, **(kwargs or {}))
+
+    module: nn.Module = call.module
+    state = {name: value.to("meta") for name, value in module.named_buffers()}
+    for name, value in module.named_parameters():
+        state[name] = value.detach().to("meta").requires_grad_(value.requires_grad)
+    with torch.enable_grad(), Recorder():
+        torch.func.functional_call(module, state, call.args, dict(call.kwargs))
+    return found
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
