@@ -140,7 +140,7 @@ class RoutedExperts(Lowered):
         used = rows.narrow(0, 0, sum(counts))
         if self.sharded:
             out = self.routed(used, gathered_counts(counts, len(used), self.comm, rows.device)[0])
-            return functional.pad(out, (0, 0, 0, len(rows) - len(used)))
+            return out if len(used) == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - len(used)))
         start, size = sum(counts[: self.own.start]), sum(counts[self.own.start : self.own.stop])
         out = self.routed(used.narrow(0, start, size), [counts])
         return functional.pad(out, (0, 0, start, len(rows) - start - size))
