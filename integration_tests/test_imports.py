@@ -81,6 +81,26 @@ def test_importing_a_layer_changes_nothing_outside_it(layer: Any, layers: Any) -
     assert not own, f"importing {layer.name} pulled in torch's own implementation"
 
 
+FIRST_OPERATORS = """
+import sys, torch
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
+with fake_world(4):
+    mesh = init_device_mesh("cpu", (4,))
+    x = DTensor.from_local(torch.ones(4, 6), mesh, [Shard(0)])
+    w = DTensor.from_local(torch.ones(6, 6), mesh, [Replicate()])
+    for run in (lambda: x + x, lambda: x @ w, lambda: x.sum(0), lambda: x.view(-1, 2, 3), lambda: x.softmax(-1)):
+        run()
+assert not any(name.partition(".")[2].startswith(("_dynamo", "_inductor")) for name in sys.modules)
+"""
+
+
+def test_first_operators_import_no_compiler() -> None:
+    """Python meta kernels import `torch._dynamo`, which takes two seconds."""
+    subprocess.run([sys.executable, "-c", FIRST_OPERATORS], check=True, timeout=120)
+
+
 def test_each_layer_imports_within_its_time(tmp_path: Path) -> None:
     names = ("shoal_mesh", "shoal_dtensor", "shoal_tp_styles", "shoal_shard_api")
     # The first run compiles and fills the cache of bytecode, as installing a package does.

@@ -115,8 +115,11 @@ def decide(
     if known is None or sized is None:
         sharding = _sharding_of(rule, call, inputs, outs)
         return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
-    sharding = known.sharding(sized, inputs, metas) or _sharding_of(rule, call, inputs, outs)
-    known.remember(sized, inputs, sharding)
+    placed = known.placed(sized, inputs, metas)
+    sharding = _sharding_of(rule, call, inputs, outs) if placed is None else Sharding(inputs, placed)
+    moves = any(a is not b for a, b in zip(inputs, sharding.inputs, strict=True))
+    if placed is None and not (moves or sharding.communicating):
+        known.remember(sized, inputs, sharding.outputs)
     return _decision(rule, call, specs, sharding, circumstances, lambda: known.binding)
 
 

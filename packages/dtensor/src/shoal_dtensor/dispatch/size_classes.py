@@ -24,7 +24,6 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, contiguous_stride
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import Rule, flatten
-from .assign import Sharding
 
 __all__ = ["KnownClass", "SizeClass", "class_of", "forget", "known_class"]
 
@@ -92,8 +91,8 @@ class KnownClass:
             metas.append(TensorMeta(shape, _stride(shape, order), dtype))
         return tuple(metas)
 
-    def sharding(self, call: SizeClass, inputs: tuple[Spec, ...], outputs: Sequence[TensorMeta]) -> Sharding | None:
-        """The sharding of a call, if one of this class in the same layout is known."""
+    def placed(self, call: SizeClass, inputs: Sequence[Spec], outputs: Sequence[TensorMeta]) -> tuple[Spec, ...] | None:
+        """The specs of a call's outputs, if a sharding of this class in the same layout is known."""
         layouts = self._layouts.get(call.layout) if call.layout is not None else None
         if layouts is None:
             return None
@@ -101,16 +100,15 @@ class KnownClass:
         for (placements, origins), meta in zip(layouts, outputs, strict=True):
             by_dim = {dim: inputs[i].dim_shardings[d] for dim, (i, d) in origins.items()}
             specs.append(Spec.sharded(inputs[0].mesh, placements, meta, by_dim))
-        return Sharding(inputs, tuple(specs))
+        return tuple(specs)
 
-    def remember(self, call: SizeClass, inputs: Sequence[Spec], sharding: Sharding) -> None:
-        """Keep a sharding for the calls of this class in the same layout, if it holds for them."""
-        moves = any(a is not b for a, b in zip(inputs, sharding.inputs, strict=True))
-        if call.layout is None or call.layout in self._layouts or moves or sharding.communicating:
+    def remember(self, call: SizeClass, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
+        """Keep a sharding in which nothing moves for the calls of this class in the same layout."""
+        if call.layout is None or call.layout in self._layouts:
             return
-        origins = [_origins(spec, inputs) for spec in sharding.outputs]
+        origins = [_origins(spec, inputs) for spec in outputs]
         if len(self._layouts) < MAX_LAYOUTS and None not in origins:
-            placements = [spec.placements for spec in sharding.outputs]
+            placements = [spec.placements for spec in outputs]
             self._layouts[call.layout] = [(p, o) for p, o in zip(placements, origins, strict=True) if o is not None]
 
 
