@@ -34,7 +34,8 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     """
     total = torch.logaddexp(lse, block_lse)
     finite = total.masked_fill(total == -torch.inf, 0)  # of queries that read nothing
-    out.mul_((lse - finite).exp_().unsqueeze(-1)).add_(block_out * (block_lse - finite).exp_().unsqueeze(-1))
+    weight = (block_lse - finite).exp_().unsqueeze(-1)
+    out.mul_((lse - finite).exp_().unsqueeze(-1)).addcmul_(block_out.to(out.dtype), weight)
     lse.copy_(total)
 
 
