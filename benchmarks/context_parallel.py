@@ -1,0 +1,105 @@
+"""Attention of long sequences: peak memory per rank and time against length, one device and four ranks, in one run.
+
+    python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3]
+
+Causal attention with grouped heads in float32, forward and backward, by each method over gloo ranks of one thread each,
+in the layout of head and tail; beside them the whole sequence on one of the ranks. Memory is what a step holds at most
+beyond its inputs. torch's `context_parallel` is tried first; where it does not run, its error is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.device_mesh as torch_mesh
+from _timing import report
+from torch import Tensor
+from torch.distributed.tensor.experimental import context_parallel as torch_context_parallel
+from torch.nn import functional
+from tp_training import in_turns, peak_bytes
+
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import rank_pool
+from shoal_tp_styles import SequenceLayout, context_parallel_attention
+
+RANKS, HEADS, SHARED, WIDTH = 4, 8, 2, 64
+METHODS = ("allgather", "ring", "ulysses")
+
+
+def step(tensors: Sequence[Tensor], attend: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    """Forward and backward, in the phases that the other benchmarks measure."""
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(attend(*tensors).sum(), tensors)
+
+    return {"zero_grad": lambda: None, "step": forward_and_backward}
+
+
+def leaves(length: int) -> list[Tensor]:
+    """Queries, keys and values."""
+    return [torch.randn(1, heads, length, WIDTH, requires_grad=True) for heads in (HEADS, SHARED, SHARED)]
+
+
+def one_device(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The whole sequence."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def measure(length: int, rounds: int) -> dict[str, tuple[int, float]]:
+    """Peak bytes and seconds of a step of each rival, on every rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    layout = SequenceLayout.head_tail(length, RANKS)
+    works: dict[str, Any] = {}
+    for method in METHODS:
+        options: dict[str, Any] = {"method": method, "layout": layout, "is_causal": True, "enable_gqa": True}
+        local = leaves(layout.sizes[dist.get_rank()])
+        works[method] = step(local, lambda q, k, v, o=options: context_parallel_attention(q, k, v, mesh, **o))
+    whole = step(leaves(length), one_device)
+    idle: dict[str, Callable[[], object]] = {"zero_grad": lambda: None}
+    works["one device"] = whole if dist.get_rank() == 0 else idle
+    peaks = {name: peak_bytes(work) for name, work in works.items()}
+    seconds = in_turns(works, 1, rounds)
+    return {name: (peaks[name], min(seconds[name])) for name in works}
+
+
+def torch_runs(length: int) -> str:
+    """What torch's own says on this device."""
+    mesh = torch_mesh.init_device_mesh("cpu", (RANKS,))
+    buffers = [x.detach() for x in leaves(length)]
+    buffers = [buffers[0], *(x.repeat_interleave(HEADS // SHARED, 1) for x in buffers[1:])]
+    try:
+        with torch_context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 3):
+            leaf = [x.detach().requires_grad_() for x in buffers]
+            out: Any = functional.scaled_dot_product_attention(*leaf, is_causal=True)  # type: ignore[misc]  # three
+            out.sum().backward()
+    except Exception as error:  # whatever it is, it is what a user gets
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+    return "runs"
+
+
+def main() -> None:
+    """Print every length and method."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    pool = rank_pool(RANKS)
+    rows = []
+    for length in options.lengths:
+        ranks = pool.run(measure, length, options.rounds, timeout=900)
+        for name in ranks[0]:
+            peak = max(found[name][0] for found in ranks)
+            rows.append((length, name, peak / 2**20, ranks[0][name][1] * 1e3))
+    print(f"torch's context_parallel on CPU: {pool.run(torch_runs, 1024, timeout=120)[0]}")
+    report("context_parallel", ("length", "method", "peak MiB per rank", "ms"), rows)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main()
