@@ -193,7 +193,7 @@ class ThreadMesh:
             axes=names,
             size=size,
             rank=index,
-            line=tuple(range(size)),
+            line=self.ranks_along(axes),
             order=None,
             backend="cpu:threads",
         )

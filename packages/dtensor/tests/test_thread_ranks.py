@@ -1,0 +1,31 @@
+"""Covers: testing/thread_ranks.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from shoal_dtensor import DTensor, Partial, Replicate, coalesce
+from shoal_dtensor.testing import ThreadMesh, on_threads, thread_meshes
+
+
+def test_communicators_know_their_ranks() -> None:
+    meshes = thread_meshes((2, 2))
+    assert [mesh.comm(0).ranks for mesh in meshes] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [mesh.comm((1, 0)).ranks for mesh in meshes] == [(0, 2, 1, 3)] * 4
+
+
+def test_reductions_over_different_axes_do_not_travel_together() -> None:
+    def reduced(mesh: ThreadMesh) -> list[float]:
+        row, column = mesh.get_coordinate()
+        ones = torch.ones(1)
+        with coalesce():
+            sums = [
+                DTensor.from_local(ones * value, mesh, placements).redistribute(placements=[Replicate()] * 2)  # type: ignore[arg-type]  # it counts as a DeviceMesh
+                for value, placements in ((row, [Partial(), Replicate()]), (column * 10, [Replicate(), Partial()]))
+            ]
+        return [each.item() for each in sums]
+
+    meshes = thread_meshes((2, 2))
+    assert on_threads([partial(reduced, mesh) for mesh in meshes], meshes) == [[1.0, 10.0]] * 4
