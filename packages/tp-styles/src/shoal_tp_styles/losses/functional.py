@@ -28,7 +28,19 @@ from ..errors import LayoutError, SecondOrderError
 from .rows import LogitRows
 from .vocab import Vocab, local_logits, plain
 
-__all__ = ["cross_entropy", "kl_div", "log_prob", "log_softmax", "log_sum_exp", "nll_loss"]
+__all__ = [
+    "Reduction",
+    "cross_entropy",
+    "kl_div",
+    "log_prob",
+    "log_softmax",
+    "log_sum_exp",
+    "nll_loss",
+    "of_labels",
+    "own_classes",
+    "pick",
+    "reduced",
+]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -49,8 +61,8 @@ class _RowStatistics(Function):
         peak = peak.masked_fill_(peak == -torch.inf, 0)
         zero = work.new_zeros(rows)
         sums = [(work - peak.unsqueeze(-1)).exp_().sum(-1)]
-        own = None if target is None else _own(target, vocab)
-        sums.append(zero if own is None else _pick(work, *own))
+        own = None if target is None else own_classes(target, vocab)
+        sums.append(zero if own is None else pick(work, *own))
         sums.append(zero if q is None else (work * q).sum(-1))
         sums.append(zero if w is None else (work * w).sum(-1))
         stacked = all_reduce(torch.stack(sums), vocab.comm)
@@ -79,14 +91,15 @@ class _RowStatistics(Function):
         return dx.to(x.dtype), None, None, None, None
 
 
-def _own(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
+def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
     """Index of each target among this rank's classes (0 for those of other ranks), and whether it is one of them."""
     local = target - vocab.first
     inside = (local >= 0) & (local < vocab.own)
     return local.masked_fill(~inside, 0), inside
 
 
-def _pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
+    """Per row of this rank's logits, the one at an index of `own_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
         return x.new_zeros(x.shape[:-1])
     return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
@@ -142,21 +155,46 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
         probabilities = _own_probabilities(target, input, classes, class_dim)
         return _soft(x, probabilities, weight, classes, rows, reduction, label_smoothing)
     labels = rows.shard(target)
-    ignored = labels == ignore_index
     weights = plain(weight)
     of_class = None if weights is None else classes.shard(weights)
     smooth = label_smoothing > 0
     ones = x.new_ones(classes.own) if smooth and of_class is None else of_class
     lse, picked, _, total = _stats(x, labels, None, ones if smooth else None, classes)
+    found = of_labels((lse, picked, total), labels, weights, ignore_index, label_smoothing, 0.0, classes)
+    return reduced(*found, reduction, rows)
+
+
+def of_labels(  # noqa: PLR0913  # everything that a row's loss depends on
+    statistics: tuple[Tensor, Tensor, Tensor],
+    labels: Tensor,
+    weights: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+    classes: Vocab,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and what the rows weigh together in a mean.
+
+    Args:
+        statistics: per row the log-sum-exp, the logit of the label, and the (weighted) sum of all logits.
+        labels: class indices, one per row.
+        weights: one per class; None for ones.
+        ignore_index: label of rows that have no loss and no weight.
+        smoothing: fraction of the uniform distribution.
+        z_loss: factor of the squared log-sum-exp.
+        classes: the vocabulary.
+    """
+    lse, picked, total = statistics
+    ignored = labels == ignore_index
     of_target = torch.ones_like(lse) if weights is None else weights[labels.masked_fill(ignored, 0)].to(lse.dtype)
     of_target = of_target.masked_fill(ignored, 0)
     loss = (lse - picked) * of_target
-    if smooth:
+    if smoothing > 0:
         mass = classes.total if weights is None else weights[: classes.total].sum()
-        even = (lse * mass - total).masked_fill(ignored, 0)
-        loss = (1 - label_smoothing) * loss + (label_smoothing / classes.total) * even
-    loss = loss.masked_fill(ignored, 0)
-    return _reduced(loss, reduction, of_target.sum(), rows)
+        loss = (1 - smoothing) * loss + (smoothing / classes.total) * (lse * mass - total)
+    if z_loss:
+        loss = loss + z_loss * lse.square() * of_target
+    return loss.masked_fill(ignored, 0), of_target.sum()
 
 
 def _own_probabilities(target: Tensor, logits: Tensor, classes: Vocab, class_dim: int) -> Tensor:
@@ -186,10 +224,10 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
     mass = all_reduce(q.sum(-1), classes.comm)
     lse, _, by_q, _ = _stats(x, None, q, None, classes)
     loss = lse * mass - by_q
-    return _reduced(loss, reduction, max(prod(rows.global_shape(loss)), 1), rows)
+    return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
 
 
-def _reduced(loss: Tensor, reduction: Reduction, weight: Tensor | int, rows: LogitRows) -> Tensor:
+def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: LogitRows) -> Tensor:
     """The losses of this rank's rows, reduced over all rows; `weight` is that of its rows (a tensor), or of all."""
     if reduction == "none":
         return loss
@@ -272,7 +310,7 @@ def nll_loss(
     picked: Tensor = apply(_Pick, x, labels, classes)
     of_target = torch.ones_like(picked) if weights is None else weights[labels.masked_fill(ignored, 0)].to(picked.dtype)
     of_target = of_target.masked_fill(ignored, 0)
-    return _reduced((-picked * of_target).masked_fill(ignored, 0), reduction, of_target.sum(), rows)
+    return reduced((-picked * of_target).masked_fill(ignored, 0), of_target.sum(), reduction, rows)
 
 
 class _Pick(Function):
@@ -280,10 +318,10 @@ class _Pick(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, vocab: Vocab) -> Tensor:
-        index, inside = _own(target, vocab)
+        index, inside = own_classes(target, vocab)
         ctx.save_for_backward(index, inside)
         ctx.own = x.shape[-1]
-        return all_reduce(_pick(x, index, inside), vocab.comm)
+        return all_reduce(pick(x, index, inside), vocab.comm)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -326,5 +364,5 @@ def kl_div(
     rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)
     if reduction == "batchmean":
-        return _reduced(divergence, "mean", shape[0], rows)
-    return _reduced(divergence, reduction, max(prod(shape), 1), rows)
+        return reduced(divergence, shape[0], "mean", rows)
+    return reduced(divergence, max(prod(shape), 1), reduction, rows)

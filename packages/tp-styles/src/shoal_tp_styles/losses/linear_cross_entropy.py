@@ -1,0 +1,241 @@
+"""`linear_cross_entropy`: the last product and the loss as one function; logits exist for some rows at a time.
+
+Logits are the largest tensor of a training step: 8,192 tokens of 128,000 classes are 4 GB in float32, and as much again
+for their gradient.  Here each block of rows has its logits only while its statistics, or its gradients, are computed.
+Kept for backward are the operands and one number per row; backward computes the blocks again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor, Partial, Replicate
+from shoal_mesh import all_reduce, all_reduce_
+
+from .._torch import apply, autocast_dtype
+from ..errors import LayoutError, SecondOrderError
+from .functional import Reduction, of_labels, own_classes, pick, reduced
+from .rows import LogitRows
+from .vocab import Vocab, plain
+
+__all__ = ["linear_cross_entropy"]
+
+BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What all blocks of rows share.
+
+    Attributes:
+        vocab: the classes of each rank.
+        cap: logits are `cap * tanh(logits / cap)`; None for no bound.
+        block: rows whose logits exist at a time.
+    """
+
+    vocab: Vocab
+    cap: float | None
+    block: int
+
+    def blocks(self, rows: int) -> list[slice]:
+        """The rows of each block."""
+        return [slice(start, start + self.block) for start in range(0, rows, self.block)]
+
+    def logits(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        """(rows, own classes) in the dtype of the statistics, at least float32."""
+        z = torch.nn.functional.linear(x, w, b)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return z if self.cap is None else z.div_(self.cap).tanh_().mul_(self.cap)
+
+    def logit_gradients(  # noqa: PLR0913  # what they depend on
+        self,
+        z: Tensor,
+        q: Tensor | None,
+        lse: Tensor,
+        index: Tensor,
+        inside: Tensor,
+        to_lse: Tensor | None,
+        to_picked: Tensor | None,
+        to_total: Tensor | None,
+    ) -> Tensor:
+        """(rows, own classes): the gradient of what the product gave, in the memory of the logits `z`.
+
+        The other tensors have an entry per row: statistics, and gradients of the statistics.
+        """
+        slope = None if self.cap is None else 1 - (z / self.cap).square_()
+        dz = z.zero_() if to_lse is None else z.sub_(lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))
+        if to_picked is not None and z.shape[-1]:
+            dz.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
+        if to_total is not None and q is not None:
+            dz.addcmul_(to_total.unsqueeze(-1), q.to(dz.dtype))
+        return dz if slope is None else dz.mul_(slope)
+
+
+class _LinearStatistics(Function):
+    """x: R, w: S(0), b: S(0) over classes -> per row: log-sum-exp, logit of the target, sum of q * logits; all R.
+
+    Backward: x's gradient by one all-reduce.  `q` (per class) may be None; its sum is then zero.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # what autograd hands over
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, q: Tensor | None, task: _Task
+    ) -> Any:
+        index, inside = own_classes(target, task.vocab)
+        own = []
+        for rows in task.blocks(x.shape[0]):
+            z = task.logits(x[rows], w, b)
+            total = z.new_zeros(z.shape[0]) if q is None else z @ q.to(z.dtype)
+            own.append(torch.stack([z.logsumexp(-1), pick(z, index[rows], inside[rows]), total]))
+        sums = torch.cat(own, 1) if own else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
+        peak = all_reduce(sums[0], task.vocab.comm, "max")
+        peak = peak.masked_fill_(peak == -torch.inf, 0)  # as on one device, a row of -inf has the log-sum -inf
+        sums[0] = (sums[0] - peak).exp_()
+        lse, picked, total = all_reduce_(sums, task.vocab.comm)
+        lse = lse.log().add_(peak)
+        ctx.save_for_backward(x, w, b, index, inside, q, lse)
+        ctx.task = task
+        ctx.set_materialize_grads(False)
+        return lse, picked.clone(), total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("linear_cross_entropy has first derivatives only")
+        x, w, b, index, inside, q, lse = ctx.saved_tensors
+        needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
+        dx = torch.zeros_like(x) if needs_x else None
+        # Summed over blocks in float32 at least: in bfloat16 hundreds of blocks would lose the last ones.
+        dw, db = (
+            torch.zeros_like(t, dtype=lse.dtype) if needed and t is not None else None
+            for needed, t in ((needs_w, w), (needs_b, b))
+        )
+        for rows in ctx.task.blocks(x.shape[0]):
+            of_rows = [None if each is None else each[rows] for each in (lse, index, inside, *grads)]
+            dz = ctx.task.logit_gradients(ctx.task.logits(x[rows], w, b), q, *of_rows)
+            if db is not None:
+                db += dz.sum(0)
+            dz = dz.to(x.dtype)
+            if dx is not None:
+                torch.mm(dz, w, out=dx[rows])
+            if dw is not None and dw.dtype is dz.dtype:
+                dw.addmm_(dz.t(), x[rows])
+            elif dw is not None:
+                dw += dz.t() @ x[rows]
+        if dx is not None:
+            all_reduce_(dx, ctx.task.vocab.comm)
+        return dx, None if dw is None else dw.to(w.dtype), None if db is None else db.to(b.dtype), None, None, None
+
+
+def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses of language models add
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_cap: float | None = None,
+    block_rows: int | None = None,
+    vocab: Vocab | None = None,
+) -> Tensor:
+    """Cross entropy of `linear(input, linear_weight, linear_bias)` whose classes are sharded, without the logits.
+
+    Two all-reduces of up to three numbers per row forward, one of the shape of `input` backward.
+
+    Args:
+        input: (..., features): plain and equal on the ranks that shard the classes, or a DTensor whose rows other mesh
+            axes may shard.
+        linear_weight: (classes, features), a DTensor sharded by classes on one mesh axis; or this rank's rows of it.
+        target: (...) class indices.
+        linear_bias: (classes,), sharded like the weight.
+        weight: one per class, (classes,), replicated.
+        reduction: "none", "mean" or "sum".
+        ignore_index: class index of rows that enter no sum; -100 if left out.
+        label_smoothing: fraction of the uniform distribution in the target, 0 to 1.
+        z_loss: times the square of each row's log-sum-exp, added to its loss (weighted and ignored as the row is).
+        logit_cap: bound of the logits, `cap * tanh(logits / cap)`.
+        block_rows: rows whose logits exist at a time; about 4 million logits if left out.
+        vocab: the classes of each rank, for plain local weights.
+
+    Returns:
+        The loss, plain and equal on all ranks ("none": of this rank's rows); in float32 for half-precision inputs.
+
+    Raises:
+        LayoutError: if the classes are not sharded on exactly one mesh axis, or shapes do not fit.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     head = distribute_tensor(torch.zeros(4, 8), init_device_mesh("cpu", (1,)), [Shard(0)])
+        ...     print(linear_cross_entropy(torch.randn(2, 8), head, torch.tensor([0, 3])))
+        tensor(1.3863)
+    """
+    _check(input, linear_weight, target)
+    if vocab is None or isinstance(linear_weight, DTensor):
+        vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
+    (x, w, b), rows = _operands(_with_all_rows(input, vocab), linear_weight, linear_bias, vocab)
+    labels, weights = rows.shard(target), plain(weight)
+    q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
+    task = _Task(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
+    found = apply(_LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task)
+    statistics = tuple(each.view(labels.shape) for each in found)
+    ignored = -100 if ignore_index is None else ignore_index
+    return reduced(*of_labels(statistics, labels, weights, ignored, label_smoothing, z_loss, vocab), reduction, rows)
+
+
+def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
+    if input.shape[:-1] != target.shape or weight.ndim != 2 or weight.shape[1] != input.shape[-1]:
+        raise LayoutError(
+            "linear_cross_entropy takes input (..., features), linear_weight (classes, features) and class indices "
+            f"(...); got {tuple(input.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+        )
+    if target.is_floating_point():
+        raise LayoutError(
+            "linear_cross_entropy takes class indices; for probabilities call cross_entropy on the logits"
+        )
+
+
+def _with_all_rows(input: Tensor, vocab: Vocab) -> Tensor:
+    """The input replicated over the ranks that shard the classes: each of them needs the same rows."""
+    if not isinstance(input, DTensor):
+        return input
+    mesh = input.device_mesh
+    placements = [
+        Replicate() if p.is_partial() or mesh.comm(axis).ranks == vocab.comm.ranks else p
+        for axis, p in enumerate(input.placements)
+    ]
+    return input.redistribute(placements=placements)
+
+
+def _operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None, vocab: Vocab
+) -> tuple[tuple[Tensor, Tensor, Tensor | None], LogitRows]:
+    """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
+    rows = LogitRows.of(input, -1)
+    if isinstance(input, DTensor):
+        features = input.redistribute(placements=rows.placements or [Replicate()] * input.device_mesh.ndim)
+        input = features.to_local()
+    sharded = {axis for _, axes in rows.order for axis in axes}
+    params = [weight, bias]
+    for i, param in enumerate(params):
+        if isinstance(param, DTensor):  # other rows give other summands of a replicated weight's gradient
+            grads = [Partial() if axis in sharded else p for axis, p in enumerate(param.placements)]
+            param = param.to_local(grad_placements=grads)
+        params[i] = None if param is None else param.narrow(0, 0, vocab.own)
+    w, b = params
+    assert w is not None, "there is a weight"
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, w, b = input.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    return (input, w, b), rows
