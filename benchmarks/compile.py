@@ -1,0 +1,109 @@
+"""Compiled tensor-parallel modules: by hand, torch's DTensor and shoal in one run: `python benchmarks/compile.py`.
+
+One thread and a fake process group of four: what is left is guards, the wrapping of parameters and gradients, and
+kernels that a graph has too many. By hand means plain tensors, functional collectives in `autograd.Function`s and one
+gradient reduction for q, k and v. CPU time of the thread, which other load does not add to.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tp_modules
+from _timing import report
+from tp_modules import WORLD, candidates, forward, step
+
+from shoal_mesh.testing import fake_world
+
+BARS = {"inductor": 1.05, "aot_eager": 1.2}
+functional = torch.ops._c10d_functional
+
+
+def _sum(x: Tensor) -> Tensor:
+    summed: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", dist.group.WORLD.group_name))
+    return summed
+
+
+class TracedCopy(Function):
+    """Identity; the gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _sum(grad)
+
+
+class TracedReduce(Function):
+    """Sum over the ranks; the gradient is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def compiled(backend: str) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Row -> who -> one call."""
+    torch._dynamo.reset()
+    models = candidates()
+    inputs = torch.randn(8, tp_modules.DIM, requires_grad=True), torch.randn(2, 4, tp_modules.DIM, requires_grad=True)
+    rows: dict[str, dict[str, Callable[[], Any]]] = {}
+    for name, pair in models.items():
+        for what, model, x in zip(("mlp", "block"), pair, inputs, strict=True):
+            fast: nn.Module = torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[assignment]
+            rows.setdefault(f"{what} forward", {})[name] = forward(fast, x)
+            rows.setdefault(f"{what} forward+backward", {})[name] = step(fast, x)
+    return rows
+
+
+def best_us(rivals: dict[str, Callable[[], Any]], rounds: int = 40, calls: int = 25) -> dict[str, float]:
+    """CPU microseconds per call of the best round of each; they take turns."""
+    best = dict.fromkeys(rivals, float("inf"))
+    for run in rivals.values():
+        for _ in range(20):
+            run()
+    for _ in range(rounds):
+        for name, run in rivals.items():
+            begin = time.thread_time()
+            for _ in range(calls):
+                run()
+            best[name] = min(best[name], (time.thread_time() - begin) / calls * 1e6)
+    return best
+
+
+def main() -> None:
+    """Print the table and which bars are met."""
+    tp_modules.HandCopy, tp_modules.HandReduce = TracedCopy, TracedReduce  # type: ignore[misc]
+    found = []
+    with fake_world(WORLD):
+        for backend, bar in BARS.items():
+            for row, rivals in compiled(backend).items():
+                us = best_us(rivals)
+                found.append((backend, row, *us.values(), us["shoal"] / us["by hand"], bar))
+    report("compile", ["backend", "row", "by hand (us)", "torch (us)", "shoal (us)", "shoal/hand", "bar"], found)
+    missed = [f"{backend} {row}" for backend, row, *_, ratio, bar in found if ratio > bar]
+    print(f"bars: {'met' if not missed else 'MISSED: ' + ', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    main()
