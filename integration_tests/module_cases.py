@@ -126,9 +126,7 @@ def verdict(case: ModuleCase | OptimizerCase) -> str:
         return f"refused: {type(error).__name__}: {str(error)[:300]}"
     except Exception as error:  # whatever it raises is the result
         return f"error: {type(error).__name__}: {str(error)[:300]}"
-    # Muon multiplies in bfloat16: what is summed on several ranks is rounded otherwise, by 2 ** -8 of the value.
-    rtol, atol = (2**-8, 2e-3) if case.name == "Muon" else (1e-6, 1e-8)
-    return _difference(expected, got, rtol, atol)
+    return _difference(expected, got, 1e-6, 1e-8)
 
 
 def _run(case: ModuleCase | OptimizerCase, mesh: DeviceMesh | None) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
 
-Covers: optim/{local_step,muon}.py.
+Covers: optim/{local_step,muon,step_of_muon}.py.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 import warnings
@@ -245,10 +246,11 @@ def matrices(shape: tuple[int, ...], placements: Any) -> tuple[list[Any], list[A
     return plain, [*spread, nn.Parameter(plain[-1].detach().clone())]
 
 
+@pytest.mark.parametrize("way", ["as torch makes it", "local_step", "a scheduler's"])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @on_ranks(4)
-def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool) -> None:
+def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, way: str) -> None:
     rows: list[Any] = [Shard(0), Shard(1), Replicate(), Shard(0)]
     placements = [[at] * len(shape) for at in rows]
     plain, spread = matrices(shape, placements)
@@ -256,7 +258,10 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool) -
         torch.optim.Muon(params, lr=0.1, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
         for params in (plain, spread)
     ]
-    local_step(optimizers[1])
+    if way == "local_step":
+        local_step(optimizers[1])
+    elif way == "a scheduler's":
+        torch.optim.lr_scheduler.ConstantLR(optimizers[1], 1.0)
     for _ in range(3):
         for one, other in zip(plain, spread, strict=True):
             one.grad = torch.randn_like(one)
@@ -272,6 +277,30 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool) -
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for index, state in states[0].items():
         torch.testing.assert_close(whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"])
+
+
+@on_ranks(2)
+def test_a_step_of_muon_computes_its_closure_first_and_calls_hooks_once() -> None:
+    weight: Any = nn.Parameter(distribute_tensor(torch.eye(4), mesh(), [Shard(0)]))
+    optimizer: Any = copy.deepcopy(torch.optim.Muon([weight], lr=0.5, weight_decay=0.0))
+    (weight,) = optimizer.param_groups[0]["params"]
+    called: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure() -> Any:
+        called.append("closure")
+        loss = (weight * weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    assert whole(optimizer.step(closure)).item() == 4
+    assert called == ["closure", "after"]
+    assert not torch.equal(whole(weight.detach()), torch.eye(4))
+    spoilt = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh(), [Partial()]))
+    spoilt.grad = torch.zeros_like(spoilt)
+    optimizer = torch.optim.Muon([spoilt])
+    with pytest.raises(PlacementError, match="Muon: a parameter has placements"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("first", ["scheduler", "local_step"])

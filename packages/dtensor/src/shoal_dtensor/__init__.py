@@ -50,11 +50,15 @@ from .layout.tensor_meta import TensorMeta
 from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import local_step
+from .optim.step_of_muon import install_step_of_muon
 from .redistribute.execution.coalesce import coalesce
 from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor
+from .tensor.parameter_gradients import at_first_leaf
 from .tensor.shard_access import local_shard, safe_globals
+
+at_first_leaf(install_step_of_muon)
 
 __all__ = [
     "ArgumentTypeError",

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 __all__ = [
     "accumulating_leaf",
@@ -17,6 +18,7 @@ __all__ = [
     "at_end_of_backward",
     "backward_number",
     "bare_step",
+    "before_optimizer_steps",
     "follows_scheduler",
     "in_backward",
     "is_transformed",
@@ -101,6 +103,11 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
 def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step with a profiler range and the optimizer's step hooks around it, as torch's own steps have."""
     return torch.optim.Optimizer.profile_hook_step(step)
+
+
+def before_optimizer_steps(hook: Callable[[Any, Any, Any], Any]) -> None:
+    """Have a hook called before the step of every optimizer, with the optimizer and the arguments of its step."""
+    register_optimizer_step_pre_hook(hook)
 
 
 def orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

@@ -51,8 +51,8 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 def local_step(optimizer: O) -> O:
     """The same optimizer, whose `step` runs on local shards; the numbers and the state dict are those of before.
 
-    Muon's gathers the update of each matrix, one collective for many; the others' communicates nothing. An LR scheduler
-    may be made before or after.
+    It communicates nothing. A Muon of DTensors stays as it is and needs no `local_step`: it gathers the update of each
+    matrix, one collective for many. An LR scheduler may be made before or after.
 
     It also lets DTensors and plain tensors share an optimizer with `foreach=True` or `fused=True`.  A copy of the
     optimizer (deepcopy, pickle) steps through dispatch again.
@@ -81,8 +81,9 @@ def local_step(optimizer: O) -> O:
         (tensor([0.5000, 0.5000], grad_fn=<ToLocalBackward>), (Shard(dim=0),))
     """
     _check(optimizer)
-    matrices, scheduled = type(optimizer) is torch.optim.Muon, follows_scheduler(optimizer)
-    run, twins = bare_step(optimizer), _Twins()
+    if type(optimizer) is torch.optim.Muon:
+        return optimizer
+    scheduled, run, twins = follows_scheduler(optimizer), bare_step(optimizer), _Twins()
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -91,13 +92,8 @@ def local_step(optimizer: O) -> O:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if matrices:
-            from .muon import muon_step  # here: few optimizers are Muon
-
-            muon_step(self)
-        else:
-            with twins.in_place_of_dtensors(self):
-                run(self)
+        with twins.in_place_of_dtensors(self):
+            run(self)
         return loss
 
     hooked = with_step_hooks(step)

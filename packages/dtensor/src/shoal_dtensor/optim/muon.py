@@ -41,7 +41,7 @@ class _Matrix:
 
 @torch.no_grad()
 def muon_step(optimizer: Any) -> None:
-    """Step a `torch.optim.Muon` whose parameters may be DTensors, without its hooks.
+    """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around.
 
     Raises:
         PlacementError: if a parameter is partial.
@@ -63,7 +63,7 @@ def _matrix(group: dict[str, Any], param: Any, grad: Any, momentum: Any) -> _Mat
         spec = param._spec
         if spec.partials:
             raise PlacementError(
-                f"local_step: a parameter has placements {param.placements}; a partial value has no elements of its "
+                f"Muon: a parameter has placements {param.placements}; a partial value has no elements of its "
                 "own. Redistribute it to Replicate or Shard"
             )
         local = spec.with_(dtype=torch.bfloat16)
