@@ -79,6 +79,9 @@ class Rule:
         copies: for view operators: whether the local function's result does not alias its input.
         unordered: whether only the sizes of shards matter, not where in the dim they are, to every row whose entries
             are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
+        sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
+            outputs have sizes of their inputs: the names of arguments that are lists of sizes. Outputs, and shardings
+            in which nothing moves, are then decided once for all such shapes. None where sizes matter otherwise.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
