@@ -61,6 +61,19 @@ def test_as_one_tensor_through_gloo(lane_bytes: int) -> None:
                 assert torch.equal(torch.cat(reduced), want)
 
 
+@pytest.mark.parametrize("lane_bytes", [64 * 4, 1 << 16])
+@on_ranks(4)
+def test_matrices_with_a_row_for_each_rank(lane_bytes: int) -> None:
+    for comm in shared_and_gloo(4, lane_bytes):
+        matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
+        (block,) = got(reduce_scatter_packed(matrices, comm, [33] * 4))
+        assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
+        rows = got(all_gather_packed([torch.full((33,), float(comm.rank))], comm, [33] * 4))
+        assert [row.tolist() for row in rows] == [[float(rank)] * 33 for rank in range(4)]
+        with pytest.raises(CollectiveError, match="flat tensors"):
+            reduce_scatter_packed([torch.ones(2, 2)], comm, [1] * 4)
+
+
 @pytest.mark.parametrize("order", ["straight", "turned", "row"])
 @on_ranks(4)
 def test_in_the_order_of_the_communicator(order: str) -> None:

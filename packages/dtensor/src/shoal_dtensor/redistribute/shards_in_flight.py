@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,11 @@ from shoal_mesh import (
     all_gather_packed,
     all_reduce_packed,
     reduce_scatter_packed,
+    topology_version,
 )
 
 from ..layout.spec import Spec
+from .even_batches import EvenBatch, even_batches
 from .execution.coalesce import Task, assemble, incoming_sizes, key_of, merge, outgoing_blocks, split, taken_apart
 from .execution.execute import bind, closing, comm_of, kernels_of
 from .execution.kernels import Collective
@@ -30,21 +33,38 @@ from .steps import AllGather, AllReduce, ReduceScatter
 
 __all__ = ["ShardsInFlight", "redistribute_shards"]
 
+_SENT = torch.empty(0)
+
 
 class ShardsInFlight:
     """Local tensors under way to other layouts; `wait()` gives them, again and again the same."""
 
-    __slots__ = ("_messages", "_results", "_tasks")
+    __slots__ = ("_batches", "_messages", "_results", "_still", "_tasks")
 
-    def __init__(self, tasks: list[Task]) -> None:
-        self._tasks = tasks
-        self._messages = _round(tasks)
+    def __init__(self, shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Spec]]) -> None:
         self._results: list[Tensor] | None = None
+        self._tasks: list[Task] = []
+        self._messages: list[_Message] = []
+        self._batches: list[tuple[EvenBatch, PackedPending]] = []
+        self._still: list[Tensor] = []  # shards that stay as they are, at their positions
+        batches = even_batches(tuple(moves), topology_version())
+        if batches is None:
+            ways = [plan(src, dst) for src, dst in moves]
+            self._tasks = [Task(way, shard, kernels_of(way)) for way, shard in zip(ways, shards, strict=True)]
+            self._messages = _round(self._tasks)
+            return
+        self._still = list(shards)
+        for batch in batches:
+            self._batches.append((batch, batch.start(shards)))
+            for i in batch.members:
+                self._still[i] = _SENT  # gradients are as large as what travels of them
 
     def poll(self) -> None:
         """Take what has arrived, if that needs no waiting; results are there when `wait` is called."""
         for message in self._messages:
             message.poll()
+        for _, pending in self._batches:
+            pending.is_completed()
 
     def wait(self, memory: Callable[[], Sequence[Tensor]] | None = None) -> list[Tensor]:
         """The local tensors in their new layouts, in the order in which they were given.
@@ -57,24 +77,37 @@ class ShardsInFlight:
             return self._results
         out: list[Tensor] = []
 
-        def places() -> dict[int, Tensor]:
+        def places() -> list[Tensor]:
             if memory is not None and not out:
                 out.extend(memory())
-            return dict(zip(map(id, self._tasks), out, strict=False))
+            return out
 
-        while self._messages:
-            while self._messages:  # each is dropped with what it received before the next is taken apart
-                self._messages.pop(0).deliver(places)
-            self._messages = _round(self._tasks)
-        results = [closing(task.plan)(task.local) for task in self._tasks]
+        if self._tasks:
+            results = self._wait_for_tasks(places)
+        else:
+            results = self._still
+            for batch, pending in self._batches:
+                pending.wait(partial(self._take, batch, results, places))
         if memory is not None:
-            places()
-            for tensor, result in zip(out, results, strict=True):
+            for tensor, result in zip(places(), results, strict=True):
                 if tensor is not result:
                     tensor.copy_(result)
             results = out
-        self._results, self._tasks = results, []
+        self._results, self._tasks, self._batches, self._still = results, [], [], []
         return results
+
+    @staticmethod
+    def _take(
+        batch: EvenBatch, results: list[Tensor], places: Callable[[], list[Tensor]], arrived: Sequence[Tensor] | Tensor
+    ) -> None:
+        batch.take(arrived, results, places())
+
+    def _wait_for_tasks(self, places: Callable[[], list[Tensor]]) -> list[Tensor]:
+        while self._messages:
+            while self._messages:  # each is dropped with what it received before the next is taken apart
+                self._messages.pop(0).deliver(lambda: dict(zip(map(id, self._tasks), places(), strict=False)))
+            self._messages = _round(self._tasks)
+        return [closing(task.plan)(task.local) for task in self._tasks]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +147,7 @@ class _Message:
             for task, part in zip(self.active, parts, strict=True):
                 task.finish(part)
 
-    def _take(self, tensors: Sequence[Tensor], places: dict[int, Tensor]) -> None:
+    def _take(self, tensors: Sequence[Tensor] | Tensor, places: dict[int, Tensor]) -> None:
         """What a packed collective brings, as the parts of the tasks."""
         assert self.comm is not None, "there is a collective"
         into = [places.get(id(task)) if task.gives_result else None for task in self.active]
@@ -153,9 +186,7 @@ def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Sp
         ...     [tuple(tensor.shape) for tensor in in_flight.wait()]
         [(2,), (4,)]
     """
-    ways = [plan(src, dst) for src, dst in moves]
-    tasks = [Task(way, shard, kernels_of(way)) for way, shard in zip(ways, shards, strict=True)]
-    return ShardsInFlight(tasks)
+    return ShardsInFlight(shards, moves)
 
 
 def _round(tasks: Sequence[Task]) -> list[_Message]:

@@ -18,7 +18,7 @@ from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from ..shared_memory import messages
 from ..shared_memory.lane import Running
-from .backend_calls import background_lane
+from .backend_calls import background_lane, group_to_index
 from .even import all_reduce_
 from .operands import Along, check_operand, check_sizes, resolve
 from .pending import Pending
@@ -27,7 +27,7 @@ from .wire import reduction, require_op
 
 __all__ = ["PackedPending", "all_gather_packed", "all_reduce_packed", "reduce_scatter_packed"]
 
-Unpack = Callable[[Sequence[Tensor]], None]
+Unpack = Callable[[Sequence[Tensor] | Tensor], None]
 
 
 class PackedPending:
@@ -49,7 +49,7 @@ class PackedPending:
         self._sizes, self._of_others = sizes, of_others
         self._work: Running | Pending | None = None
         self._unpack: Unpack | None = None
-        self._kept: Sequence[Tensor] | None = None
+        self._kept: Sequence[Tensor] | Tensor | None = None
 
     def wait(self, unpack: Unpack) -> None:
         """Block until it is complete, and have `unpack` called with what it brings.
@@ -59,7 +59,7 @@ class PackedPending:
         if self._kept is None:
             self._unpack = unpack
             if isinstance(self._work, Pending):
-                self.receive(torch.split(self._work.wait(), list(self._sizes)))
+                self.receive(_in_rows(self._work.wait(), self._sizes))
             elif self._work is not None:
                 self._work.wait()
         else:
@@ -70,12 +70,14 @@ class PackedPending:
         """Whether `wait` would not block. What can be done without waiting is done."""
         return self._work is None or self._work.is_completed()
 
-    def receive(self, tensors: Sequence[Tensor]) -> None:
+    def receive(self, tensors: Sequence[Tensor] | Tensor) -> None:
         """Take what has arrived; it is kept if nobody has waited for it yet."""
         if self._unpack is not None:
             self._unpack(tensors)
+        elif not self._of_others:
+            self._kept = tensors
         else:
-            self._kept = [tensor.clone() for tensor in tensors] if self._of_others else tensors
+            self._kept = tensors.clone() if isinstance(tensors, Tensor) else [tensor.clone() for tensor in tensors]
 
     def over(self, work: Running | Pending) -> PackedPending:
         """This, of work that has been started."""
@@ -85,6 +87,8 @@ class PackedPending:
 
 def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int]) -> PackedPending:
     """`S -> R`: every rank's tensors; what arrives is one flat tensor for each rank, in index order.
+
+    Where all are of one size, that may be a matrix of a row for each rank.
 
     Args:
         tensors: flat, of one dtype, together `sizes[comm.rank]` long.
@@ -113,8 +117,10 @@ def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[in
         lane = background_lane(tensors, comm, "gathers")
         if lane is None:
             return PackedPending(sizes).over(all_gather_v(_joined(tensors), comm, sizes, async_op=True))
-        pending, order = PackedPending(of_others=True), comm.order or range(comm.size)
-        by_rank = [sizes[index] for index in sorted(range(comm.size), key=order.__getitem__)]
+        pending, order = PackedPending(of_others=True), comm.order
+        if order is None:
+            return pending.over(lane.start(messages.all_gather(lane, tensors, sizes, pending.receive)))
+        by_rank = [sizes[index] for index in group_to_index(comm)]
         steps = messages.all_gather(lane, tensors, by_rank, lambda rows: pending.receive([rows[i] for i in order]))
         return pending.over(lane.start(steps))
 
@@ -127,7 +133,8 @@ def reduce_scatter_packed(
     """`P -> S`: what arrives is one flat tensor, this rank's block of the reduction of the ranks' tensors.
 
     Args:
-        tensors: flat, of one dtype: those for the first rank, then those for the second, and so on.
+        tensors: of one dtype; flat: those for the first rank, then those for the second, and so on; or matrices of n
+            rows, row i of each for rank i.
         comm: a communicator of n ranks, or (mesh, axes).
         sizes: (n,) elements for every rank in index order, 0 allowed; equal on all ranks.
         op: as for `all_reduce`.
@@ -145,7 +152,7 @@ def reduce_scatter_packed(
         >>> launch(example, 2)
         [[0, 2], [0, 2, 4]]
     """
-    comm = _checked(tensors, comm)
+    comm = _checked(tensors, comm, rows=True)
     reduction(tensors[0].dtype, op if type(op) is str else require_op(op))
     total = check_sizes(sizes, comm)
     if (own := sum(tensor.numel() for tensor in tensors)) != total:
@@ -197,19 +204,29 @@ def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -
     return _observed("all_reduce", tensors, comm, op, sizes, start)
 
 
-def _checked(tensors: Sequence[Tensor], along: Along) -> Comm:
+def _checked(tensors: Sequence[Tensor], along: Along, rows: bool = False) -> Comm:
     require_each(tensors, Tensor, "a packed collective takes a list of flat tensors", CollectiveTypeError)
     for tensor in tensors:
-        check_operand(tensor)
-    if not tensors or any(tensor.ndim != 1 or tensor.dtype != tensors[0].dtype for tensor in tensors):
+        if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
+            check_operand(tensor)
+    comm = resolve(along)
+    shape = (comm.size,) if rows and tensors and tensors[0].ndim == 2 else ()
+    if not tensors or any(t.dtype != tensors[0].dtype or t.shape[:-1] != shape or not t.ndim for t in tensors):
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
         raise CollectiveError(f"a packed collective takes flat tensors of one dtype, got {got}")
-    return resolve(along)
+    return comm
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """The message; a single tensor is it."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat(list(tensors), -1).view(-1)
+
+
+def _in_rows(arrived: Tensor, sizes: Sequence[int]) -> Sequence[Tensor] | Tensor:
+    """A tensor of some sizes as one of each."""
+    return arrived.view(len(sizes), -1) if len(set(sizes)) == 1 and sizes[0] else torch.split(arrived, list(sizes))
 
 
 def _observed(

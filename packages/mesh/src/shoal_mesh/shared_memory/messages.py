@@ -17,7 +17,7 @@ from .request import request
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
-Receive = Callable[[Sequence[Tensor]], None]
+Receive = Callable[[Sequence[Tensor] | Tensor], None]
 
 # Of more than this every rank reduces one part and reads the others', which moves less memory and meets twice.
 _ONE_TURN_SUM_BYTES = 1 << 20
@@ -25,6 +25,8 @@ _ONE_TURN_SUM_BYTES = 1 << 20
 
 class Packer:
     """Flat tensors that follow one another in a message; each is released when it has been packed.
+
+    Of matrices first the first row of each follows, then the second row of each, and so on.
 
     Attributes:
         length: elements of all.
@@ -34,11 +36,19 @@ class Packer:
         self._tensors = list(tensors)
         self._lengths = [tensor.numel() for tensor in tensors]
         self.length = sum(self._lengths)
-        self._at = self._first = 0  # where in the message the first that is still held begins
+        self._first = self._at = 0  # the first that is still held, and what of it has been packed
 
     def pack(self, slot: Tensor) -> None:
         """Fill a slot with what comes next in the message."""
         room, parts = slot.numel(), []
+        if self._tensors and self._tensors[0].ndim == 2:
+            if room == self.length:
+                widths = [tensor.shape[1] for tensor in self._tensors]
+                torch._foreach_copy_(list(torch.split(slot.view(-1, sum(widths)), widths, 1)), self._tensors)
+                self._tensors.clear()
+                return
+            self._tensors = [row for rows in zip(*self._tensors, strict=True) for row in rows]
+            self._lengths = [row.numel() for row in self._tensors]
         while room:
             tensor, length = self._tensors[self._first], self._lengths[self._first]
             part = tensor[self._at : self._at + room] if self._at or room < length else tensor
@@ -62,6 +72,9 @@ def all_gather(lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], rec
         slots = lane.slots(dtype)
         own.pack(slots[lane.rank, : max(min(step, own.length - a), 0)])
         yield what
+        if not whole and len(set(counts)) == 1:
+            receive(slots[:, : counts[0]])
+            return
         rows = [slots[rank, : max(min(step, n - a), 0)] for rank, n in enumerate(counts)]
         if not whole:
             receive(rows)

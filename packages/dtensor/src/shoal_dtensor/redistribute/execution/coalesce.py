@@ -296,7 +296,7 @@ def split(calls: Sequence[Collective], shapes: Sequence[torch.Size], got: Tensor
 
 
 def taken_apart(
-    calls: Sequence[Collective], shapes: Sequence[torch.Size], of_members: Sequence[Tensor], size: int, me: int
+    calls: Sequence[Collective], shapes: Sequence[torch.Size], of_members: Sequence[Tensor] | Tensor, size: int, me: int
 ) -> list[list[Tensor]]:
     """For each of several merged calls the flat blocks of the members, of what each member has sent to `me`."""
     incoming = incoming_sizes(calls, shapes, size, me)
