@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from data_parallel_model import PLAN, Model, backward_of_each, batch, full, loss_of, mesh_of, own, same_gradients
-from shoal_dtensor import DTensor
+from shoal_dtensor import DTensor, redistribute_shards
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, LayoutError, fully_shard, parallelize_module, replicate
@@ -160,3 +161,38 @@ def test_styles_that_come_after_are_refused() -> None:
         with pytest.raises(LayoutError, match="parallelize_module first, then fully_shard"):
             parallelize_module(module, mesh["tensor"], plan)
     model(batch(0)[0])
+
+
+@on_ranks(4)
+def test_collectives_are_under_way_while_other_units_compute() -> None:
+    mesh = mesh_of(4, 1)
+    model = sharded(Model(6, 3).double(), mesh)
+    seen: list[tuple[str, str]] = []
+    under_way: list[str] = []
+
+    def recorded(shards: Any, moves: Any) -> Any:
+        flight = redistribute_shards(shards, moves)
+        kind = "reduction" if any(src.partials for src, _ in moves) else "gather"
+        under_way.append(kind)
+        wait = flight.wait
+
+        def waited(*args: Any) -> Any:
+            if kind in under_way:
+                under_way.remove(kind)
+            return wait(*args)
+
+        return Mock(wait=waited, poll=lambda: None)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(("forward", ",".join(under_way))))
+        block.register_full_backward_pre_hook(lambda *_: seen.append(("backward", ",".join(under_way))))
+    where = "shoal_tp_styles.data_parallel"
+    with (
+        patch(f"{where}.unit.redistribute_shards", recorded),
+        patch(f"{where}.reduction.redistribute_shards", recorded),
+    ):
+        for step in range(2):  # the first learns the order of the units
+            seen.clear()
+            loss_of(model, *own(mesh, *batch(step))).backward()
+    assert [what for phase, what in seen if phase == "forward"] == ["gather", "gather", ""]
+    assert [what for phase, what in seen if phase == "backward"] == ["gather", "reduction,gather", "reduction"]

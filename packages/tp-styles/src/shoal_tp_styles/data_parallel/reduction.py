@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -83,13 +84,9 @@ class Reduction:
             moves.append((spec, group.parameters[i].reduced))
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
         source, target = moves[0]
-        flags = Spec(
-            source.mesh, _replicated_inside(source), (group.axes.ranks_of_shards, len(present)), None, target.dtype
-        )
-        inner = flags.placements[group.axes.mesh.ndim :]
-        moves.append((flags, flags.with_(placements=[*group.axes.placements(Shard(0)), *inner])))
+        moves.append(_move_of_flags(source, group.axes, len(present), target.dtype))
         row = torch.tensor(present, dtype=target.dtype, device=shards[0].device)
-        shards.append(row.expand(flags.shape).contiguous())
+        shards.append(row.repeat(group.axes.ranks_of_shards, 1))
         with purpose(f"{group.owner} reduces {group.name}"):
             self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
 
@@ -140,6 +137,14 @@ def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int)
         groups[-1].append(item)
         room -= size
     return groups
+
+
+@lru_cache(maxsize=1024)
+def _move_of_flags(like: Spec, axes: DataAxes, count: int, dtype: torch.dtype) -> tuple[Spec, Spec]:
+    """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
+    flags = Spec(like.mesh, _replicated_inside(like), (axes.ranks_of_shards, count), None, dtype)
+    inner = flags.placements[axes.mesh.ndim :]
+    return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])
 
 
 def _replicated_inside(spec: Spec) -> list[Placement]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -148,14 +149,14 @@ class ShardedParameter:
         Args:
             grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
         """
-        mesh, shape, dtype = self.gathered.mesh, self.gathered.shape, self.reduced.dtype
+        dtype = self.reduced.dtype
         own = self.inner.placements if self.inner is not None else ()
         if grad is None:
-            grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=mesh.device_type)
+            device = self.gathered.mesh.device_type
+            grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=device)
         elif isinstance(grad, DTensor):
             own, grad = grad.placements, local_shard(grad)
-        data: list[Placement] = [Partial()] * (mesh.ndim - len(own))
-        return grad.to(dtype).contiguous(), Spec(mesh, (*data, *own), shape, None, dtype)
+        return grad.to(dtype).contiguous(), _partial_over_data(self.reduced, own)
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
@@ -218,6 +219,13 @@ def shard_parameter(
         resting.with_(dtype=reduce_dtype),
         precision,
     )
+
+
+@lru_cache(maxsize=1024)
+def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
+    """The layout of a gradient before its reduction, of what it is on the axes of the styles."""
+    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
+    return Spec(reduced.mesh, (*data, *own), reduced.shape, None, reduced.dtype)
 
 
 def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
