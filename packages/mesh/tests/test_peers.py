@@ -1,4 +1,4 @@
-"""Covers: peers.py: what a rank says that has given up. Ranks that end are in test_channel.py and test_lane.py."""
+"""Covers: peers.py: what a rank says that has given up. Ranks that end are in the tests of channels and lanes."""
 
 from __future__ import annotations
 

@@ -90,13 +90,13 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         _broadcast(state.tensors(module), state.axes, src_data_rank)
     if shard_optimizer:
         state.shard(module)
-    state.attach(module)
     _install(state, module)
     watch_draws(module, state.axes.mesh)
     return module
 
 
 def _install(state: Replicas, module: nn.Module) -> None:
+    state.attach(module)
     vars(module)[_STATE] = state
     kind = type(module)
     module.__class__ = type(f"Replicate{kind.__name__}", (ReplicateModule, kind), {"__module__": kind.__module__})

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -24,7 +24,9 @@ from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding
 from .follow import tensors_in
 from .functions import active, drawers_of
-from .watch import Watch
+
+if TYPE_CHECKING:
+    from .watch import Watch
 
 __all__ = ["DrawRegion", "unwatch_draws", "watch_draws"]
 
@@ -104,9 +106,8 @@ class DrawRegion(Lowered):
             self.drawers = drawers_of(self.module)
         if not any(map(active, self.drawers)) or get_random_mode() == "local":
             return self.forward(*args, **kwargs)
-        watch = current_watch()
+        watch: Any = current_watch()  # regions are the only ones who watch
         if watch is not None:
-            assert isinstance(watch, Watch), "regions are the only ones who watch"
             if backward_number() == -1:
                 with unwatched_functions():
                     self.remember(args, kwargs)
@@ -129,6 +130,8 @@ class DrawRegion(Lowered):
         axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
         for lowered in _lowered(self.module).values():  # what acts on several axes shards its inputs along the first
             axes.setdefault(lowered.mesh, axes[_single_axes(lowered.mesh)[0]])
+        from .watch import Watch  # it knows lowerings by their classes; nothing else here needs them
+
         watch = Watch(joint, axes)
         if recomputes:
             self.recall(args, kwargs)

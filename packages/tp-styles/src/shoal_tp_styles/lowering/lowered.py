@@ -23,7 +23,7 @@ from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding
 from .compile import make_traceable
-from .parameters import local_parameters, summed_gradients
+from .parameters import delivered_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
 __all__ = ["Lowered", "spec_of"]
@@ -58,7 +58,7 @@ class Lowered(ABC):
         self.port_in = sharding.input_port()
         self.port_out = sharding.output_port()
         make_traceable()
-        self.traced_shards = TracedShards.of(self.params)
+        self.traced_shards = TracedShards.of(self.params, delivered_shards)
         self.resolve()
 
     def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
@@ -82,7 +82,7 @@ class Lowered(ABC):
 
     def take_parameters(self, params: dict[str, Any]) -> None:
         """Use another dict as the module's own."""
-        self.params, self.traced_shards = params, TracedShards.of(params)
+        self.params, self.traced_shards = params, TracedShards.of(params, delivered_shards)
 
     def local(self, *names: str, comm: Comm | None = None) -> dict[str, Tensor | None]:
         """`local_parameters` of some of the module's parameters.

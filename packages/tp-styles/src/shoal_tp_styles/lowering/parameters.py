@@ -15,6 +15,7 @@ asked for (`backward(inputs=...)`) is not computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -31,9 +32,9 @@ from .collective_functions import copy, sum_over_ranks
 from .compile import local_traced
 
 __all__ = [
-    "DeliveredShards",
     "GradRoute",
     "deliver_grad",
+    "delivered_shards",
     "first_order_only",
     "grad_hooked",
     "grad_route",
@@ -108,7 +109,7 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     return DTensor.__new__(DTensor, local, spec)
 
 
-class DeliveredShards(Function):
+class _DeliveredShards(Function):
     """Parameters -> their local shards.  Backward: gradients with the parameters' specs, summed over `comm`."""
 
     @staticmethod
@@ -135,6 +136,12 @@ class DeliveredShards(Function):
 
 def _shard(param: Tensor) -> Tensor:
     return local_shard(param) if isinstance(param, DTensor) else param
+
+
+def delivered_shards(params: Sequence[Tensor], comm: Comm | None = None) -> tuple[Tensor, ...]:
+    """The local shards of parameters; their gradients, summed over `comm` if it is given, go to the parameters."""
+    shards: tuple[Tensor, ...] = _DeliveredShards.apply(comm, *params)  # type: ignore[no-untyped-call]  # torch
+    return shards
 
 
 def summed_gradients(shards: dict[str, Tensor | None], comm: Comm | None) -> dict[str, Tensor | None]:
@@ -170,6 +177,5 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
     if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):
         local.update((name, _shard(param)) for name, param in present.items())
         return local
-    shards = DeliveredShards.apply(comm, *present.values())  # type: ignore[no-untyped-call] # torch leaves apply untyped
-    local.update(zip(present, shards, strict=True))
+    local.update(zip(present, delivered_shards([*present.values()], comm), strict=True))
     return local

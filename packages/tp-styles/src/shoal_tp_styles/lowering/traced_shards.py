@@ -8,7 +8,7 @@ input of the graph, none is wrapped, and none is guarded.  Every read checks tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec, local_shard
 
-from .._torch import apply, disabled_torch_function, make_wrapper
-from .parameters import DeliveredShards
+from .._torch import disabled_torch_function, make_wrapper
 
 __all__ = ["TracedShards"]
+
+Deliver = Callable[[Sequence[DTensor]], Sequence[Tensor]]  # local shards whose gradients go to the parameters
 
 
 class TracedShards(Tensor):
@@ -33,13 +34,14 @@ class TracedShards(Tensor):
     parameter_names: tuple[str, ...]
     held: Tensor
     _params: Mapping[str, Tensor | None]
+    _deliver: Deliver
     _kept: dict[str, tuple[DTensor, Tensor, int, Tensor]]
 
     @staticmethod
-    def of(params: Mapping[str, Tensor | None]) -> TracedShards:
-        """The shards of a module's own dict of parameters."""
+    def of(params: Mapping[str, Tensor | None], deliver: Deliver) -> TracedShards:
+        """The shards of a module's own dict of parameters, made by `deliver`."""
         shards = TracedShards.__tensor_unflatten__({"held": torch.empty(0, device="cpu")}, tuple(params), (0,), (1,))
-        shards._params, shards._kept = params, {}
+        shards._params, shards._deliver, shards._kept = params, deliver, {}
         return shards
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, ...]]:
@@ -62,7 +64,7 @@ class TracedShards(Tensor):
         self._kept.clear()
         trained = {name: p for name, p in self._params.items() if isinstance(p, DTensor) and p.requires_grad}
         with torch.inference_mode(False), torch.enable_grad():
-            shards = dict(zip(trained, apply(DeliveredShards, None, *trained.values()), strict=True))
+            shards = dict(zip(trained, self._deliver([*trained.values()]), strict=True))
         for name, param in trained.items():
             if isinstance(param, nn.Parameter):  # not what lives for one forward, such as a gathered parameter
                 self._kept[name] = param, local_shard(param), shards[name].data_ptr(), shards[name]
