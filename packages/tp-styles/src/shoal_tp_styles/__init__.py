@@ -1,22 +1,15 @@
 """Tensor-parallel styles for modules, lowered to local computation with explicit collectives."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import losses
 from .__about__ import __version__
 from .apply.input_reshard import input_reshard
-from .apply.loading import Loaded, load_sharded
 from .context_parallel.attention_mask import Documents
 from .context_parallel.buffers import context_parallel, context_parallel_unshard, set_rotate_method
 from .context_parallel.parallel_attention import context_parallel_attention
 from .context_parallel.sequence_layout import SequenceLayout
-from .data_parallel.fsdp_module import (
-    FSDPModule,
-    UnshardHandle,
-    reduce_after_last_microbatch,
-    register_fsdp_forward_method,
-)
-from .data_parallel.fully_shard import fully_shard
-from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .data_parallel.replicate import ReplicateModule, replicate
 from .errors import (
     LayoutError,
     PlanError,
@@ -32,10 +25,7 @@ from .losses.loss_parallel import loss_parallel
 from .losses.vocab import Vocab
 from .lowering.lowered import Lowered
 from .lowering.parameters import local_parameters
-from .plan.auto import auto_plan, format_plan
 from .plan.parallelize import parallelize_module, unparallelize_module
-from .plan.preview import Preview, preview
-from .plan.verify import Verification, verify
 from .sharding.collective import Collective
 from .sharding.heads import Heads
 from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
@@ -50,6 +40,21 @@ from .styles.multihead import HeadParallel
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .styles.sequence import SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
+
+if TYPE_CHECKING:
+    from .apply.loading import Loaded, load_sharded
+    from .data_parallel.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        reduce_after_last_microbatch,
+        register_fsdp_forward_method,
+    )
+    from .data_parallel.fully_shard import fully_shard
+    from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from .data_parallel.replicate import ReplicateModule, replicate
+    from .plan.auto import auto_plan, format_plan
+    from .plan.preview import Preview, preview
+    from .plan.verify import Verification, verify
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -120,6 +125,35 @@ __all__ = [
     "unparallelize_module",
     "verify",
 ]
+
+
+# A fifth of the time of this import, for what many programs do without: imported when it is first asked for.
+_LATER = {
+    name: module
+    for module, names in {
+        ".apply.loading": ("Loaded", "load_sharded"),
+        ".data_parallel.fsdp_module": (
+            "FSDPModule",
+            "UnshardHandle",
+            "reduce_after_last_microbatch",
+            "register_fsdp_forward_method",
+        ),
+        ".data_parallel.fully_shard": ("fully_shard",),
+        ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
+        ".data_parallel.replicate": ("ReplicateModule", "replicate"),
+        ".plan.auto": ("auto_plan", "format_plan"),
+        ".plan.preview": ("Preview", "preview"),
+        ".plan.verify": ("Verification", "verify"),
+    }.items()
+    for name in names
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+    return value
 
 
 def __dir__() -> list[str]:

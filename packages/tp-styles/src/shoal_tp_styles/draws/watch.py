@@ -396,6 +396,5 @@ def _sizes(
                 return weight.spec.sizes(sharded)
     if source is not None and getattr(source.placements[axis], "dim", None) == dim:
         own = extents(source, axis)
-        if own[rank] == size:
-            return own
+        return own if own[rank] == size else None
     return None

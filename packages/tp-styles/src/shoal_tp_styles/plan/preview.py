@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
 import torch
@@ -109,6 +108,8 @@ class Preview:
         return "\n".join(line.rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
+        from html import escape  # 2 ms, for notebooks only
+
         rows = ("".join(f"<td>{escape(text)}</td>" for text in cell) for cell in self._cells())
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 

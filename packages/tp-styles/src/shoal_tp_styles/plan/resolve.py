@@ -15,7 +15,6 @@ from ..apply.apply import already_parallel, check_parameters, conflicting_style,
 from ..errors import LayoutError, PlanError, TiedWeightError
 from ..sharding.module_sharding import ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
-from .hf_names import WITH_CONTEXT, style_in_context, style_named
 from .wildcards import Tree
 
 __all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "resolve"]
@@ -221,6 +220,10 @@ def _by_module(
 
     Hugging Face's plans have such entries: `"experts": "moe_tp_experts", "experts.down_proj": "rowwise"`.
     """
+    if not any(isinstance(value, str) for value in plan.values()):
+        return plan
+    from .hf_names import WITH_CONTEXT, style_in_context  # with all styles that have names
+
     parameters: dict[str, dict[str, str]] = {}
     for key, value in plan.items():
         if isinstance(value, str) and tree.match(str(key)).token is not None:
@@ -247,6 +250,8 @@ def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(key, str):
         raise TypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
     if isinstance(value, str):
+        from .hf_names import style_named  # as above
+
         return style_named(value)
     if not isinstance(value, ParallelStyle):
         raise TypeError(f"plan entry {key!r}: expected a ParallelStyle or the name of one, got {type(value).__name__}")
