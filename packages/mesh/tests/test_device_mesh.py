@@ -98,6 +98,15 @@ def test_concatenate(cube: DeviceMesh) -> None:
         DeviceMesh.concatenate([])
 
 
+def test_a_slice_of_another_mesh_that_equals_one_of_this_is_one_of_this() -> None:
+    ours, theirs = abstract_mesh((2, 3), ("data", "tensor")), abstract_mesh((2, 3), ("batch", "tensor"))
+    assert ours["tensor"] == theirs["tensor"]
+    assert DeviceMesh.concatenate([ours["data"], theirs["tensor"]]) == ours
+    other = abstract_mesh((3, 2), ("tensor", "data"))["tensor"]
+    with pytest.raises(MeshError, match="sliced from one mesh"):
+        DeviceMesh.concatenate([ours["data"], other])
+
+
 def test_all_submeshes(cube: DeviceMesh) -> None:
     every = cube.get_all_submeshes("tp")
     assert [m.ranks for m in every] == [tuple(range(4 * i, 4 * i + 4)) for i in range(6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .. import _torch
 from .._torch import ProcessGroup, refuse_its_own_mesh
@@ -11,7 +12,7 @@ from ..groups.process_groups import BackendChoice, Comm, find_or_create
 from ..groups.world import world_id
 from .rank_grid import AxisLike, RankGrid
 
-__all__ = ["CommunicatorGrid"]
+__all__ = ["CommunicatorGrid", "common_root"]
 
 
 class CommunicatorGrid(RankGrid):
@@ -90,3 +91,22 @@ class CommunicatorGrid(RankGrid):
     @property
     def _dim_group_names(self) -> list[str]:
         return [self.comm(axis).name for axis in range(self.ndim)]
+
+
+def common_root(meshes: Sequence[Any]) -> Any:
+    """The mesh that several meshes were sliced from.
+
+    What is kept for a mesh is kept for its equals, so a mesh may come back as an equal slice of another root: it counts
+    as the slice of this root that it equals.
+
+    Raises:
+        MeshError: there is none.
+    """
+    root = meshes[0]._get_root_mesh()
+    for mesh in meshes:
+        same = mesh._get_root_mesh() == root or (
+            {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
+        )
+        if not same or mesh._rank_map != meshes[0]._rank_map:
+            raise MeshError(f"only meshes sliced from one mesh can be concatenated, got {', '.join(map(repr, meshes))}")
+    return root

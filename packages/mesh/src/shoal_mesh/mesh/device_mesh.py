@@ -22,7 +22,7 @@ from ..errors import AxisError, MeshError
 from ..groups.process_groups import BackendChoice
 from ..groups.world import check_agreement, ensure_world
 from .arguments import BackendOverride, read_backends, read_device_type, read_groups, read_names, read_ranks
-from .communicator_grid import CommunicatorGrid
+from .communicator_grid import CommunicatorGrid, common_root
 from .rank_grid import AxisLike, MeshFields, RankGrid
 from .rank_layout import Layout, read_sizes
 
@@ -287,9 +287,7 @@ class DeviceMesh(CommunicatorGrid):
         require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
         if not meshes:
             raise MeshError("concatenate needs at least one mesh")
-        root = meshes[0]._get_root_mesh()
-        if any(m._get_root_mesh() != root or m._rank_map != meshes[0]._rank_map for m in meshes):
-            raise MeshError(f"only meshes sliced from one mesh can be concatenated, got {', '.join(map(repr, meshes))}")
+        root: DeviceMesh = common_root(meshes)
         axes = tuple(axis for mesh in meshes for axis in mesh._layout.axes)
         if meshes[0]._coordinate is None:
             offset = root._layout.offset
