@@ -112,7 +112,8 @@ def integration(session: nox.Session) -> None:
     install(session, *STACK)
     # Tests import each other by their folder's name, examples as the scripts that they are.
     bases = "--explicit-package-bases"
-    session.run("python", "-m", "mypy", bases, "integration_tests", "noxfile.py", "benchmarks/_timing.py")
+    checked = ("integration_tests", "noxfile.py", "benchmarks/_timing.py")
+    session.run("python", "-m", "mypy", bases, *checked, env={"MYPYPATH": "docs/examples"})
     session.run("python", "-m", "mypy", "docs/examples")
     pytest(session, "-m", FAST, "integration_tests")
 

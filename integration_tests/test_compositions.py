@@ -79,7 +79,8 @@ class Part(nn.Module):
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """This rank's share of the mean over the global batch."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (ROWS * CONFIG.max_seq)
+    total: Tensor = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / (ROWS * CONFIG.max_seq)
 
 
 def parallel(part: Any, mesh: DeviceMesh) -> Any:
@@ -148,7 +149,7 @@ class Trained:
     def _backward(self, tokens: Tensor, targets: Tensor) -> list[Any]:
         if self.schedule is None:
             loss = loss_of(self.parts[0](tokens), targets)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             return [loss]
         losses: list[Any] = []
         first = (tokens,) if self.parts[0].first else ()

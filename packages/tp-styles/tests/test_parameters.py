@@ -66,7 +66,7 @@ def routes_taken() -> Iterator[list[GradRoute]]:
 
     def deliver(route: GradRoute, param: Any, spec: Any, local: Tensor) -> Any:
         returned = deliver_grad(route, param, spec, local)
-        taken.append(GradRoute.ACCUMULATE if returned is None else GradRoute.RETURN)
+        taken.append("accumulate" if returned is None else "return")
         return returned
 
     with pytest.MonkeyPatch.context() as patch:
@@ -89,11 +89,11 @@ def test_straight_gradients_are_those_of_autograd(kind: str) -> None:
     params = dict(module.named_parameters())
     with routes_taken() as taken:
         module(x).square().sum().backward()
-    assert taken == [GradRoute.ACCUMULATE] * len(params)
+    assert taken == ["accumulate"] * len(params)
     found = grads(module)
     with routes_taken() as taken:
         expected = torch.autograd.grad(module(x).square().sum(), list(params.values()))
-    assert taken == [GradRoute.RETURN] * len(params)
+    assert taken == ["return"] * len(params)
     same(found, dict(zip(params, expected, strict=True)))
 
 
@@ -164,7 +164,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed() -> None:
     weight: Any = dict(module.named_parameters())["net1.weight"]
     with routes_taken() as taken:
         module(x).square().sum().backward(inputs=[weight])
-    assert taken == [GradRoute.ACCUMULATE]
+    assert taken == ["accumulate"]
     assert [name for name, grad in grads(module).items() if grad is not None] == ["net1.weight"]
     with routes_taken() as taken:
         torch.autograd.grad(module(x).square().sum(), x)

@@ -91,11 +91,9 @@ def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_
 ) -> Tensor:
     """This rank's rows of `F.scaled_dot_product_attention` of the global sequence, forward and backward.
 
-    | method | what moves | memory per rank |
-    |---|---|---|
-    | allgather | keys and values, gathered once | keys and values of the sequence |
-    | ring | keys and values, a rank's block at a time, beside the computation | two blocks |
-    | ulysses | queries, keys, values and outputs: heads for positions, all to all | the sequence of a rank's heads |
+    "allgather" moves keys and values, gathered once; a rank holds those of the sequence. "ring" moves them too, one
+    rank's block at a time beside the computation; a rank holds two blocks. "ulysses" moves queries, keys, values and
+    outputs, heads for positions, all to all; a rank holds the sequence of its heads.
 
     Args:
         query: (..., heads, local length, width): this rank's positions, in the order of the layout.

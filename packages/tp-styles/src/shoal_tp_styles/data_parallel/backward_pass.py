@@ -70,13 +70,13 @@ class BackwardPass:
         first_order_only()
         unit = forward.unit
         routes = {i: _route(n, unit.parameters[i].leaf) for i, n in zip(forward.trained, nodes, strict=True)}
-        wanted = {i: g for i, g in zip(forward.trained, grads, strict=True) if routes[i] is not GradRoute.UNUSED}
+        wanted = {i: g for i, g in zip(forward.trained, grads, strict=True) if routes[i] != "unused"}
         self._expected.discard(unit)
         self._units.update(dict.fromkeys(forward.units))
         unit.open.discard(forward)
         if not unit.open:
             unit.leave()
-        captured = [r is GradRoute.RETURN and not grad_hooked(unit.parameters[i].leaf) for i, r in routes.items()]
+        captured = [r == "return" and not grad_hooked(unit.parameters[i].leaf) for i, r in routes.items()]
         self._captures |= any(captured)
         if not unit.syncs and (unit.stands_in or not any(captured)):
             unit.spoiled = True  # until the pass is finished
@@ -91,13 +91,13 @@ class BackwardPass:
         if any(captured):
             unit.kept = kept
         self._reductions.append(reduction)
-        if GradRoute.RETURN not in routes.values():
+        if "return" not in routes.values():
             return [None] * len(grads)
         reduced = dict(zip(unit.trained, reduction.wait(), strict=True))
         return [self._given(unit.parameters[i].leaf, reduced.get(i), routes[i]) for i in forward.trained]
 
     def _given(self, leaf: Any, reduced: Tensor | None, route: GradRoute) -> Tensor | None:
-        if route is not GradRoute.RETURN or reduced is None:
+        if route != "return" or reduced is None:
             return None
         given: Tensor = DTensor(reduced.to(leaf.device, leaf.dtype), leaf.spec)
         return given
@@ -133,9 +133,7 @@ class BackwardPass:
 
 def _reduction(unit: Unit, grads: dict[int, Tensor | None], routes: dict[int, GradRoute]) -> Reduction:
     """The reduction of a unit's gradients, by parameter, together with those that earlier passes have kept."""
-    return Reduction(
-        unit, [grads.get(i) for i in unit.trained], [routes.get(i, GradRoute.ACCUMULATE) for i in unit.trained]
-    )
+    return Reduction(unit, [grads.get(i) for i in unit.trained], [routes.get(i, "accumulate") for i in unit.trained])
 
 
 def reduce_kept(units: Iterable[Unit]) -> None:
@@ -144,7 +142,7 @@ def reduce_kept(units: Iterable[Unit]) -> None:
 
 
 def _route(node: Any, leaf: Any) -> GradRoute:
-    return GradRoute.UNUSED if node is None else grad_route(node, leaf)
+    return "unused" if node is None else grad_route(node, leaf)
 
 
 def _keep(unit: Unit, grads: dict[int, Tensor | None]) -> None:

@@ -18,7 +18,6 @@ from shoal_dtensor import DTensor, Partial, Replicate, Spec, local_shard
 
 from .._torch import at_end_of_backward, backward_number, will_run
 from ..errors import LayoutError, StyleError
-from ..lowering.parameters import GradRoute
 from .reduction import ReducedParameter, Reduction, deliver
 from .sharded_parameters import DataAxes
 
@@ -219,7 +218,7 @@ class _Pass:
 
     def _reduce(self, at: int) -> None:
         bucket = self._of.buckets[at]
-        self._reductions.append(Reduction(bucket, bucket.take(), [GradRoute.ACCUMULATE] * len(bucket.trained)))
+        self._reductions.append(Reduction(bucket, bucket.take(), ["accumulate"] * len(bucket.trained)))
 
     def finish(self) -> None:
         """Reduce what is left, also of parameters that this rank has not used, and deliver."""

@@ -116,7 +116,7 @@ def deliver(reductions: Sequence[Reduction]) -> None:
     arrived = [(reduction, reduction.wait()) for reduction in reductions]
     for reduction, grads in arrived:
         for i, grad, route in zip(reduction.group.trained, grads, reduction.routes, strict=True):
-            if grad is not None and route is not GradRoute.RETURN:
+            if grad is not None and route != "return":
                 reduction.group.parameters[i].accumulate(grad)
 
 

@@ -16,8 +16,7 @@ asked for (`backward(inputs=...)`) is not computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,12 +42,8 @@ __all__ = [
 ]
 
 
-class GradRoute(Enum):
-    """What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd."""
-
-    UNUSED = 0
-    ACCUMULATE = 1
-    RETURN = 2
+# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd.
+GradRoute = Literal["unused", "accumulate", "return"]
 
 
 def first_order_only() -> None:
@@ -72,13 +67,13 @@ def grad_route(node: Any, param: Any) -> GradRoute:
         param: the parameter that the function was called with.
     """
     if is_compiling():
-        return GradRoute.RETURN
+        return "return"
     try:
         if not will_run(node):
-            return GradRoute.UNUSED
+            return "unused"
     except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
-        return GradRoute.RETURN
-    return GradRoute.ACCUMULATE if param.is_leaf and not grad_hooked(param) else GradRoute.RETURN
+        return "return"
+    return "accumulate" if param.is_leaf and not grad_hooked(param) else "return"
 
 
 def grad_hooked(param: Any) -> bool:
@@ -91,14 +86,14 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     """The gradient to return to autograd, or None after it has been added to `.grad`.
 
     Args:
-        route: what `grad_route` answered, not `UNUSED`.
+        route: what `grad_route` answered, not "unused".
         param: the parameter.
         spec: its spec in the forward; the gradient has the same.
         local: the local gradient, which nothing else refers to.
     """
     if local.dtype is not spec.dtype:
         local = local.to(spec.dtype)
-    if route is GradRoute.ACCUMULATE and param.spec is spec:
+    if route == "accumulate" and param.spec is spec:
         accumulated = param.grad
         if accumulated is None:
             param.grad = DTensor.__new__(DTensor, local, spec)
@@ -124,9 +119,9 @@ class _DeliveredShards(Function):
         first_order_only()
         routes, wanted = [], []
         for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
-            route = GradRoute.UNUSED if grad is None or node is None else grad_route(node, param)
+            route = "unused" if grad is None or node is None else grad_route(node, param)
             routes.append(route)
-            wanted.append(None if route is GradRoute.UNUSED or grad is None else grad.contiguous())
+            wanted.append(None if route == "unused" or grad is None else grad.contiguous())
         summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
         for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):
             if summed[i] is not None and spec is not None:

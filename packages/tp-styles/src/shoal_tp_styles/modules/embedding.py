@@ -21,7 +21,7 @@ from ..errors import UnsupportedModuleError
 from ..lowering.boundary import local_input, port_moves
 from ..lowering.collective_functions import gather_dim, sharded_dim
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route
+from ..lowering.parameters import deliver_grad, first_order_only, grad_route
 from ..lowering.ports import declare_partial_output, declare_sharded_output, partial_output, sharded_output
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
@@ -104,7 +104,7 @@ class _OwnRows(Function):
         (own,) = ctx.saved_tensors
         spec, rows, padding, scale = ctx.table
         route = grad_route(ctx.next_functions[1][0], ctx.weight)
-        if route is GradRoute.UNUSED:
+        if route == "unused":
             return None, None, None, None, None
         if not 0 <= padding < rows:
             padding = -1

@@ -22,7 +22,7 @@ from shoal_mesh import Comm
 from .._torch import is_compiling, split_sizes
 from ..lowering.collective_functions import sum_over_ranks
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import GradRoute, deliver_grad, first_order_only, grad_route
+from ..lowering.parameters import deliver_grad, first_order_only, grad_route
 from ..lowering.ports import declare_replicated_input, replicated_input
 from ..sharding.collective import Collective
 from ..sharding.heads import Heads
@@ -65,9 +65,9 @@ class _Concatenate(Function):
         for rows, param, spec, comm, (node, _) in zip(
             split_sizes(grad, ctx.rows), ctx.params, ctx.specs, ctx.comms, ctx.next_functions, strict=True
         ):
-            route = GradRoute.UNUSED if node is None else grad_route(node, param)
+            route = "unused" if node is None else grad_route(node, param)
             summed: Any = None
-            if route is not GradRoute.UNUSED:
+            if route != "unused":
                 (summed,) = sum_over_ranks([rows.contiguous()], comm)
             grads.append(None if summed is None else deliver_grad(route, param, spec, summed))
         return (None, *grads)
