@@ -1,7 +1,7 @@
 """A unit: the parameters that are gathered together before a module's forward and reduced together in its backward.
 
 What is freed in between is the storage of the gathered tensors: autograd's graph keeps the tensors, and they are filled
-again before the unit's backward.  Each forward is one node in the graph, `_Gather`, at which the gradients of all
+again before the unit's backward.  Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all
 parameters arrive when the last of them has been computed.
 """
 
@@ -199,7 +199,7 @@ class Unit:
         self.trained = self._trained()
         forward = Forward(self, gathered, self.trained)
         if torch.is_grad_enabled() and self.trained:
-            recorded = _Gather.apply(
+            recorded = _GatheredUnit.apply(
                 forward, [views[i] for i in self.trained], *[self.parameters[i].leaf for i in self.trained]
             )  # type: ignore[no-untyped-call]  # torch
             for i, view in zip(self.trained, recorded, strict=True):
@@ -233,7 +233,7 @@ class Unit:
         self.show(self.gather().views)
 
 
-class _Gather(Function):
+class _GatheredUnit(Function):
     """Sharded leaves -> what modules see of them; backward: hands the gradients to the unit's receiver."""
 
     @staticmethod
