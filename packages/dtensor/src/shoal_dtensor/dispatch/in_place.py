@@ -89,9 +89,27 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let autograd know that these arguments were written to: what it has saved of them is no longer what it was."""
+    """Let autograd know that these arguments were written to: what it has saved of them is no longer what it was.
+
+    Raises:
+        InPlaceError: if a list that autograd records has a tensor twice, or beside a view of it: it would be given one
+            history where there are two, as torch gives plain ones.
+    """
     for place in places:
-        count_write(args[place] if isinstance(place, int) else kwargs[place])
+        written = args[place] if isinstance(place, int) else kwargs[place]
+        count_write(written)
+        if torch.is_grad_enabled() and isinstance(written, list | tuple) and _overlap(written):
+            raise InPlaceError(
+                "an in-place operator on a list wrote to a tensor twice, as itself and as a view of it, and autograd "
+                "records it: the gradients would be wrong. Write to them one after the other, or under torch.no_grad()"
+            )
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is among several twice, or beside a view of it, and one of them has a gradient."""
+    known = {*map(id, tensors)}
+    twice = len(known) < len(tensors) or any(id(tensor._base) in known for tensor in tensors)
+    return twice and any(tensor.requires_grad for tensor in tensors)
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
