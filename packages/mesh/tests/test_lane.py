@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import os
 import re
@@ -83,11 +84,14 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
         raise MemoryError("no room")
 
     pending = all_gather_packed([torch.ones(600)], comm, [600, 600])  # of three turns
-    if comm.rank == 0:
-        with pytest.raises(MemoryError):
-            pending.wait(unpack)
-    else:
-        got(pending)
+    # Rank 1 may have read the last turn by then, or not; the barrier is before the next collective of both.
+    expected = pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext()
+    with expected:
+        try:
+            pending.wait(unpack if comm.rank == 0 else lambda tensors: None)
+        except CollectiveError as error:
+            if "given up" not in str(error):
+                raise
     dist.barrier()
     with pytest.raises(CollectiveError, match=r"no room|given up"):
         got(all_reduce_packed([torch.ones(1)], comm))
