@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch.distributed as dist
 
 from shoal_mesh import MeshError, RankError, all_reduce, init_device_mesh, launch
 from shoal_mesh.testing import fake_world, on_ranks
+from started_scripts import SCRIPT, run_script
 
 
 def _total(start: float, *, scale: float = 1.0) -> float:
@@ -51,46 +48,15 @@ def test_where_ranks_are_there_already() -> None:
         _nested(wrong=True)
 
 
-def _run(tmp_path: Path, code: str, *command: str, stdin: bool = False) -> str:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    source = script.read_text() if stdin else None
-    done = subprocess.run(
-        [sys.executable, *command, *([] if stdin else [str(script)])],
-        input=source, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SCRIPT = """
-    import torch
-    from shoal_mesh import all_reduce, init_device_mesh, launch
-    STEP = 10
-
-    def add(x):
-        return x + STEP
-
-    def main(x):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        print(f"printed on {mesh.get_rank()}\\n", end="", flush=True)
-        return add(all_reduce(torch.tensor(x), (mesh, "dp")).item())
-
-    if __name__ == "__main__":
-        print(launch(main, 2, 5))
-"""
-
-
 def test_from_a_script(tmp_path: Path) -> None:
-    out = _run(tmp_path, SCRIPT)
+    out = run_script(tmp_path, SCRIPT)
     assert "[20, 20]" in out
     assert "printed on 0" in out
     assert "printed on 1" in out
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    out = _run(tmp_path, SCRIPT, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out = run_script(tmp_path, SCRIPT, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert out.count("[20, 20]") == 2
 
 

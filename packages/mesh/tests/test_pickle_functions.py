@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from shoal_mesh.testing import rank_pool
-
-
-def _run(tmp_path: Path, code: str, *command: str, stdin: bool = False) -> str:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(code))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    source = script.read_text() if stdin else None
-    done = subprocess.run(
-        [sys.executable, *command, *([] if stdin else [str(script)])],
-        input=source, env=env, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SCRIPT = """
-    import torch, torch.distributed as dist
-    from shoal_mesh import all_reduce, init_device_mesh, launch
-    STEP = 10
-
-    def add(x):
-        return x + STEP
-
-    def main(x):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        print(f"printed on {mesh.get_rank()}\\n", end="", flush=True)
-        return add(all_reduce(torch.tensor(x), (mesh, "dp")).item())
-
-    if __name__ == "__main__":
-        print(launch(main, 2, 5))
-        dist.is_initialized() and dist.destroy_process_group()
-"""
+from started_scripts import SCRIPT, run_script
 
 
 def test_from_a_notebook_the_function_travels_as_code(tmp_path: Path) -> None:
-    assert "[20, 20]" in _run(tmp_path, SCRIPT, "-", stdin=True)
+    assert "[20, 20]" in run_script(tmp_path, SCRIPT, "-", stdin=True)
 
 
 def test_inner_functions_and_lambdas_travel_as_code() -> None:

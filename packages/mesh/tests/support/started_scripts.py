@@ -1,0 +1,43 @@
+"""A script that launches ranks, and the process that runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+__all__ = ["SCRIPT", "run_script"]
+
+
+def run_script(tmp_path: Path, code: str, *command: str, stdin: bool = False) -> str:
+    """What a script prints, started by a command (or read from stdin) in a process of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    source = script.read_text() if stdin else None
+    done = subprocess.run(
+        [sys.executable, *command, *([] if stdin else [str(script)])],
+        input=source, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SCRIPT = """
+    import torch
+    from shoal_mesh import all_reduce, init_device_mesh, launch
+    STEP = 10
+
+    def add(x):
+        return x + STEP
+
+    def main(x):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        print(f"printed on {mesh.get_rank()}\\n", end="", flush=True)
+        return add(all_reduce(torch.tensor(x), (mesh, "dp")).item())
+
+    if __name__ == "__main__":
+        print(launch(main, 2, 5))
+"""
