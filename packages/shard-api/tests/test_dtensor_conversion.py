@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sharding_cases import chunk, enumerable
+from sharding_cases import BRICKS, SPECS, chunk
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import observed, on_ranks
@@ -18,17 +18,6 @@ from shoal_shard_api import (
 )
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
-
-
-SPECS = {
-    "rows": chunk(0),
-    "columns, any order": chunk(1, (2, 0, 3, 1)),
-    "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [7, 6], 1)),
-    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
-}
-
-
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
 
 
 def full(value: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sharding_cases import chunk, enumerable
+from sharding_cases import BRICKS, SPECS, chunk
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
     NotExpressibleError,
@@ -20,17 +20,6 @@ from shoal_shard_api import (
 )
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
-
-
-SPECS = {
-    "rows": chunk(0),
-    "columns, any order": chunk(1, (2, 0, 3, 1)),
-    "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [7, 6], 1)),
-    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
-}
-
-
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
 
 
 WEIGHT = torch.linspace(-1, 1, 30).reshape(5, 6)

@@ -84,3 +84,15 @@ def _tiling(random: Random, shape: Sequence[int], order: Sequence[int], *, split
 def sharded(spec: ChunkShardingSpec | EnumerableShardingSpec, full: torch.Tensor = FULL) -> ShardedTensor:
     """A tensor that every rank has, sharded."""
     return _shard_tensor(full, spec)
+
+
+# Of a tensor of 8 x 6; the last one no DTensor can express.
+SPECS = {
+    "rows": chunk(0),
+    "columns, any order": chunk(1, (2, 0, 3, 1)),
+    "uneven rows on some ranks": enumerable(([0, 0], [1, 6], 3), ([1, 0], [7, 6], 1)),
+    "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
+}
+
+
+BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
