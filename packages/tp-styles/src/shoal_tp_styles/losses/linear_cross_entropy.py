@@ -184,7 +184,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     _check(input, linear_weight, target)
     if vocab is None or isinstance(linear_weight, DTensor):
         vocab = Vocab.of(linear_weight, 0, None if vocab is None else vocab.real)
-    (x, w, b), rows = _operands(_with_all_rows(input, vocab), linear_weight, linear_bias, vocab)
+    (x, w, b), rows = _operands(_with_all_features(input, vocab), linear_weight, linear_bias, vocab)
     labels, weights = rows.shard(target), plain(weight)
     q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
     task = _Task(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
@@ -206,14 +206,14 @@ def _check(input: Tensor, weight: Tensor, target: Tensor) -> None:
         )
 
 
-def _with_all_rows(input: Tensor, vocab: Vocab) -> Tensor:
-    """The input replicated over the ranks that shard the classes: each of them needs the same rows."""
+def _with_all_features(input: Tensor, vocab: Vocab) -> Tensor:
+    """The input with whole rows, replicated over the ranks that shard the classes: each of them needs the same rows."""
     if not isinstance(input, DTensor):
         return input
-    mesh = input.device_mesh
+    mesh, rows = input.device_mesh, LogitRows.of(input, -1).placements
     placements = [
-        Replicate() if p.is_partial() or mesh.comm(axis).ranks == vocab.comm.ranks else p
-        for axis, p in enumerate(input.placements)
+        Replicate() if mesh.comm(axis).ranks == vocab.comm.ranks else p
+        for axis, p in enumerate(rows or [Replicate()] * mesh.ndim)
     ]
     return input.redistribute(placements=placements)
 
@@ -224,8 +224,7 @@ def _operands(
     """The local operands, without padding, in the dtype of the product; and the layout of the rows."""
     rows = LogitRows.of(input, -1)
     if isinstance(input, DTensor):
-        features = input.redistribute(placements=rows.placements or [Replicate()] * input.device_mesh.ndim)
-        input = features.to_local()
+        input = input.to_local()
     sharded = {axis for _, axes in rows.order for axis in axes}
     params = [weight, bias]
     for i, param in enumerate(params):
