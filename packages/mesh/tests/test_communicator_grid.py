@@ -70,15 +70,26 @@ def test_irregular_and_transposed_ranks_count_in_their_order() -> None:
     assert repr(comm).startswith("Comm(axb: rank ")
 
 
-def test_a_mesh_of_a_destroyed_world_says_so() -> None:
+def test_a_mesh_goes_on_in_a_world_alike_and_in_no_other() -> None:
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,), lazy=True)
+        used = init_device_mesh("cpu", (2, 2))
+        first = used.comm(1).group
         same = init_device_mesh("cpu", (4,), lazy=True)
         assert mesh == same
+    with pytest.raises(NoGroupError, match="none now"):
+        used.get_group(1)
     with fake_world(4):
-        assert mesh != init_device_mesh("cpu", (4,))
-        with pytest.raises(NoGroupError, match="destroyed"):
-            mesh.comm(0)
+        assert mesh == init_device_mesh("cpu", (4,))
+        assert mesh.comm(0).group is dist.group.WORLD
+        assert used.comm(1).group is not first
+    for size, rank in ((8, 0), (4, 1)):
+        with fake_world(size, rank=rank):
+            assert mesh != init_device_mesh("cpu", (4,))
+            with pytest.raises(NoGroupError, match="destroyed"):
+                same.comm(0)
+            with pytest.raises(NoGroupError, match="begin one alike"):
+                used.get_group(1)
 
 
 @on_ranks(4)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shoal_mesh import (
     DeviceMesh,
+    MeshError,
     MeshMismatchError,
+    MeshTypeError,
+    NoGroupError,
+    all_gather,
+    all_reduce,
+    comm_over,
     init_device_mesh,
+    restart_world,
 )
+from shoal_mesh._torch import timeout_of
 from shoal_mesh.testing import on_ranks
 
 
@@ -32,6 +44,59 @@ def test_ranks_that_disagree_all_get_the_same_error() -> None:
     with pytest.raises(MeshMismatchError, match="names"):
         DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)
     init_device_mesh("cpu", (4,), mesh_dim_names=(f"m{dist.get_rank()}",), validate=False)
+
+
+@on_ranks(4)
+def test_meshes_go_on_after_a_restart() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    turned = DeviceMesh("cpu", [[3, 0], [1, 2]])
+    flat, comm, own = mesh.flatten("all"), comm_over((2, 0, 3, 1)), torch.tensor([dist.get_rank()])
+    before = [all_gather(own, c).tolist() for c in (mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0))]
+    held = [weakref.ref(group) for group in (*mesh.get_all_groups(), dist.group.WORLD)]
+    for _ in range(3):
+        restart_world(timeout=50)
+        for c, ranks in zip((mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0)), before, strict=True):
+            assert all_gather(own, c).tolist() == ranks
+        assert mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert timeout_of(mesh.get_group("tp")) == 50
+        gc.collect()
+        assert all(ref() is None for ref in held), "a group of a destroyed world is still there"
+        held = [weakref.ref(group) for group in (*mesh.get_all_groups(), dist.group.WORLD)]
+
+
+@on_ranks(4)
+def test_a_restart_with_fewer_ranks_has_new_meshes_only() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for wrong in ([0, 0], [4], [-1]):
+        with pytest.raises(MeshError, match="distinct"):
+            restart_world(wrong)
+    with pytest.raises(MeshTypeError, match="sequence"):
+        restart_world(3)  # type: ignore[arg-type]  # wrong on purpose
+    if dist.get_rank() == 1:
+        with pytest.raises(NoGroupError, match="not among"):
+            restart_world([3, 0, 2])
+        dist.destroy_process_group()  # the next test begins one with all ranks
+        return
+    restart_world([3, 0, 2])
+    with pytest.raises(NoGroupError, match="make new meshes"):
+        mesh.get_group(0)
+    assert all_gather(torch.tensor([mesh._coordinate]), (init_device_mesh("cpu", (3,)), 0)).tolist() == [
+        [1, 1],
+        [0, 0],
+        [1, 0],
+    ]
+    dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_a_group_with_options_of_its_own_is_not_made_again() -> None:
+    slow = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+    mesh = DeviceMesh.from_group(slow, "cpu")
+    plain = DeviceMesh.from_group(dist.new_group([1, 0], use_local_synchronization=True), "cpu")
+    restart_world()
+    assert all_reduce(torch.ones(1), (plain, 0)).item() == 2
+    with pytest.raises(NoGroupError, match="options of its own"):
+        all_reduce(torch.ones(1), (mesh, 0))
 
 
 ENDS = """

@@ -6,7 +6,6 @@ Covers: data_parallel/backward_pass.py, data_parallel/gradient_buckets.py.
 from __future__ import annotations
 
 import datetime as dt
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,20 +15,11 @@ from torch import nn
 
 from data_parallel_model import Fault, Model, batch, full, loss_of, mesh_of, own, raising, same_gradients
 from shoal_dtensor import DTensor, local_shard
-from shoal_mesh import DeviceMesh, launch
+from shoal_mesh import DeviceMesh, launch, restart_world
 from shoal_mesh.errors import CollectiveError
 from shoal_tp_styles import fully_shard, replicate
 
 TIMEOUT = 6
-
-
-def begin(meeting: Path, seconds: int = 1800) -> DeviceMesh:
-    """A new default group, and a mesh on it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    timeout = dt.timedelta(seconds=seconds)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
-    return mesh_of(size, 1)
 
 
 def built(kind: str, mesh: DeviceMesh | None) -> Any:
@@ -49,8 +39,8 @@ def held(param: Any) -> torch.Tensor:
     return (local_shard(param) if isinstance(param, DTensor) else param).detach()
 
 
-def fails_alone(kind: str, where: str, folder: Path) -> None:
-    mesh = begin(folder / "first")
+def fails_alone(kind: str, where: str) -> None:
+    mesh = mesh_of(dist.get_world_size(), 1)
     plain, model = built(kind, None), built(kind, mesh)
     for one, rows in ((plain, batch(0)), (model, own(mesh, *batch(0)))):
         loss_of(one, *rows).backward()
@@ -63,12 +53,7 @@ def fails_alone(kind: str, where: str, folder: Path) -> None:
         step(model, mesh, where if alone else "")
     assert all(param.grad is None for param in model.parameters())
     assert all(map(torch.equal, map(held, model.parameters()), before))
-    # The groups have lost count of their collectives: the step goes on from the shards, on new ones.
-    mesh = begin(folder / "second")
-    model = built(kind, mesh)
-    with torch.no_grad():
-        for param, shard in zip(model.parameters(), before, strict=True):
-            held(param).copy_(shard)
+    restart_world(timeout=1800)  # the groups have lost count of their collectives; mesh and model go on with new ones
     loss_of(plain, *batch(1)).backward()
     step(model, mesh, "")
     same_gradients(plain, model)
@@ -88,5 +73,5 @@ def step(model: Any, mesh: DeviceMesh, where: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
-def test_the_other_ranks_end_too_and_nothing_has_changed(kind: str, where: str, tmp_path: Path) -> None:
-    launch(fails_alone, 2, kind, where, tmp_path, timeout=120)
+def test_the_other_ranks_end_too_and_nothing_has_changed(kind: str, where: str) -> None:
+    launch(fails_alone, 2, kind, where, timeout=120)

@@ -26,6 +26,7 @@ from .errors import (
 )
 from .events import Event, Observer, is_observed, observe, purpose, unobserve
 from .groups.process_groups import BackendChoice, Comm, comm_over
+from .groups.world import restart_world
 from .local_ranks.launch import launch
 from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
@@ -98,6 +99,7 @@ __all__ = [
     "reduce_scatter_coalesced",
     "reduce_scatter_packed",
     "reduce_scatter_v",
+    "restart_world",
     "safe_globals",
     "scatter",
     "set_topology",

@@ -142,8 +142,10 @@ def raising(module: nn.Module, where: str) -> Iterator[None]:
         output.register_hook(stop)  # type: ignore[no-untyped-call]  # torch gives it no types
 
     handle = module.register_forward_hook(stop if where == "forward" else stop_backward)
-    yield
-    handle.remove()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def same_gradients(plain: nn.Module, model: nn.Module) -> None:

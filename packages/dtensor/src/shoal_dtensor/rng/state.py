@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping
+from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce, in_lockstep, purpose
@@ -25,7 +26,8 @@ __all__ = [
 
 _MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
-_in_step: WeakKeyDictionary[DeviceMesh, bool] = WeakKeyDictionary()
+# The default group under which the ranks of a mesh were last found to agree: in another one some may be new.
+_in_step: WeakKeyDictionary[DeviceMesh, Callable[[], object]] = WeakKeyDictionary()
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -75,7 +77,7 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         RandomStateError: if the states differ; it names the ranks.
         CommunicationForbiddenError: if the check is due inside `communication("forbid")`.
     """
-    if (mesh in _in_step and not always and not in_lockstep()) or mesh.get_coordinate() is None or mesh.size() == 1:
+    if (_is_checked(mesh) and not always and not in_lockstep()) or mesh.get_coordinate() is None or mesh.size() == 1:
         return
     own = fingerprint(generator)
     extremes = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device_type)
@@ -89,12 +91,18 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
     highest, lowest = extremes.tolist()
     if highest != -lowest:
         raise RandomStateError(_describe(mesh, own, generator))
-    _in_step[mesh] = True
+    count_as_checked(mesh)
+
+
+def _is_checked(mesh: DeviceMesh) -> bool:
+    checked_under = _in_step.get(mesh)
+    return checked_under is not None and checked_under() is dist.group.WORLD
 
 
 def count_as_checked(mesh: DeviceMesh) -> None:
     """Do not check a mesh at its first random operator, because its ranks are known to agree."""
-    _in_step[mesh] = True
+    world = dist.group.WORLD
+    _in_step[mesh] = (lambda: None) if world is None else ref(world)
 
 
 def forget_checks() -> None:

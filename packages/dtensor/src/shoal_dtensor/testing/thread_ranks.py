@@ -188,7 +188,7 @@ class ThreadMesh:
         meeting = self._meetings.setdefault((axes, fixed), Meeting(size, self.turns))
         names = tuple(self.axis_names[axis] for axis in axes)
         return Comm(
-            group=cast("ProcessGroup", ThreadGroup(meeting, index)),
+            cast("ProcessGroup", ThreadGroup(meeting, index)),
             name="threads",
             axes=names,
             size=size,

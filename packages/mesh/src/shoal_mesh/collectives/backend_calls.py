@@ -93,7 +93,10 @@ def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
         return None
     if turn_bytes and tensor.nbytes > turn_bytes:
         return None
-    return channel_of(comm.group)
+    group, channel = comm.group, comm.kept  # in this order: the group of a new world has no channel yet
+    if type(channel) is tuple:
+        channel = comm.kept = channel_of(group)
+    return channel  # type: ignore[no-any-return]  # layers below do not know its type
 
 
 def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = "") -> Lane | None:

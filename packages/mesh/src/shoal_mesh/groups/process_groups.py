@@ -13,13 +13,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from .. import _torch
-from .._torch import ProcessGroup, constant_when_compiled
+from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
-from .world import require_world
+from .world import require_world, world_place
 
 __all__ = ["BackendChoice", "Comm", "comm_over", "find_or_create"]
 
@@ -69,9 +71,12 @@ def fingerprint(options: object | None) -> str:
 
 
 @constant_when_compiled
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Comm:
     """The communicator of this rank along some mesh axes. Compared by identity; a mesh hands out one per axes.
+
+    It outlives the default group: after `restart_world`, or `destroy_process_group` and another `init_process_group`
+    with the same world size, ranks and backend, its first collective looks up or creates its group again.
 
     Attributes:
         group: the c10d group to call.
@@ -84,9 +89,10 @@ class Comm:
         order: index -> rank in the group, None when they are the same. c10d orders ranks by number; along a transposed
             or irregular mesh they count in another order, which the collectives translate.
         backend: device to backend map of the group, such as `cpu:gloo`.
+        kept: what the layer above keeps for the present group; () when nothing is kept yet.
     """
 
-    group: ProcessGroup
+    _group: ProcessGroup | None
     name: str
     axes: tuple[str, ...]
     size: int
@@ -94,6 +100,23 @@ class Comm:
     line: Sequence[int]
     order: tuple[int, ...] | None
     backend: str
+    kept: Any = ()
+    # Where the group can be made again: the default group and place that it was made under, and its options.
+    _world: ProcessGroup | None = None
+    _place: tuple[int, int, str] | None = None
+    _choice: BackendChoice | None = None
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The c10d group to call, of the present default group.
+
+        Raises:
+            NoGroupError: the default group was destroyed, and there is none, or one in which this rank, their number
+                or the backend is another.
+        """
+        if WORLDS._default_pg is not self._world and self._place is not None:
+            _renew(self)
+        return self._group  # type: ignore[return-value]  # one under every default group that is not refused
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -111,8 +134,17 @@ class Comm:
         return name, {name: self}
 
     @classmethod
-    def over(cls, group: ProcessGroup, axes: tuple[str, ...], ranks: Sequence[int]) -> Comm:
-        """The communicator that counts the group's ranks in the order of `ranks`."""
+    def over(
+        cls, group: ProcessGroup, axes: tuple[str, ...], ranks: Sequence[int], choice: BackendChoice | None = None
+    ) -> Comm:
+        """The communicator that counts the group's ranks in the order of `ranks`.
+
+        Args:
+            group: the c10d group.
+            axes: names of the mesh axes.
+            ranks: the global ranks of the group.
+            choice: what the group was created with; None for one that the user created.
+        """
         world = require_world()
         require(group, ProcessGroup, "a communicator runs over a process group")
         require_each(axes, str, "the axes of a communicator are strings")
@@ -123,8 +155,8 @@ class Comm:
             if set(ranks) != set(position) or len(ranks) != len(position) or world.rank() not in position:
                 raise MeshError(f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}")
             ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
-        return cls(
-            group=group,
+        comm = cls(
+            _group=group,
             name=_torch.group_name(group),
             axes=axes,
             size=len(ranks),
@@ -132,7 +164,12 @@ class Comm:
             line=ranks,
             order=None if order is None or order == tuple(range(len(order))) else order,
             backend=_torch.backend_config(group),
+            _world=world,
+            _place=world_place(),
+            _choice=choice,
         )
+        _COMMS.add(comm)
+        return comm
 
     def __repr__(self) -> str:
         return f"Comm({'x'.join(self.axes)}: rank {self.rank} of {self.size}, group {self.name!r})"
@@ -146,8 +183,10 @@ class _Registry:
     created: Counter[str] = field(default_factory=Counter)
 
 
-# The one mutable state of this file; an entry goes when its default group does.
+# The mutable state of this file: registries, which go with their default group, and the communicators there are.
 _REGISTRIES: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
+_COMMS: WeakSet[Comm] = WeakSet()
+_RENEWING = Lock()
 
 
 def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
@@ -175,7 +214,38 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
         raise MeshError(f"comm_over takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}")
     if world.rank() not in ranks:
         raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}: only members ask for their communicator")
-    return Comm.over(find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks))
+    return Comm.over(find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks), BackendChoice())
+
+
+def _renew(comm: Comm) -> None:
+    """Give a communicator its group under the present default group; every rank of it comes here in one order."""
+    with _RENEWING:
+        world, place = _torch.default_group(), world_place()
+        if comm._world is world:
+            return  # another thread was faster
+        if world is None or place is None or place != comm._place:
+            raise NoGroupError(
+                f"the default process group that {comm!r} was created under was destroyed, and there is "
+                f"{'none' if place is None else 'one of (size, own rank, backend) ' + str(place)} now, not one of "
+                f"{comm._place}: begin one alike, or make new meshes and move what is sharded"
+            )
+        for other in list(_COMMS):
+            if other._world is not world and other._group is not None:
+                _forget_group(other, world)
+        if comm._choice is None:
+            raise NoGroupError(f"{comm!r} was made from a group with options of its own: make it and its mesh again")
+        group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
+        if _torch.backend_config(group) != comm.backend:
+            raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
+        comm._group, comm.name, comm.kept, comm._world = group, _torch.group_name(group), (), world
+
+
+def _forget_group(comm: Comm, world: ProcessGroup) -> None:
+    """Let go of the group of a destroyed world, and with it of its threads, files and memory."""
+    if comm._choice is None and comm._group is not None:  # the user's own: made again if it had no options of its own
+        own, others = (list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world))
+        comm._choice = BackendChoice() if own == others else None
+    comm._group, comm.kept, comm._world = None, (), None
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:

@@ -8,15 +8,17 @@ import hashlib
 import os
 import pickle
 import time
+from collections.abc import Sequence
+from datetime import timedelta
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from .. import _torch
 from .._torch import ProcessGroup
+from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError
 
 __all__ = [
@@ -26,24 +28,73 @@ __all__ = [
     "device_of",
     "ensure_world",
     "require_world",
-    "world_id",
+    "restart_world",
+    "world_place",
 ]
 
-# The one mutable state of this file: a number per lifetime of the default group, so that a mesh of a destroyed world
-# is not equal to its successor. An entry goes with its group.
-_IDS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-_NEXT = count(1)
+_RESTARTS = count(1)  # declared mutable state: how often this process has called restart_world
 
 
-def world_id() -> int:
-    """A number that is new for every default group of this process; 0 when there is none."""
+def world_place() -> tuple[int, int, str] | None:
+    """What meshes know of the default group: number of ranks, this one, and the backend; None when there is none.
+
+    A mesh goes on with another default group in which these are the same.
+    """
     world = _torch.default_group()
-    if world is None:
-        return 0
-    number = _IDS.get(world)
-    if number is None:
-        number = _IDS[world] = next(_NEXT)
-    return number
+    return None if world is None else (world.size(), world.rank(), _torch.backend_config(world))
+
+
+def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None = None) -> ProcessGroup:
+    """Destroy the default group with all others, and begin another in the same processes; called by all ranks of it.
+
+    Meshes that were made before go on with the new groups, and with them DTensors and modules, as long as the world has
+    as many ranks as before and every rank keeps its number. Otherwise make new meshes: what a rank holds is still there
+    (`local_shard`). The ranks meet in the store of the old group, so the process that holds it has to live: the
+    agent of torchrun, else rank 0.
+
+    Args:
+        ranks: the ranks that go on, by their present numbers, in the order of their new ones; all by default. Every one
+            of them calls this with the same list, the others do not.
+        timeout: seconds after which collectives of the new groups give up; by default as before.
+
+    Returns:
+        The new default group.
+
+    Raises:
+        NoGroupError: there is no default group, or this rank does not go on.
+        MeshTypeError: the ranks are no sequence of integers, or the timeout is no number.
+        MeshError: ranks are repeated, or not in the world.
+
+    Example:
+        >>> def example() -> float:
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     restart_world()
+        ...     return all_reduce(torch.tensor(1.0), (mesh, 0)).item()
+        >>> launch(example, 2)
+        [2.0, 2.0]
+    """
+    world = require_world()
+    ranks = range(world.size()) if ranks is None else ranks
+    require_each(ranks, int, "restart_world takes a sequence of global ranks")
+    require(timeout, int | float | None, "the timeout of a process group is a number of seconds")
+    if len(set(ranks)) != len(ranks) or not all(0 <= rank < world.size() for rank in ranks):
+        raise MeshError(f"restart_world takes distinct ranks from 0 to {world.size() - 1}, got {tuple(ranks)}")
+    if world.rank() not in ranks:
+        raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
+    size, own, backend = len(ranks), ranks.index(world.rank()), _torch.backend_config(world)
+    store, bound = _torch.default_store(), world.bound_device_id
+    span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
+    del world
+    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=_torch.PrefixStore(f"shoal_restart_{next(_RESTARTS)}", store),
+        rank=own,
+        world_size=size,
+        timeout=span,
+        device_id=bound,
+    )
+    return require_world()
 
 
 def require_world() -> ProcessGroup:

@@ -9,7 +9,7 @@ from .. import _torch
 from .._torch import ProcessGroup, refuse_its_own_mesh
 from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm, find_or_create
-from ..groups.world import world_id
+from ..groups.world import world_place
 from .rank_grid import AxisLike, RankGrid
 
 __all__ = ["CommunicatorGrid", "common_root"]
@@ -71,13 +71,13 @@ class CommunicatorGrid(RankGrid):
             raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes")
         if self._fields.connect is not None:
             return self._fields.connect(self.ranks_along(axes))
-        if self._world != world_id():
+        if self._world != world_place():
             raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
         names = tuple(self.axis_names[a] for a in axes)
         ranks = self._along(axes, self._coordinate)
         choices = {self._choices[a] for a in axes}
         choice = choices.pop() if len(choices) == 1 else BackendChoice()
-        return Comm.over(find_or_create(ranks, choice, f"mesh_{'_'.join(names)}"), names, ranks)
+        return Comm.over(find_or_create(ranks, choice, f"mesh_{'_'.join(names)}"), names, ranks, choice)
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
         """The process group along one or several axes; one of a 1-D mesh if none is given. Raises as `comm` does."""

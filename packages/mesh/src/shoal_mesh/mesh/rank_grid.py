@@ -17,7 +17,7 @@ from .. import _torch
 from .._torch import refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, NoGroupError
-from ..groups.world import world_id
+from ..groups.world import world_place
 from .rank_layout import Layout, read_sizes
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RankGrid:
     _rank_map: tuple[int, ...] | None
     _root: Any
     _tensor: torch.Tensor | None
-    _world: int
+    _world: tuple[int, int, str] | None
     device_type: str
     ndim: int
     shape: tuple[int, ...]
@@ -122,7 +122,7 @@ class RankGrid:
         self._layout, self._names = fields.layout, fields.names
         self._choices, self._rank_map, self._abstract_rank = fields.choices, fields.rank_map, fields.abstract_rank
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
-        self._world = 0 if fields.abstract_rank is not None else world_id()
+        self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
         put(self, "device_type", fields.device_type)
         put(self, "ndim", fields.layout.ndim)

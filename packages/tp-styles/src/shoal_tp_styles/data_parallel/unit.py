@@ -11,8 +11,10 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -33,7 +35,7 @@ class Gathered:
 
     Attributes:
         tensors: the gathered local tensors, one per parameter; without memory while they are freed.
-        versions: of the leaves when they were gathered.
+        versions: of the leaves when they were gathered (`Unit.versions`).
         views: what modules see of the tensors, with its place in autograd's graph.
         filled: whether the tensors have memory.
     """
@@ -146,8 +148,9 @@ class Unit:
 
     @property
     def versions(self) -> Versions:
-        """Those of the leaves as they are now."""
-        return [p.version() for p in self.parameters]
+        """Of the leaves as they are now, and the default group: with another one, no rank counts on what it has."""
+        world = dist.group.WORLD
+        return [(world and ref(world),), *(p.version() for p in self.parameters)]
 
     def start(self) -> None:
         """Start to gather, unless the values are here or on their way."""
