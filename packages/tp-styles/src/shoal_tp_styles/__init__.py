@@ -11,6 +11,7 @@ from .context_parallel.buffers import context_parallel, context_parallel_unshard
 from .context_parallel.parallel_attention import context_parallel_attention
 from .context_parallel.sequence_layout import SequenceLayout
 from .errors import (
+    CheckpointError,
     LayoutError,
     PlanError,
     SecondOrderError,
@@ -42,7 +43,9 @@ from .styles.sequence import SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
 
 if TYPE_CHECKING:
+    from . import hf
     from .apply.loading import Loaded, load_sharded
+    from .apply.saving import Saved, save_sharded
     from .data_parallel.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "ChannelParallel",
+    "CheckpointError",
     "Collective",
     "ColwiseParallel",
     "ContextParallel",
@@ -90,6 +94,7 @@ __all__ = [
     "Preview",
     "ReplicateModule",
     "RowwiseParallel",
+    "Saved",
     "SecondOrderError",
     "SequenceLayout",
     "SequenceParallel",
@@ -110,6 +115,7 @@ __all__ = [
     "context_parallel_unshard",
     "format_plan",
     "fully_shard",
+    "hf",
     "input_reshard",
     "load_sharded",
     "local_parameters",
@@ -121,6 +127,7 @@ __all__ = [
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
     "replicate",
+    "save_sharded",
     "set_rotate_method",
     "unparallelize_module",
     "verify",
@@ -132,6 +139,7 @@ _LATER = {
     name: module
     for module, names in {
         ".apply.loading": ("Loaded", "load_sharded"),
+        ".apply.saving": ("Saved", "save_sharded"),
         ".data_parallel.fsdp_module": (
             "FSDPModule",
             "UnshardHandle",
@@ -141,6 +149,7 @@ _LATER = {
         ".data_parallel.fully_shard": ("fully_shard",),
         ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
         ".data_parallel.replicate": ("ReplicateModule", "replicate"),
+        ".hf": ("hf",),
         ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),
         ".plan.verify": ("Verification", "verify"),
@@ -152,7 +161,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+    module = import_module(_LATER[name], __name__)
+    value = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "LayoutError",
     "PlanError",
     "SecondOrderError",
@@ -36,6 +37,10 @@ class UnsupportedModuleError(StyleError, NotImplementedError):
 
 class UnsupportedAttentionError(StyleError, NotImplementedError):
     """Attention of a sharded sequence does not compute this; the message names what it does."""
+
+
+class CheckpointError(StyleError, RuntimeError):
+    """Files of a model cannot be written or read; the message says which, and what is as it was."""
 
 
 class SecondOrderError(StyleError, RuntimeError):

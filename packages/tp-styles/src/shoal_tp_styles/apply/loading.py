@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,8 @@ from ..errors import PlanError
 from .apply import shardings_of
 from .fused_parameters import block_rows, make_adjacent
 
-__all__ = ["Loaded", "load_sharded"]
+__all__ = ["Entry", "Loaded", "Reader", "Slices", "boxes_of", "entries_of", "load_sharded", "reader_of"]
 
-Source = Mapping[str, Tensor] | str | PathLike[str] | Iterable[str | PathLike[str]]
 Slices = tuple[slice, ...]
 
 
@@ -42,12 +41,18 @@ class Loaded:
     bytes_read: int = 0
 
 
-class _Reader(Protocol):
+@runtime_checkable
+class Reader(Protocol):
+    """Tensors by name, of which a rank reads its own slices."""
+
     def names(self) -> set[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, slices: Slices) -> Tensor: ...
+
+
+Source = Mapping[str, Tensor] | str | PathLike[str] | Iterable[str | PathLike[str]] | Reader
 
 
 class _Dict:
@@ -111,8 +116,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         40
     """
     with ExitStack() as stack:
-        reader = _reader(source, stack)
-        entries = list(_entries(module))
+        reader = reader_of(source, stack)
+        entries = list(entries_of(module))
         loaded = _compared(entries, reader, strict=strict)
         present = [entry for entry in entries if entry.source in reader.names()]
         filled: dict[int, Tensor] = {}
@@ -128,7 +133,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
     return loaded
 
 
-def _compared(entries: list[_Entry], reader: _Reader, *, strict: bool) -> Loaded:
+def _compared(entries: list[Entry], reader: Reader, *, strict: bool) -> Loaded:
     """What the model and the source do not have in common; raises before anything is written."""
     common = {entry.source for entry in entries} & reader.names()
     loaded = Loaded(sorted(_missing(entries, common)), sorted(reader.names() - common))
@@ -143,14 +148,17 @@ def _compared(entries: list[_Entry], reader: _Reader, *, strict: bool) -> Loaded
     return loaded
 
 
-def _reader(source: Source, stack: ExitStack) -> _Reader:
+def reader_of(source: Source, stack: ExitStack) -> Reader:
+    """A reader of a state dict or of files, which the stack closes."""
     if isinstance(source, Mapping):
         return _Dict(source)
+    if isinstance(source, Reader):
+        return source
     return _Files([source] if isinstance(source, str | PathLike) else source, stack)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A parameter or buffer: the table that holds it, and its rows of which entry of the source."""
 
     table: dict[str, Any]
@@ -162,7 +170,8 @@ class _Entry:
     transposed: bool
 
 
-def _entries(module: nn.Module) -> Iterator[_Entry]:
+def entries_of(module: nn.Module) -> Iterator[Entry]:
+    """Every parameter and persistent buffer of a parallel or plain module, with its entry in the plain one's files."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         fused = dict(_fused(owner))
@@ -175,7 +184,7 @@ def _entries(module: nn.Module) -> Iterator[_Entry]:
                 shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
                 transposed = transposed and len(shape) == 2
                 in_source = shape[::-1] if transposed else shape
-                yield _Entry(table, name, tensor, dot + source, first, in_source, transposed)
+                yield Entry(table, name, tensor, dot + source, first, in_source, transposed)
 
 
 def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]:
@@ -186,12 +195,12 @@ def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]
                 yield name, (*where, sharding.fused.transposed)
 
 
-def _missing(entries: list[_Entry], common: set[str]) -> set[str]:
+def _missing(entries: list[Entry], common: set[str]) -> set[str]:
     reached = {id(entry.tensor) for entry in entries if entry.source in common}
     return {entry.source for entry in entries if id(entry.tensor) not in reached}
 
 
-def _fill(entry: _Entry, reader: _Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
+def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
     if id(entry.tensor) in filled:
         return
     tensor = entry.tensor
@@ -199,7 +208,7 @@ def _fill(entry: _Entry, reader: _Reader, loaded: Loaded, filled: dict[int, Tens
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
         target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
-        for slices, place in _slices(tensor, entry.first_row):
+        for slices, place in boxes_of(tensor, entry.first_row):
             read = (
                 reader.read(entry.source, slices[::-1]).t() if entry.transposed else reader.read(entry.source, slices)
             )
@@ -212,7 +221,7 @@ def _fill(entry: _Entry, reader: _Reader, loaded: Loaded, filled: dict[int, Tens
     filled[id(tensor)] = entry.table[entry.name] = replacement
 
 
-def _slices(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
+def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
     """This rank's boxes, as slices of the source's entry and of the local tensor."""
     box = tuple((0, size) for size in tensor.shape)
     boxes = [(box, box)]
