@@ -1,20 +1,31 @@
 """Every check of the repository: `nox` runs the default ones, `nox --list` shows all.
 
-Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so all third-party packages are
+Isolation without waste: torch takes about 25 seconds and a gigabyte per environment, so third-party packages are
 installed once, into `.nox/third-party`, which never holds a layer of shoal. Each session's environment adds that
 folder to its path and installs only the layer under check and the layers below it, so an upward import cannot work.
-`wheel(<package>)` proves the declared dependencies from nothing. Arguments after `--` go to pytest or the script.
+`test(<package>)` sees of that folder only what the layer declares; `wheel(<package>)` starts from nothing. Arguments
+after `--` go to pytest or the script.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import sys
+import tarfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036  # this line is for the Pythons that are too old
+    sys.exit(f"shoal needs Python 3.11 or newer; this nox runs on {sys.version.split()[0]}: python3.11 -m venv .venv")
 
 import nox
 from filelock import FileLock  # comes with nox, by way of virtualenv
+from packaging.requirements import Requirement  # comes with nox
+from packaging.utils import canonicalize_name
 
 nox.needs_version = ">=2025.5.1"
 nox.options.default_venv_backend = "virtualenv"
@@ -25,26 +36,43 @@ ROOT = Path(__file__).parent
 STACK = ("mesh", "dtensor", "tp-styles", "shard-api")  # bottom to top; the last two are siblings
 BELOW = {"mesh": (), "dtensor": ("mesh",), "tp-styles": ("mesh", "dtensor"), "shard-api": ("mesh", "dtensor")}
 FAST = "not parity and not slow"
+GROUPS = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build", "release")
 RANKS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def third_party(session: nox.Session) -> Path:
-    """The site-packages folder shared by all sessions; installed again when what it should hold changes."""
-    project = nox.project.load_toml(ROOT / "pyproject.toml")
-    groups = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build")
-    wanted = sorted({name for group in groups for name in nox.project.dependency_groups(project, group)})
-    stamp_text = "\n".join([sys.version, *wanted, (ROOT / "constraints.txt").read_text()])
+def group(*names: str, project: Path = ROOT) -> list[str]:
+    """The requirements of dependency groups of a pyproject.toml."""
+    table = nox.project.load_toml(project / "pyproject.toml")
+    return sorted({name for one in names for name in nox.project.dependency_groups(table, one)})
+
+
+def third_party(session: nox.Session, *groups: str) -> Path:
+    """The site-packages folder shared by all sessions, with these dependency groups in it.
+
+    Groups are installed when a session first asks for them. What an interrupted install left half done is removed
+    and installed again; the rest is kept. Another Python or other constraints make a new folder.
+    """
     home = ROOT / ".nox" / "third-party"
-    stamp = home / "installed.sha256"
-    digest = hashlib.sha256(stamp_text.encode()).hexdigest()
+    stamp = home / "installed.json"
+    digest = hashlib.sha256(f"{sys.version}\n{(ROOT / 'constraints.txt').read_text()}".encode()).hexdigest()
     home.parent.mkdir(exist_ok=True)
     with FileLock(home.with_suffix(".lock")):  # sessions may run side by side
-        if not stamp.exists() or stamp.read_text() != digest:
-            session.log("installing third-party packages once for all sessions (torch is large: about a minute)")
+        state = json.loads(stamp.read_text()) if stamp.exists() else {}
+        if state.get("digest") != digest:
             session.run(sys.executable, "-m", "virtualenv", "--clear", str(home), external=True, silent=True)
-            pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
-            session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
-            stamp.write_text(digest)
+            state = {"digest": digest, "groups": {}}
+            stamp.write_text(json.dumps(state))
+        pip = home / ("Scripts" if sys.platform == "win32" else "bin") / "pip"
+        for name in groups:
+            wanted = group(name)
+            if state["groups"].get(name) != wanted:
+                session.log(f"installing third-party packages once for all sessions: {name}")
+                for half in {path.parent for path in site_packages(home).glob("*.dist-info/METADATA")}:
+                    if not (half / "INSTALLER").exists():  # which pip writes after the last file of a package
+                        shutil.rmtree(half)
+                session.run(str(pip), "install", "-c", "constraints.txt", *wanted, external=True)
+                state["groups"][name] = wanted
+                stamp.write_text(json.dumps(state))
     return site_packages(home)
 
 
@@ -58,15 +86,66 @@ def closure(*packages: str) -> list[str]:
     return [package for package in STACK if package in wanted]
 
 
-def install(session: nox.Session, *packages: str) -> None:
+def install(session: nox.Session, *packages: str, groups: Iterable[str] = GROUPS) -> None:
     """Give the session the shared third-party packages and, editable, the layers named and those below."""
-    shared = third_party(session)
+    shared = third_party(session, *groups)
     own = site_packages(Path(session.virtualenv.location))
     (own / "third_party.pth").write_text(f"{shared}\n")
     if packages:
         editable = [part for package in closure(*packages) for part in ("-e", f"packages/{package}")]
         # hatchling comes from the shared folder; a dependency that is missing there is an error, not a download.
         session.install("--no-build-isolation", "--no-index", "-c", "constraints.txt", *editable)
+
+
+def link_declared(session: nox.Session, wanted: Iterable[str]) -> None:
+    """Give the session, of the shared packages, those that these requirements need and no other: by symbolic links."""
+    shared, own = third_party(session, *GROUPS), site_packages(Path(session.virtualenv.location))
+    found = {canonicalize_name(dist.metadata["Name"]): dist for dist in metadata.distributions(path=[str(shared)])}
+    queue, seen = [Requirement(text) for text in wanted], set()
+    for path in own.iterdir():
+        if path.is_symlink():
+            path.unlink()
+    while queue:
+        asked = queue.pop()
+        name = canonicalize_name(asked.name)
+        if (name, *asked.extras) in seen:
+            continue
+        seen.add((name, *asked.extras))
+        if name not in found:
+            session.error(f"{asked} is declared, but no dependency group of the root installs it")
+        for top in {file.parts[0] for file in found[name].files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (own / top).exists():
+                (own / top).symlink_to(shared / top)
+        more = (Requirement(text) for text in found[name].requires or ())
+        extras = asked.extras or {""}
+        queue += [
+            one for one in more if not one.marker or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+        ]
+
+
+def declared(*packages: str) -> list[str]:
+    """The dependencies of some layers, without the layers themselves."""
+    files = [nox.project.load_toml(ROOT / "packages" / package / "pyproject.toml") for package in packages]
+    found = {text for file in files for text in file["project"]["dependencies"]}
+    return sorted(text for text in found if not text.startswith("shoal-"))
+
+
+def install_declared(session: nox.Session, package: str) -> None:
+    """Give the session one layer and those below, editable, what they declare, and the layer's own test group."""
+    tests = group("test", project=ROOT / "packages" / package)
+    install(session, package)
+    (site_packages(Path(session.virtualenv.location)) / "third_party.pth").unlink()
+    link_declared(session, declared(*closure(package)) + tests)
+
+
+def build(session: nox.Session, *packages: str) -> Path:
+    """The folder with fresh sdists and wheels of some layers."""
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for package in packages:
+        with session.chdir(ROOT / "packages" / package):
+            session.run("python", "-m", "hatchling", "build", "-d", str(dist), silent=True)
+    return dist
 
 
 def pytest(session: nox.Session, *args: str) -> None:
@@ -101,8 +180,8 @@ def types(session: nox.Session, package: str) -> None:
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def test(session: nox.Session, package: str) -> None:
-    """Tests of one package, with only the layers below installed."""
-    install(session, package)
+    """Tests of one package, with the layers below and declared dependencies only."""
+    install_declared(session, package)
     pytest(session, "-m", FAST, f"packages/{package}/tests")
 
 
@@ -128,24 +207,62 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small Llama on a 2x2 mesh of local ranks and on one process, and compare; results in out/demo."""
-    install(session, *STACK)
+    install(session, *STACK, groups=("runtime", "build", "demo"))
     session.run("python", "docs/examples/train_llama.py", *session.posargs, env=RANKS_ENV)
+
+
+@nox.session
+def packages(session: nox.Session) -> None:
+    """Build all four, check their metadata, install the wheels with nothing undeclared and import each."""
+    install(session)
+    dist = build(session, *STACK)
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    (site_packages(Path(session.virtualenv.location)) / "third_party.pth").unlink()
+    link_declared(session, declared(*STACK))
+    session.install("--no-index", "--no-deps", "--force-reinstall", *map(str, sorted(dist.glob("*.whl"))))
+    session.run("python", "-m", "pip", "check")
+    session.chdir(session.create_tmp())
+    for package in STACK:
+        session.run("python", "-W", "ignore", "-c", f"import shoal_{package.replace('-', '_')}")
 
 
 @nox.session(default=False, reuse_venv=False)
 @nox.parametrize("package", STACK, ids=STACK)
 def wheel(session: nox.Session, package: str) -> None:
-    """Build the wheels, install them in an empty environment with what they declare, run the tests from elsewhere."""
-    dist = Path(session.create_tmp()).resolve() / "dist"
-    for layer in closure(package):
-        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(dist), str(ROOT / "packages" / layer))
-    name = {"mesh": "shoal-mesh", "dtensor": "shoal-dtensor", "tp-styles": "shoal-tp-styles"}
-    test_group = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
-    requirement = name.get(package, "shoal-shard-api")
-    session.install("-c", "constraints.txt", "--find-links", str(dist), requirement, "numpy", *test_group)
-    session.chdir(session.create_tmp())
-    tests = str(ROOT / "packages" / package / "tests")
-    pytest(session, "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-m", FAST, tests)
+    """Install a wheel in an empty environment with what it declares, run the tests that its sdist carries."""
+    session.install("-c", "constraints.txt", "hatchling")
+    dist = build(session, *closure(package))
+    (sdist,) = dist.glob(f"shoal_{package.replace('-', '_')}-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(dist, filter="data")
+    source = dist / sdist.name.removesuffix(".tar.gz")
+    wanted = (f"shoal-{package}", *group("test", project=source))
+    session.install("-c", "constraints.txt", "--find-links", str(dist), *wanted)
+    session.run("python", "-m", "pip", "check")
+    session.chdir(source)
+    pytest(session, "-m", FAST)
+
+
+@nox.session(default=False)
+def lock(session: nox.Session) -> None:
+    """Resolve all dependency groups and write constraints.txt; with `-- --upgrade` all but torch may move."""
+    target = ROOT / "constraints.txt"
+    kept = [line for line in target.read_text().splitlines() if line.startswith(("#", "torch=="))]
+    report = Path(session.create_tmp()).resolve() / "report.json"
+    wanted = (*group(*GROUPS, "demo"), kept[-1])
+    flags = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report)]
+    if "--upgrade" not in session.posargs:
+        flags += ["-c", str(target)]
+    session.run("python", "-m", "pip", "install", *flags, *wanted)
+    lines = kept[:-1]
+    for found in sorted(
+        (item["metadata"] for item in json.loads(report.read_text())["install"]),
+        key=lambda it: canonicalize_name(it["name"]),
+    ):
+        # So that pip can install a nox on an older Python, where the noxfile says which one is needed.
+        marker = '; python_version >= "3.11"' if found.get("requires_python", "").startswith(">=3.11") else ""
+        lines.append(f"{canonicalize_name(found['name'])}=={found['version'].split('+')[0]}{marker}")
+    target.write_text("\n".join(lines) + "\n")
 
 
 @nox.session(default=False)
@@ -245,8 +362,17 @@ def hunt(session: nox.Session) -> None:
 @nox.session(default=False, reuse_venv=False, python="3.11")
 def minimums(session: nox.Session) -> None:
     """The oldest supported torch and Python."""
-    test_group = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "test")
-    session.install("torch==2.11.*", "numpy", *test_group)
-    editable = [part for package in STACK for part in ("-e", f"packages/{package}")]
-    session.install(*editable)
+    with_torch(session, "torch==2.11.*")
+
+
+@nox.session(default=False, reuse_venv=False)
+def newest(session: nox.Session) -> None:
+    """The newest torch of the index, and the newest of everything else: nothing is constrained."""
+    with_torch(session, "torch>=2.11")
+
+
+def with_torch(session: nox.Session, torch: str) -> None:
+    """The fast tests on some torch."""
+    session.install(torch, "numpy", *group("test", "extras", "models"))
+    session.install(*(part for package in STACK for part in ("-e", f"packages/{package}")))
     pytest(session, "-m", FAST)

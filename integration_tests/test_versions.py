@@ -1,10 +1,16 @@
-"""Covers: packages/*/pyproject.toml, __about__.py and CHANGELOG.md: one version in all of them."""
+"""Covers: packages/*/pyproject.toml, __about__.py, CHANGELOG.md: one version, true dependencies, no dead links."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
+from pathlib import Path
 from typing import Any
+
+
+def pyproject(home: Path) -> dict[str, Any]:
+    return tomllib.loads((home / "pyproject.toml").read_text())
 
 
 def version(layer: Any) -> str:
@@ -16,11 +22,31 @@ def test_the_layers_have_one_version(layers: Any) -> None:
     assert len({version(layer) for layer in layers}) == 1
 
 
-def test_siblings_are_pinned_to_the_minor_version(layer: Any) -> None:
-    project = tomllib.loads((layer.home / "pyproject.toml").read_text())["project"]
+def test_layers_below_are_pinned_from_the_own_version_to_the_next_minor(layer: Any) -> None:
     major, minor, _ = version(layer).split(".")
-    pins = {f"{name.replace('_', '-')} == {major}.{minor}.*" for name in layer.below}
-    assert pins == {text for text in project["dependencies"] if text.startswith("shoal")}
+    pins = {f"{name.replace('_', '-')} >= {version(layer)}, < {major}.{int(minor) + 1}" for name in layer.below}
+    assert pins == {text for text in pyproject(layer.home)["project"]["dependencies"] if text.startswith("shoal")}
+
+
+def test_extras_are_used(layer: Any) -> None:
+    source = "\n".join(path.read_text() for path in layer.files)
+    for names in pyproject(layer.home)["project"].get("optional-dependencies", {}).values():
+        for name in names:
+            module = name.partition("[")[0].partition(">")[0].strip().replace("-", "_")
+            assert f"import {module}" in source or f"from {module}" in source, f"no file imports {module}"
+
+
+def test_an_sdist_is_tested_as_the_repository_is(layer: Any, root: Any) -> None:
+    ours, its = (pyproject(home)["tool"]["pytest"]["ini_options"] for home in (root, layer.home))
+    assert its == ours | {"testpaths": ["tests"]}
+    groups = pyproject(root)["dependency-groups"]
+    installed = {*groups["test"], *groups["extras"], *groups["models"]}
+    assert set(pyproject(layer.home)["dependency-groups"]["test"]) <= installed
+
+
+def test_the_long_description_has_no_dead_links(layer: Any) -> None:
+    """An index shows the README alone: a link to a file of the repository leads nowhere there."""
+    assert not re.findall(r"\]\((?!https?://|#)", (layer.home / "README.md").read_text())
 
 
 def test_the_changelog_opens_with_the_version(layer: Any) -> None:

@@ -11,6 +11,7 @@ parallel training; the model (llama.py) does not know of it, and the reference i
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -108,13 +109,16 @@ class Trainer:
     def run(self, until: int, title: str, save_at: int | None = None) -> float:
         """Train up to step `until` under a progress bar; tokens per second."""
         began, first = time.perf_counter(), self.start + len(self.losses)
-        with tqdm(range(first, until), desc=title, disable=not is_first_rank(), unit="step") as bar:
+        quiet = None if is_first_rank() else True  # None: quiet where there is no terminal
+        with tqdm(range(first, until), desc=title, disable=quiet, unit="step") as bar:
             for index in bar:
                 if index == save_at:
                     self.save(self.job.out / "checkpoint")
                 self.step(index)
                 speed = (index + 1 - first) * self.job.batch * self.job.seq / (time.perf_counter() - began)
                 bar.set_postfix_str(f"loss {self.losses[-1]:.3f}, {speed:.0f} tokens/s")
+        if is_first_rank():
+            print(f"{title}: steps {first} to {until}, loss {self.losses[-1]:.3f}, {speed:.0f} tokens/s", flush=True)
         return speed
 
     def state(self) -> dict[str, Any]:
@@ -182,6 +186,8 @@ def compare(job: Job, trainer: Trainer, weights: dict[str, Tensor], speed: float
         moments = [moment for state in run.optimizer.state.values() for moment in state.values()]
         sizes = f"{num_bytes(run.weights.values()):25,}{num_bytes(moments):24,}"
         print(f"{title:12}{tokens:10.0f}{run.losses[-1]:11.4f}{sizes}")
+    if job.device == "cpu" and job.ranks > (cores := os.cpu_count() or 1):
+        print(f"({job.ranks} ranks share {cores} cores and pay for collectives besides: slower is expected here)")
     print(f"largest relative difference of the losses   {loss_gap:.1e} (allowed {LOSS_TOLERANCE[job.dtype]:.0e})")
     print(f"difference of the weights / distance moved  {weight_gap:.1e} (allowed {WEIGHT_TOLERANCE[job.dtype]:.0e})")
     draw_losses(job.out / "losses.png", {f"{job.ranks} ranks": trainer.losses, "one process": losses}, trainer.start)

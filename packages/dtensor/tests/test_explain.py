@@ -77,7 +77,7 @@ def test_traffic_of_a_gather() -> None:
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(MissingExtraError, match=r"pip install shoal-dtensor\[viz\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install matplotlib"):
         explain(spec(S0, S0), spec(R, S1)).picture()
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from shoal_mesh import (
     restart_world,
 )
 from shoal_mesh._torch import timeout_of
+from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.testing import on_ranks
 
 
@@ -35,8 +35,7 @@ def test_ranks_that_disagree_all_get_the_same_error() -> None:
     shape = (4, 1) if dist.get_rank() == 2 else (2, 2)
     with pytest.raises(MeshMismatchError, match="different arguments") as caught:
         init_device_mesh("cpu", shape)
-    texts: list[Any] = [None] * 4
-    dist.all_gather_object(texts, str(caught.value))
+    texts = all_gather_objects(ensure_world("cpu"), str(caught.value))
     assert len(set(texts)) == 1
     assert "ranks 0-1, 3: cpu mesh of shape (2, 2)" in texts[0]
     assert "rank 2: cpu mesh of shape (4, 1)" in texts[0]

@@ -175,8 +175,12 @@ def constant_when_compiled(cls: Class) -> Class:
         )
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
+    newer = getattr(opaque_object, "register_custom_class", None)  # its name in torch 2.15, where the old one logs
     try:
-        opaque_object.register_opaque_type(cls, typ="value", members=members)
+        if newer is not None:
+            newer(cls, typ="constant", members=members)
+        else:
+            opaque_object.register_opaque_type(cls, typ="value", members=members)
     except TypeError:  # torch 2.11 asks for a metaclass, which only types that are passed by reference need
         name = f"{cls.__module__}.{cls.__qualname__}"
         info = opaque_object._OpaqueTypeInfo(name, "value", None, members, False)  # type: ignore[call-arg,arg-type]  # as 2.11 has it

@@ -88,7 +88,7 @@ class Explanation:
                 import matplotlib.pyplot as plt
             except ImportError as error:
                 raise MissingExtraError(
-                    "picture() draws with matplotlib, which is not installed: pip install shoal-dtensor[viz]"
+                    "picture() draws with matplotlib, which is not installed: pip install matplotlib"
                 ) from error
             _, ax = plt.subplots()
         ranks = self.chosen.src.mesh.size()

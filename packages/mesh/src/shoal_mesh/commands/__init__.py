@@ -1,0 +1,1 @@
+"""What `python -m shoal_mesh` can do: one module a command, with `add_options(parser)` and `run(asked) -> status`."""
