@@ -1,8 +1,13 @@
-"""Full and sharded state dicts of models and optimizers with DTensors.  Covers: shoal_dtensor/api/state_dicts.py."""
+"""Full and sharded state dicts of models and optimizers with DTensors.
+
+Covers: shoal_dtensor/api/state_dicts.py, shoal_dtensor/_torch/state_dicts.py.
+"""
 
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
-    MixedTensorError,
     Shard,
     StateDictError,
     distribute_tensor,
@@ -230,19 +234,55 @@ def test_wrong_options() -> None:
 
 
 @on_ranks(4, timeout=240)
-def test_what_torchs_own_functions_do() -> None:
-    """They return DTensors of this package as they are, and refuse to load full tensors: see docs/differences.md."""
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torchs_own_functions_gather_and_shard(layout: str) -> None:
     import torch.distributed.checkpoint.state_dict as torchs
 
-    model = sharded(1, "grid")
-    state = torchs.get_model_state_dict(model, options=FULL)
-    assert isinstance(state["up.weight"], DTensor)
-    full = get_model_state_dict(model, options=FULL)
-    with pytest.raises(RuntimeError, match="got DTensors together with a plain tensor") as raised:
-        torchs.set_model_state_dict(model, full, options=FULL)
-    assert not isinstance(raised.value, MixedTensorError)  # Module.load_state_dict collects the errors
-    optimizer = trained(model, "AdamW")
-    same(get_optimizer_state_dict(model, optimizer), torchs.get_optimizer_state_dict(model, optimizer))
+    plain, source, target = Model(1), sharded(1, layout), sharded(2, layout)
+    expected = torchs.get_state_dict(plain, trained(plain, "AdamW"))
+    source_optimizer, optimizer = trained(source, "AdamW"), OPTIMIZERS["AdamW"](target.parameters())
+    same(torchs.get_state_dict(source, source_optimizer, options=FULL), expected)
+    same(torchs.get_model_state_dict(source.requires_grad_(False), options=FULL), expected[0])
+    model_state = torchs.get_model_state_dict(source.requires_grad_(), options=OFFLOADED)
+    optimizer_state = torchs.get_optimizer_state_dict(source, source_optimizer, options=OFFLOADED)
+    if dist.get_rank() == 0:
+        same((model_state, optimizer_state), expected)
+        assert not [each for each in tensors(model_state) + tensors(optimizer_state) if isinstance(each, DTensor)]
+    else:
+        assert (model_state, optimizer_state) == ({}, {})
+    torchs.set_model_state_dict(target, model_state, options=BROADCAST)
+    torchs.set_optimizer_state_dict(target, optimizer, optimizer_state, options=BROADCAST)
+    same(torchs.get_state_dict(target, optimizer, options=FULL), expected)
+    again = sharded(3, layout)
+    torchs.set_model_state_dict(again, expected[0], options=FULL)
+    same(torchs.get_model_state_dict(again, options=FULL), expected[0])
+    assert isinstance(torchs.get_model_state_dict(again)["up.weight"], DTensor)  # sharded, as ever
+    with pytest.raises(StateDictError, match=r"missing \['up.bias'\]"):
+        torchs.set_model_state_dict(again, {k: v for k, v in expected[0].items() if k != "up.bias"}, options=FULL)
+
+
+@pytest.mark.parametrize("first", ["torch", "shoal"])
+def test_torchs_functions_are_wrapped_whenever_they_are_imported(first: str) -> None:
+    """In a process of its own: before the first DTensor nothing is changed, afterwards an import is enough."""
+    program = {
+        "torch": "import torch.distributed.checkpoint.state_dict as api; import shoal_dtensor; made()",
+        "shoal": "import shoal_dtensor; made(); import torch.distributed.checkpoint.state_dict as api",
+    }[first]
+    text = f"""
+import sys
+def made():
+    before = list(sys.meta_path)
+    import torch
+    from shoal_mesh.testing import fake_world
+    from shoal_mesh import init_device_mesh
+    assert not any('shoal' in type(each).__module__ for each in before), before
+    with fake_world(2):
+        shoal_dtensor.distribute_tensor(torch.ones(2), init_device_mesh('cpu', (2,)), src_data_rank=None)
+{program}
+assert type(api._get_model_state_dict).__name__ == type(api._load_optim_state_dict).__name__ == 'partial'
+assert not any('shoal' in type(each).__module__ for each in sys.meta_path)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", text], check=True)
 
 
 def test_the_names_and_arguments_are_those_of_torch() -> None:

@@ -72,7 +72,26 @@ def test_what_does_not_fit_is_not_built(
     with fake_world(2):
         x = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         with pytest.raises(error):
-            _loaded(Forged(DTensor, local, x.spec, False, attributes))
+            _loaded(Forged(DTensor, local, x.spec, False, attributes, (0,)))
+
+
+@on_ranks(4)
+def test_a_file_of_another_rank_is_refused_and_one_of_a_replica_is_not() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for placements in ([Shard(0), Replicate()], [Replicate(), Partial()]):
+        x = DTensor.from_local(torch.ones(2, 3), mesh, placements)
+        file = io.BytesIO()
+        torch.save(x, file)
+        sent: list[Any] = [file.getvalue()]
+        dist.broadcast_object_list(sent)
+        file = io.BytesIO(sent[0])
+        axis = placements.index(Replicate())
+        if mesh.get_local_rank(1 - axis) == 0:
+            loaded = torch.load(file, weights_only=False)
+            assert (loaded.spec, loaded.to_local().tolist()) == (x.spec, x.to_local().tolist())
+        else:
+            with pytest.raises(PlacementError, match="each rank loads the file that it saved"):
+                torch.load(file, weights_only=False)
 
 
 STRIDED: dict[str, list[Placement]] = {

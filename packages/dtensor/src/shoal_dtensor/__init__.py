@@ -21,6 +21,7 @@ from .api.state_dicts import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    install_in_torch,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
@@ -55,10 +56,9 @@ from .redistribute.execution.coalesce import coalesce
 from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor
-from .tensor.parameter_gradients import at_first_leaf
 from .tensor.shard_access import local_shard, safe_globals
 
-at_first_leaf(install_step_of_muon)
+Spec.at_first += [install_in_torch, install_step_of_muon]
 
 __all__ = [
     "ArgumentTypeError",

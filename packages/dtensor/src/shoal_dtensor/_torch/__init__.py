@@ -32,6 +32,7 @@ from .operators import (
     unmarked_writes,
     view_of,
 )
+from .state_dicts import around_state_dicts
 from .tensors import (
     BASE,
     FakeTensor,
@@ -55,6 +56,7 @@ __all__ = [
     "adjusted_rate",
     "apply",
     "around",
+    "around_state_dicts",
     "at_end_of_backward",
     "backward_number",
     "bare_step",

@@ -1,9 +1,10 @@
 """State dicts of models and optimizers with DTensors, sharded or full, by the names of torch.
 
-The functions of torch.distributed.checkpoint.state_dict know torch's own DTensor by its class.  With
-`full_state_dict=True` they return DTensors of this package sharded, and cannot load full tensors into them.  These
-functions gather and shard around torch's, one tensor at a time.  torch.distributed.checkpoint is imported when one of
-them is called.
+The functions of torch.distributed.checkpoint.state_dict know torch's own DTensor by its class: with
+`full_state_dict=True` they would return DTensors of this package sharded, and cannot load full tensors into them.
+Gathering and sharding, one tensor at a time, stands around what they call inside, so that torch's functions and those
+here do the same; those here check their arguments on all ranks first.  torch.distributed.checkpoint is imported when
+one of them is called.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._torch import around_state_dicts
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
@@ -25,6 +27,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "install_in_torch",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
@@ -64,8 +67,8 @@ def get_model_state_dict(
         ['Tensor', 'Tensor']
     """
     api, options = _read(options)
-    state = api.get_model_state_dict(model, submodules=submodules, options=_without_offload(options))
-    return _gathered(state, options)
+    state: dict[str, Any] = api.get_model_state_dict(model, submodules=submodules, options=options)
+    return state
 
 
 def get_optimizer_state_dict(
@@ -84,8 +87,8 @@ def get_optimizer_state_dict(
     """
     api, options = _read(options)
     _check_optimizers(model, optimizers)
-    state = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=_without_offload(options))
-    return _gathered(state, options)
+    state: dict[str, Any] = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    return state
 
 
 def get_state_dict(
@@ -180,6 +183,35 @@ def set_state_dict(
     return keys
 
 
+def install_in_torch() -> None:
+    """Have the functions of torch gather and shard DTensors, from the first DTensor that is a leaf on."""
+    around_state_dicts(_get, _load)
+
+
+def _get(original: Callable[..., Any], *args: Any) -> Any:
+    """What torch returns for a model or its optimizers, with full tensors if the options ask for them."""
+    *owners, options = args
+    if not (options.full_state_dict and _has_dtensors(owners[0])):
+        return original(*args)
+    state = original(*owners, replace(options, cpu_offload=False))  # on all ranks, as gathering takes them
+    return _gathered(state, options)
+
+
+def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args: Any) -> Any:
+    """Load a state dict, with shards in place of its full tensors if the options say that it has these."""
+    *owners, state, options = args
+    if not (options.full_state_dict and _has_dtensors(owners[0])):
+        return original(*args)
+    options_of_shards = _sharded_options(options)
+    target = original_get(*owners, replace(options_of_shards, ignore_frozen_params=False))
+    state = _sharded(state, target, options, check_keys=len(owners) == 1 and options.strict)
+    return original(*owners, state, options_of_shards)
+
+
+def _has_dtensors(model: nn.Module) -> bool:
+    return any(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers()))
+
+
 def _read(options: Any) -> tuple[Any, Any]:
     """Torch's module, and the options, the default ones for None."""
     from torch.distributed.checkpoint import state_dict as api
@@ -208,11 +240,6 @@ def _check_optimizers(model: nn.Module, optimizers: Any) -> None:
                     )
 
 
-def _without_offload(options: Any) -> Any:
-    """Options with which torch gathers its own sharded tensors on all ranks, and leaves those of this package."""
-    return replace(options, cpu_offload=False, broadcast_from_rank0=False) if options.full_state_dict else options
-
-
 def _sharded_options(options: Any) -> Any:
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
 
@@ -222,8 +249,6 @@ def _sharded_options(options: Any) -> Any:
 
 def _gathered(state: dict[str, Any], options: Any) -> dict[str, Any]:
     """`placements -> R`: the state with full tensors; on rank 0 alone if they are offloaded."""
-    if not options.full_state_dict:
-        return state
     here = not options.cpu_offload or dist.get_rank() == 0
 
     def gather(_: Path, value: Any) -> Any:

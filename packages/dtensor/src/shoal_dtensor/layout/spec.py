@@ -6,7 +6,7 @@ hashes by identity, and whatever follows from a spec (shardings of dims, local s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, product
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
@@ -39,8 +39,7 @@ class Spec:
 
     Attributes:
         dim_shardings: for each tensor dim, how the mesh shards it.
-        is_strided: whether a reshape folded a sharded dim behind another one, so that ranks hold no box (see
-            `StridedDimSharding`).
+        is_strided: whether a reshape folded a sharded dim behind another one: ranks hold no box (`StridedDimSharding`).
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
         coordinate: of this rank in the mesh; None if it is outside.
         local_shape: of this rank's part; `(0,)` outside the mesh.
@@ -79,6 +78,7 @@ class Spec:
         "stride",
         "tensor_meta",
     )
+    at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is a DTensor: what an import must not do
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 
     mesh: DeviceMesh
@@ -121,6 +121,8 @@ class Spec:
             ) from error
         if spec is not None:
             return spec
+        while cls.at_first:
+            cls.at_first.pop()()
         check_mesh("Spec", mesh)
         check_type("Spec", "dtype", dtype, torch.dtype, "a torch.dtype")
         check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")

@@ -35,7 +35,7 @@ from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from .autograd import Redistribute, as_gradient, gradient_spec, pending, redistributed
 
-__all__ = ["CheckedHook", "at_first_leaf", "gradients_deferred", "install_gradient_hook", "postponed"]
+__all__ = ["CheckedHook", "gradients_deferred", "install_gradient_hook", "postponed"]
 
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 
@@ -101,18 +101,8 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     return gradient_spec(_with_layout_of(leaf, grad))
 
 
-_at_first_leaf: list[Callable[[], None]] = []
-
-
-def at_first_leaf(function: Callable[[], None]) -> None:
-    """Have a function called when there is a leaf: what an import alone must not do."""
-    _at_first_leaf.append(function)
-
-
 def install_gradient_hook(cls: Any, leaf: Any) -> None:
     """Give the gradients of a leaf its current layout: one hook, however often this is called."""
-    while _at_first_leaf:
-        _at_first_leaf.pop()()
     hooks = leaf._backward_hooks or {}
     for name, hook in hooks.items():
         if type(hook) is ParameterGradientHook:

@@ -15,6 +15,7 @@ import torch
 
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
+from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import Box
 
@@ -53,13 +54,22 @@ def deep_copy(cls: Any, tensor: Any, memo: dict[int, Any]) -> Any:
 
 def reduce(cls: Any, tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What `__reduce_ex__` returns: `rebuild` and its arguments."""
-    return rebuild, (cls, tensor._local_tensor, tensor._spec, tensor.requires_grad, _attributes(tensor))
+    spec = tensor._spec
+    return rebuild, (cls, tensor._local_tensor, spec, tensor.requires_grad, _attributes(tensor), _place(spec))
 
 
-def rebuild(cls: Any, local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: Mapping[str, Any]) -> Any:
+def rebuild(  # what a file holds, in its order
+    cls: Any,
+    local: torch.Tensor,
+    spec: Spec,
+    requires_grad: bool,
+    attributes: Mapping[str, Any],
+    place: tuple[int | None, ...],
+) -> Any:
     """A DTensor of class `cls` with attributes; `_is_param` among them makes it an `nn.Parameter`.
 
-    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only what was saved.
+    What comes from a file is checked, since `torch.load(weights_only=True)` promises to build only what was saved, and
+    since a file has one rank's shard: another rank's is another one of the same shape.
 
     Raises:
         PlacementError: if the shard is not the one that the spec means on this rank.
@@ -67,6 +77,12 @@ def rebuild(cls: Any, local: torch.Tensor, spec: Spec, requires_grad: bool, attr
     """
     check_type("DTensor from a file", "its spec", spec, Spec, "a Spec")
     check_type("DTensor from a file", "its shard", local, torch.Tensor, "a tensor")
+    if tuple(place) != _place(spec):
+        raise PlacementError(
+            f"DTensor of a file: it is the shard at {place} of {spec!r}, this rank is at {_place(spec)} (None: an axis "
+            "of replicas, (): a rank outside the mesh); each rank loads the file that it saved. For one file of "
+            "all shards: shoal_dtensor.get_model_state_dict with full_state_dict=True, or torch.distributed.checkpoint"
+        )
     if local.shape != spec.local_shape or local.dtype != spec.dtype:
         raise PlacementError(
             f"DTensor of a file: {spec!r} means a {spec.dtype} shard of shape {tuple(spec.local_shape)} on this rank, "
@@ -78,6 +94,12 @@ def rebuild(cls: Any, local: torch.Tensor, spec: Spec, requires_grad: bool, attr
     result = cls(local, spec, requires_grad=requires_grad)
     result.__dict__.update(attributes)
     return result
+
+
+def _place(spec: Spec) -> tuple[int | None, ...]:
+    """Which shard this rank holds: its coordinate, None along axes of replicas; empty outside the mesh."""
+    coordinate = spec.coordinate or ()
+    return tuple(None if isinstance(p, Replicate) else c for c, p in zip(coordinate, spec.placements, strict=False))
 
 
 def _attributes(tensor: Any) -> dict[str, Any]:
