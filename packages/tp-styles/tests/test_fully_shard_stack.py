@@ -19,7 +19,7 @@ from data_parallel_model import PLAN, Model, backward_of_each, batch, full, loss
 from shoal_dtensor import DTensor, redistribute_shards
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import ColwiseParallel, LayoutError, fully_shard, parallelize_module, replicate
+from shoal_tp_styles import LayoutError, fully_shard, parallelize_module, replicate
 
 
 def build(seed: int = 0) -> Any:
@@ -151,16 +151,6 @@ def test_hooks_that_parameters_have_before_they_are_sharded() -> None:
     other.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
     with pytest.raises(LayoutError, match="after fully_shard"):
         fully_shard(other, mesh["data"])
-
-
-@on_ranks(4)
-def test_styles_that_come_after_are_refused() -> None:
-    mesh = mesh_of(2, 2)
-    model: Any = fully_shard(build(), mesh["data"])
-    for module, plan in ((model, PLAN), (model.blocks[0], {"up": ColwiseParallel()})):
-        with pytest.raises(LayoutError, match="parallelize_module first, then fully_shard"):
-            parallelize_module(module, mesh["tensor"], plan)
-    model(batch(0)[0])
 
 
 @on_ranks(4)

@@ -158,8 +158,8 @@ def _distributed(
         if not set(current.spec.mesh.axis_names) & set(mesh.axis_names):
             raise LayoutError(
                 f"parameter {name!r} is to become {placements} on {mesh}, but it is {current.placements} on "
-                f"{current.device_mesh} already; styles come before fully_shard: call parallelize_module first, then "
-                "fully_shard on the same modules"
+                f"{current.device_mesh} already; a style places plain parameters, and those of fully_shard and "
+                "replicate, which it finds by their modules"
             )
         if not current.spec.same_layout(asked):
             raise TiedWeightError(

@@ -1,21 +1,27 @@
 """What users attach to parameters, attributes and hooks, goes along to the parameters that replace them.
 
 A hook that the user removes by its handle is removed there too: what is registered looks it up where the handle points.
+An optimizer that still holds a parameter that was replaced would update nothing: its step raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_dtensor import DTensor
 
-__all__ = ["carry_over", "has_hooks"]
+from ..errors import StyleError
+
+__all__ = ["carry_over", "has_hooks", "has_own_hooks", "note_replaced"]
 
 _STATE = "_shoal_state"
+_REPLACED = "_shoal_replaced"
 _Hooks = Mapping[int, Any]
 
 
@@ -58,6 +64,37 @@ def has_hooks(param: Tensor) -> bool:
     return any(_hooks(param))
 
 
+def has_own_hooks(param: Any) -> bool:
+    """Whether a DTensor parameter has gradient hooks of its user beside those that were carried over to it."""
+    if not isinstance(param, DTensor):
+        return False
+    tensor_hooks, post_hooks = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
+    own = [hook for hook in tensor_hooks.values() if not isinstance(getattr(hook, "hook", hook), _Carried)]
+    return len(own) > 1 or not all(isinstance(hook, _Carried) for hook in post_hooks.values())  # one is the DTensor's
+
+
+def note_replaced(param: Tensor) -> None:
+    """Have the steps of optimizers that hold a parameter raise: another is in its place."""
+    setattr(param, _REPLACED, True)
+    _check_optimizers()
+
+
+@cache
+def _check_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if _REPLACED in vars(param):
+                raise StyleError(
+                    f"{type(optimizer).__name__}.step: it holds a parameter of shape {tuple(param.shape)} that a style "
+                    "or data parallelism has replaced since, so no module would see the update. Make the optimizer "
+                    "after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
+                )
+
+
 def carry_over(old: Any, new: Any) -> None:
     """Give a parameter the attributes and the gradient hooks of the one that it replaces.
 
@@ -65,11 +102,12 @@ def carry_over(old: Any, new: Any) -> None:
         old: plain, or a DTensor parameter that replaced a plain one.
         new: the other way round.
     """
+    note_replaced(old)
     state: _State | None = getattr(old, _STATE, None)
     if state is None and isinstance(old, DTensor):
         return  # it replaced a parameter that had nothing attached
-    internal = state.attributes if state is not None else frozenset()
-    attributes = {name: value for name, value in vars(old).items() if name not in internal and name != _STATE}
+    internal = {*(state.attributes if state is not None else ()), _STATE, _REPLACED}
+    attributes = {name: value for name, value in vars(old).items() if name not in internal}
     hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:
         return

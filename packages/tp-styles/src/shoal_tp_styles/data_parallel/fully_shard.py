@@ -7,7 +7,7 @@ A module and its descendants that are no unit of their own are one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +17,13 @@ from shoal_dtensor import Shard
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 from ..draws.region import watch_draws
-from ..errors import LayoutError, TiedWeightError
+from ..errors import LayoutError, StyleError
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, Site, shard_parameter
+from .sharded_parameters import DataAxes
 from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
+from .unit_parameters import UnitParameters
 
 __all__ = ["fully_shard"]
 
@@ -42,7 +43,8 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
 
     Parameters become DTensors whose gradients are averaged over the data axes; those that styles have placed on other
-    axes of the same mesh stay so there, and are sharded over the data axes too. Make the optimizer afterwards.
+    axes of the same mesh stay so there, and are sharded over the data axes too. Styles may also come afterwards: each
+    unit that they concern is gathered for them, and sharded again. Make the optimizer when all of this is done.
 
     Args:
         module: changed in place; its class becomes a subclass that is an `FSDPModule` too. Descendants that were
@@ -60,6 +62,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     Raises:
         LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
             is placed on a data axis or partial.
+        StyleError: if parameters have gradients.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
 
     Example:
@@ -75,15 +78,13 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     modules: list[nn.Module] = given if isinstance(given, list) else [given]
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
-    owned = _own_parameters(modules, {id(param) for param in ignored_params or ()})
-    policies = (mp_policy, offload_policy)
-    parameters = [shard_parameter(param, sites, axes, shard_placement_fn, policies) for param, sites in owned]
-    for param, _ in owned:
-        setattr(param, STATE, True)
     name = "+".join(type(one).__name__ for one in modules)
-    state = UnitState(Unit(name, parameters, axes), modules, mp_policy, reshard_after_forward)
-    state.unit.show()
-    state.lead(_inner(modules))
+    state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
+    ignored = [*(ignored_params or ())]
+    state.source = source = UnitParameters(state, axes, ignored, shard_placement_fn, (mp_policy, offload_policy))
+    _refuse_gradients(param for param, _ in source.own())
+    source.take()
+    state.lead([inner for module in modules for inner in states_of(module)])
     for one in modules:
         _attach(one, state)
     for one in modules:
@@ -114,11 +115,6 @@ def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
             )
 
 
-def _inner(modules: Sequence[nn.Module]) -> list[UnitState]:
-    """The states of the units in modules."""
-    return list(dict.fromkeys(state for module in modules for state in states_of(module)))
-
-
 def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     if mesh is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,18 +131,9 @@ def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     return DataAxes(mesh)
 
 
-def _own_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> list[tuple[nn.Parameter, list[Site]]]:
-    """The parameters of a new unit, each once, with the modules that hold it."""
-    owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
-    leaves = {id(parameter.leaf) for state in _inner(modules) for parameter in state.unit.parameters}
-    for name, owner in (pair for module in modules for pair in module.named_modules()):
-        for key, param in owner._parameters.items():
-            if param is None or id(param) in ignored or id(param) in leaves:
-                continue
-            if hasattr(param, STATE):
-                raise TiedWeightError(
-                    f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of another "
-                    "unit; make one unit of the modules that share it, or of a module that contains them"
-                )
-            owned.setdefault(id(param), (param, []))[1].append((owner, key))
-    return list(owned.values())
+def _refuse_gradients(params: Iterable[nn.Parameter]) -> None:
+    if any(param.grad is not None for param in params):
+        raise StyleError(
+            "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
+            "axes; drop them first, with zero_grad()"
+        )

@@ -8,6 +8,7 @@ in `.grad` is the mean over the data axes.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .._torch import is_compiling, pytree
+from ..apply.owners import register_owner
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
 from .optimizer_shards import OptimizerShards, ShardedReplica
 from .reduction import in_groups
-from .sharded_parameters import DataAxes, Site
+from .sharded_parameters import DataAxes, Site, whole_parameters
 
 __all__ = ["ReplicateModule", "replicate"]
 
@@ -45,7 +47,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 ) -> Module:
     """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
 
-    It is called after styles, or on a module without any; before or after the optimizer is made.  All of a pass's
+    It is called before or after styles, and before or after the optimizer is made.  All of a pass's
     gradients are delivered when it ends, so one that raises leaves every `.grad` as it was.  A parameter that only some
     ranks have used gets the mean of their gradients and zeros; one that no rank has used gets none.  Tensor hooks of a
     parameter see the gradient of this rank's rows.
@@ -83,7 +85,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         raise LayoutError(f"replicate: this {type(module).__name__} is replicated already")
     if bucket_bytes <= 0:
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
-    state = Replicas(_data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
+    state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
     state.check(module)
     _agree(module, state.axes)
     if src_data_rank is not None:
@@ -96,6 +98,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
 
 def _install(state: Replicas, module: nn.Module) -> None:
+    register_owner(state)
     state.attach(module)
     vars(module)[_STATE] = state
     kind = type(module)
@@ -143,31 +146,71 @@ class Replicas:
     """What a replicated module knows.
 
     Attributes:
+        owner: the function that made it, for messages.
+        module: the module.
         axes: the data axes.
+        ignored: the parameters that it leaves alone.
         gradients: the buckets of its trained parameters.
         divisor: what summed gradients are divided by.
         syncs: whether backward reduces gradients.
         shards: what the optimizer updates instead of the parameters; None if it updates them.
     """
 
+    owner = "replicate"
     shards: OptimizerShards | None = None
 
     def __init__(
-        self, axes: DataAxes, bucket_bytes: int, dtype: torch.dtype | None, ignored: Iterable[nn.Parameter]
+        self,
+        module: nn.Module,
+        axes: DataAxes,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        ignored: Iterable[nn.Parameter],
     ) -> None:
-        self.axes, self.divisor, self.syncs = axes, float(axes.mesh.size()), True
-        self._bucket_bytes, self._dtype, self._ignored = bucket_bytes, dtype, list(ignored)
+        self.module, self.axes, self.divisor, self.syncs = module, axes, float(axes.mesh.size()), True
+        self._bucket_bytes, self._dtype, self.ignored = bucket_bytes, dtype, list(ignored)
         self.gradients = GradientBuckets([])
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """For a copy of the module, whose own parameters are attached at its first forward."""
-        ignored = [memo.get(id(param), param) for param in self._ignored]
-        copied = Replicas(self.axes, self._bucket_bytes, self._dtype, ignored)
+        module, ignored = copy.deepcopy((self.module, self.ignored), memo)
+        copied = Replicas(module, self.axes, self._bucket_bytes, self._dtype, ignored)
         copied.divisor, copied.syncs = self.divisor, self.syncs
         copied.shards = self.shards and self.shards.copied(memo)
+        register_owner(copied)
         return copied
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """That of the data axes."""
+        return self.axes.mesh
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps gradients for a later reduction."""
+        return any(bucket.kept for bucket in self.gradients.buckets)
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters that it replicates, or their shards."""
+        return [*self._parameters(self.module)]
+
+    def give_back(self) -> None:
+        """Have the module hold whole parameters without hooks."""
+        self.gradients.remove()
+        self.gradients, self._attached = GradientBuckets([]), []
+        if self.shards:
+            sharded = [replica.sharded for replica in self.shards.replicas]
+            for parameter in sharded:
+                parameter.adopt()
+            for parameter, param in zip(sharded, whole_parameters(sharded), strict=True):
+                parameter.put(param)
+
+    def take(self) -> None:
+        """Replicate the parameters that the module holds now."""
+        if self.shards:
+            self.shard(self.module)
 
     def tensors(self, module: nn.Module) -> Iterator[Tensor]:
         """The parameters and buffers of a module that this replicates."""
@@ -175,7 +218,7 @@ class Replicas:
         yield from module.buffers()
 
     def _parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        others = set(map(id, self._ignored))
+        others = set(map(id, self.ignored))
         for child in module.modules():
             if child is not module and _STATE in vars(child):
                 others.update(map(id, child.parameters()))
@@ -218,7 +261,7 @@ class Replicas:
             one[0] is other[0] and one[1:] == other[1:] for one, other in zip(attached, self._attached, strict=True)
         ):
             return
-        if any(bucket.kept for bucket in self.gradients.buckets):
+        if self.keeps_gradients:
             raise StyleError(
                 "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
                 "for the next one that reduces; run that one first"

@@ -29,15 +29,15 @@ from shoal_dtensor import (
     local_shard,
     redistribute_shards,
 )
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, purpose
 
-from ..apply.parameter_state import carry_over
+from ..apply.parameter_state import carry_over, note_replaced
 from ..errors import LayoutError
 from ..lowering.parameters import grad_hooked
 from ..sharding.module_sharding import shard_sizes
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["DataAxes", "ShardedParameter", "shard_parameter"]
+__all__ = ["DataAxes", "ShardedParameter", "shard_parameter", "whole_parameters"]
 
 Site = tuple[nn.Module, str]
 
@@ -202,13 +202,19 @@ def shard_parameter(
         tuple((dim, tuple(a + axes.mesh.ndim for a in over)) for dim, over in inner.shard_order) if inner else ()
     )
     gathered = Spec(mesh, own, param.shape, None, dtype, inner_order)
-    held = local_shard(param) if isinstance(param, DTensor) else param
-    shard = _narrowed(held.detach(), gathered, resting)
-    shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
-    if isinstance(offload, CPUOffloadPolicy):
-        pinned = offload.pin_memory and mesh.device_type == "cuda"
-        shard = shard.cpu().pin_memory() if pinned else shard.cpu()
-    leaf = nn.Parameter(DTensor(shard, resting), requires_grad=param.requires_grad)
+
+    def rows(tensor: Tensor) -> DTensor:
+        held = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+        shard = _narrowed(held.detach(), gathered, resting)
+        shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
+        if isinstance(offload, CPUOffloadPolicy):
+            pinned = offload.pin_memory and mesh.device_type == "cuda"
+            shard = shard.cpu().pin_memory() if pinned else shard.cpu()
+        return DTensor(shard, resting)
+
+    leaf = nn.Parameter(rows(param), requires_grad=param.requires_grad)
+    if param.grad is not None:
+        leaf.grad = rows(param.grad)
     _carry(param, leaf)
     return ShardedParameter(
         tuple(sites),
@@ -219,6 +225,35 @@ def shard_parameter(
         resting.with_(dtype=reduce_dtype),
         precision,
     )
+
+
+@torch.no_grad()
+def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Parameter]:
+    """The parameters as they were before data axes sharded them, with their gradients: one collective for all."""
+    moving = [(p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta]
+    moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
+    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
+    with purpose("styles after data parallelism"):
+        arrived = iter(redistribute_shards(shards, moves).wait() if moving else ())
+
+    def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
+        spec = parameter.gathered
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta") if tensor.is_meta else next(arrived)
+        return local if parameter.inner is None else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
+
+    found = []
+    for parameter in parameters:
+        leaf = parameter.leaf
+        param = nn.Parameter(whole(parameter, leaf), requires_grad=leaf.requires_grad)
+        if leaf.grad is not None:
+            param.grad = whole(parameter, leaf.grad)
+        if parameter.inner is None:
+            carry_over(leaf, param)
+        else:
+            vars(param).update(vars(leaf))
+            note_replaced(leaf)
+        found.append(param)
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -237,6 +272,7 @@ def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
                 "gradient; register them after fully_shard, on the parameter that it leaves"
             )
         vars(leaf).update(vars(param))
+        note_replaced(param)
         return
     carry_over(param, leaf)
 

@@ -141,6 +141,11 @@ class Unit:
         copied.receive = copy.deepcopy(self.receive, memo)
         return copied
 
+    def reset(self) -> None:
+        """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
+        self.current, self._coming, self.trained = None, None, self._trained()
+        self.show()
+
     def _trained(self) -> list[int]:
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 

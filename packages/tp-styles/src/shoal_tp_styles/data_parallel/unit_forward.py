@@ -72,7 +72,10 @@ class UnitState:
         modules: those that were passed together; gathered from the forward of the first to that of the last.
         precision: its dtypes.
         schedule: of the outermost module.
+        source: where its parameters are from.
     """
+
+    source: Any  # it stands above, and is kept here
 
     def __init__(
         self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, frees: bool | None

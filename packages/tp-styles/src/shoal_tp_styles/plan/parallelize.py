@@ -10,6 +10,7 @@ from torch import nn
 from shoal_mesh import DeviceMesh, current_mesh
 
 from ..apply.apply import plain_module
+from ..apply.owners import check_styled, given_back
 from ..draws.region import unwatch_draws, watch_draws
 from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
 from .resolve import AutoPlan, Plan, resolve
@@ -102,6 +103,7 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
         ...     type(unparallelize_module(linear).weight)
         <class 'torch.nn.parameter.Parameter'>
     """
-    plain = plain_module(module)
-    watch_draws(plain)  # it may be replicated
+    with given_back(check_styled(module)):
+        plain = plain_module(module)
+    watch_draws(plain)  # it may be data-parallel
     return plain

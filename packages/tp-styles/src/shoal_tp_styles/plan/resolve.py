@@ -12,8 +12,9 @@ from shoal_dtensor import Replicate
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
+from ..apply.owners import check_styled, given_back, in_turns
 from ..errors import LayoutError, PlanError, TiedWeightError
-from ..sharding.module_sharding import ModuleSharding, ParameterPlacement
+from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
 
@@ -122,11 +123,20 @@ class Resolved:
         """Check the plan, then make every module parallel; nothing is changed where the check raises."""
         self.check()
         axes = [axis_mesh(mesh, use.style) for use in self.uses]
-        for use, axis in zip(self.uses, axes, strict=True):
-            style: ParallelStyle = use.style._with(src_data_rank=src_data_rank, lower=lower)
-            style._apply(use.module, axis)
-            if use.sharding is None:
-                note_undeclared(use.module, type(use.style).__name__)
+        owners = [
+            check_styled(use.module, axis) if use.sharding is None or use.sharding.distributes else []
+            for use, axis in zip(self.uses, axes, strict=True)
+        ]
+        # New parameters, of adapters or of a style without a declaration, are drawn in the plan's order.
+        in_order = any(use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses)
+        styled = zip(self.uses, axes, strict=True)
+        for uses, needed in in_turns(zip(styled, owners, strict=True), in_order=in_order):
+            with given_back(needed):
+                for use, axis in uses:
+                    style: ParallelStyle = use.style._with(src_data_rank=src_data_rank, lower=lower)
+                    style._apply(use.module, axis)
+                    if use.sharding is None:
+                        note_undeclared(use.module, type(use.style).__name__)
 
 
 def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
