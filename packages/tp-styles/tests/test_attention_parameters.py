@@ -19,6 +19,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     UnsupportedModuleError,
     parallelize_module,
+    unparallelize_module,
 )
 from shoal_tp_styles.testing import all_ranks
 from tp_checks import assert_same_gradients
@@ -66,9 +67,48 @@ def test_heads_read_features_beside_the_latent_and_sinks_of_their_own() -> None:
     assert_same_gradients(module, single)
 
 
+class Counted(nn.Module):
+    """Reshapes by its own number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.inner, self.size = 4, 8, 2.0
+        self.up, self.out = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.up(x).view(-1, self.heads, 2).tanh().reshape(-1, self.inner))
+        return out
+
+
+COUNTED = {"up": ColwiseParallel(), "out": RowwiseParallel()}
+
+
+@on_ranks(4)
+def test_a_forward_reads_this_ranks_part_of_its_counts() -> None:
+    torch.manual_seed(1)
+    single = Counted().double()
+    module: Any = copy.deepcopy(single)
+    parallelize_module(module, all_ranks(), {"": OwnParameters(counts=("heads", "inner")), **COUNTED})
+    x = torch.randn(3, 6, dtype=torch.double)
+    out, got = single(x), module(x)
+    torch.testing.assert_close(got, out)
+    assert (module.heads, module.inner) == (4, 8)
+    out.square().sum().backward()
+    got.square().sum().backward()
+    assert_same_gradients(module, single)
+    module.heads = 6
+    with pytest.raises(LayoutError, match="heads of Counted is 6, which 4 ranks do not share"):
+        parallelize_module(unparallelize_module(module), all_ranks(), OwnParameters(counts=("heads",)))
+
+
 def test_parameters_and_features_that_are_not_there_are_refused() -> None:
     with pytest.raises(LayoutError, match="no such parameter"):
         OwnParameters(dims={"sink": 0}).sharding(Latent())
+    bare: Any = Latent()
+    bare.sinks = None
+    assert not OwnParameters(dims={"sinks": 0}).sharding(bare).parameters
+    with pytest.raises(LayoutError, match="'size' is no integer of Counted"):
+        OwnParameters(counts=("size",)).sharding(Counted())
     with pytest.raises(LayoutError, match=r"one of shape \(4,\)"):
         OwnParameters(dims={"sinks": 1}).sharding(Latent())
     with pytest.raises(LayoutError, match="does not have 9 features"):

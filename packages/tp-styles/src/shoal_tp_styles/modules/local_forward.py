@@ -1,28 +1,53 @@
-"""Modules whose forward reads parameters of its own, beside children that have styles: attention with sinks.
+"""Modules whose forward reads parameters or counts of its own, beside children that have styles: attention.
 
 heads: S, parameter: S -> as the forward computes it        no communication
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from ..errors import LayoutError
 from ..lowering.boundary import Boundary
 from ..lowering.parameters import local_parameters
+from ..sharding.module_sharding import OwnOptions
 
-__all__ = ["LocalForward"]
+__all__ = ["LocalCounts", "LocalForward"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCounts(OwnOptions):
+    """Names of integers that count heads or features which are sharded; a rank's forward reads its part of each."""
+
+    names: tuple[str, ...]
 
 
 class LocalForward(Boundary):
-    """The module's forward, with the local shards of its own parameters in their place."""
+    """The module's forward, with the local shards of its own parameters, and its counts, in their place."""
 
-    __slots__ = ()
+    __slots__ = ("counts",)
+
+    def resolve(self) -> None:
+        options, ranks = self.sharding.options, self.comm.size
+        self.counts: dict[str, int] = {}
+        for name in options.names if isinstance(options, LocalCounts) else ():
+            count = getattr(self.module, name)
+            if count % ranks:
+                raise LayoutError(
+                    f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, which {ranks} ranks do "
+                    "not share equally; use fewer ranks, or ColwiseParallel(output_layouts=Replicate()) on the "
+                    "projections, whose outputs all ranks then hold"
+                )
+            self.counts[name] = count // ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        table = self.params
-        saved = dict(table)
+        tables = (self.params, vars(self.module))
+        saved = dict(self.params), {name: tables[1][name] for name in self.counts}
         try:
-            table.update(local_parameters(saved))
+            self.params.update(local_parameters(saved[0]))
+            tables[1].update(self.counts)
             return super().__call__(*args, **kwargs)
         finally:
-            table.update(saved)
+            for table, before in zip(tables, saved, strict=True):
+                table.update(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -11,7 +11,7 @@ from shoal_dtensor import Replicate, Shard
 
 from ..errors import LayoutError
 from ..modules.latent import LatentLinear
-from ..modules.local_forward import LocalForward
+from ..modules.local_forward import LocalCounts, LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import LatentFeatures, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
@@ -27,10 +27,13 @@ class OwnParameters(DeclaredStyle):
     and its gradient is taken to be the same on all ranks.
 
     Args:
-        dims: name of a parameter -> the dim that is sharded.
+        dims: name of a parameter -> the dim that is sharded; a module where it is None has nothing to shard.
+        counts: names of integers of the module by which its forward reshapes what column-wise children return: numbers
+            of heads, features of all heads. While the forward runs, a rank reads its part of them.
 
     Raises:
-        LayoutError: if the module has no such parameter, or it has no such dim (when applied).
+        LayoutError: if the module has no such parameter or integer, or the parameter no such dim, or the ranks do not
+            share a count equally (when applied).
 
     Example:
         >>> import torch
@@ -42,20 +45,27 @@ class OwnParameters(DeclaredStyle):
         {'sinks': Shard(dim=0)}
     """
 
-    dims: Mapping[str, int]
+    dims: Mapping[str, int] = field(default_factory=dict)
+    counts: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
-        return hash((type(self), tuple(self.dims.items()), self.axis))
+        return hash((type(self), tuple(self.dims.items()), self.counts, self.axis))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         placements = {}
         for name, dim in self.dims.items():
+            if getattr(module, name, 0) is None:
+                continue  # this layer has none
             param = module._parameters.get(name)
             if param is None or not -max(param.ndim, 2) <= dim < param.ndim:
                 got = "no such parameter" if param is None else f"one of shape {tuple(param.shape)}"
                 raise LayoutError(f"OwnParameters: dim {dim} of {name!r}: {type(module).__name__} has {got}")
             placements[name] = Shard(max(dim + param.ndim, 0) if dim < 0 else dim, multiple_of=self.multiple_of)
-        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, own_parameters=True)
+        for name in self.counts:
+            if type(vars(module).get(name)) is not int:
+                raise LayoutError(f"OwnParameters: {name!r} is no integer of {type(module).__name__}")
+        options = LocalCounts(tuple(self.counts)) if self.counts else None
+        return ModuleSharding("OwnParameters", placements, lowering=LocalForward, options=options, own_parameters=True)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
