@@ -340,11 +340,11 @@ def module_sweep(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def verify_sweep(session: nox.Session) -> None:
-    """What `verify` says of plans of transformers against what happens on ranks; writes docs/verify_coverage.md."""
+def architecture_sweep(session: nox.Session) -> None:
+    """Architectures of transformers, sharded by their own and by automatic plans; writes docs/architectures.md."""
     install(session, *STACK)
     support = str(ROOT / "packages" / "dtensor" / "tests" / "support")
-    args = ("-m", "integration_tests.verify_sweep", *session.posargs)
+    args = ("-m", "integration_tests.architecture_sweep", *session.posargs)
     session.run("python", *args, env={**RANKS_ENV, "PYTHONPATH": support})
 
 

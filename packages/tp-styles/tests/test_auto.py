@@ -1,8 +1,8 @@
-"""Covers: plan/auto.py."""
+"""Covers: plan/auto.py, plan/recipes.py."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,11 @@ from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    OwnParameters,
+    PackedColwiseParallel,
     PlanError,
     RowwiseParallel,
+    SequenceParallel,
     auto_plan,
     format_plan,
     parallelize_module,
@@ -64,10 +67,9 @@ class Bert(nn.Module):
         self.intermediate.dense, self.output.dense = nn.Linear(8, 32), nn.Linear(32, 8)
 
 
-def test_rows_without_columns_read_replicated_activations() -> None:
+def test_roles_by_the_usual_names() -> None:
     plan = auto_plan(Fused())
-    assert "attn.c_attn" not in plan
-    assert plan["attn.c_proj"] == RowwiseParallel(input_layouts=Replicate())
+    assert plan["attn.c_attn"] == PackedColwiseParallel(blocks=3) and plan["attn.c_proj"] == RowwiseParallel()
     assert plan["mlp.c_fc"] == ColwiseParallel() and plan["mlp.c_proj"] == RowwiseParallel()
     plan = auto_plan(Bert())
     assert plan["attention.self.query"] == plan["intermediate.dense"] == ColwiseParallel()
@@ -97,13 +99,93 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_blocks_that_compute_something_else_are_dropped(norm: bool) -> None:
+def test_blocks_that_compute_something_else_are_gathered(norm: bool) -> None:
     mesh, x = abstract_mesh((4,)), torch.randn(2, 8, 16)
     plan = auto_plan(Block(norm), mesh, x)
-    assert plan == {"mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    assert set(plan.dropped) == {f"attention.{name}_proj" for name in "qkvo"}
+    gathered = {f"attention.{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in "qkvo"}
+    assert plan == {**gathered, "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    assert set(plan.dropped) == set(gathered)
     assert ("norm.weight" if norm else "does not run") in plan.dropped["attention.q_proj"]
-    assert plan.proven_for == (4,)
+    assert plan.proven_for == (4,) and not plan.whole
+
+
+class Counted(Block):
+    """Attention that reshapes by a number of heads that is its own attribute, and an activation that learns."""
+
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.attention = Attention()
+        self.mlp.act = nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp: Any = self.mlp
+        x = x.add(self.attention(x))
+        return x.add(mlp.down_proj(mlp.act(mlp.up_proj(x))))
+
+
+class Attention(nn.Module):
+    """Four heads with a sink each, by its own counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.all_head_size, self.layer = 4, 16, nn.Parameter(torch.randn(9, 9))
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.qkv, self.o_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, 4)).transpose(1, 2) for t in self.qkv(x).split(self.all_head_size, -1)
+        )
+        out = functional.scaled_dot_product_attention(q, k, v) * self.sinks[:, None, None]
+        return cast(
+            Tensor, self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)) + self.layer.sum()
+        )
+
+
+def test_counts_sinks_packed_projections_and_learned_activations_are_known() -> None:
+    plan = auto_plan(Counted(), abstract_mesh((4,)), torch.randn(2, 8, 16))
+    assert plan["attention"] == OwnParameters(dims={"sinks": 0}, counts=("num_heads", "all_head_size"))
+    assert plan["attention.qkv"] == PackedColwiseParallel(blocks=3) and plan["attention.o_proj"] == RowwiseParallel()
+    assert plan["mlp.act"] == SequenceParallel(use_local_output=True)
+    assert [*plan.whole] == ["attention.layer"] and "the forward of Attention reads it" in plan.whole["attention.layer"]
+    assert "counts=('num_heads', 'all_head_size')" in format_plan(plan)
+
+
+class Tied(nn.Module):
+    """A vocabulary whose weight and bias are shared, one of them with the module above the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.top = nn.Embedding(13, 6), nn.Module()
+        self.top.decoder = nn.Linear(6, 13)
+        self.top.decoder.weight, self.top.bias = self.tok.weight, self.top.decoder.bias
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As transformers' models have it."""
+        return self.tok
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        top: Any = self.top
+        return cast(Tensor, top.decoder(self.tok(tokens)))
+
+
+def test_a_vocabulary_is_sharded_with_all_that_shares_its_parameters() -> None:
+    plan = auto_plan(Tied(), abstract_mesh((4,)), torch.randint(13, (2, 5)))
+    assert {*plan} == {"tok", "top", "top.decoder"} and not plan.dropped and not plan.whole
+    assert plan["top"] == OwnParameters(dims={"bias": 0})
+
+
+def test_a_models_own_plan_comes_first() -> None:
+    model: Any = StackedMLP()
+    model.tp_plan = {
+        "layers.*.net1": "colwise_gather_output",
+        "layers.*.net2": "rowwise_split_input",
+        "gone": "colwise",
+    }
+    plan = auto_plan(model, abstract_mesh((4,)), torch.randn(3, 10))
+    assert plan["layers.*.net1"] == ColwiseParallel(output_layouts=Replicate()) and len(plan) == 2
+    model.tp_plan = {"layers.*.net1": "colwise", "layers.*.net2": "colwise"}  # wrong
+    assert auto_plan(model, abstract_mesh((4,)), torch.randn(3, 10)) == auto_plan(StackedMLP())
 
 
 @on_ranks(4)

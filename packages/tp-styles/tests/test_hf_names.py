@@ -17,6 +17,7 @@ from shoal_tp_styles import (
     ColwiseParallel,
     PlanError,
     RowwiseParallel,
+    SequenceParallel,
     TiedWeightError,
     auto_plan,
     parallelize_module,
@@ -129,10 +130,10 @@ def test_a_models_own_plan_is_proven_without_ranks(family: str) -> None:
 
 
 @needs_transformers
-def test_an_automatic_plan_leaves_out_attention_with_norms_of_sharded_heads() -> None:
+def test_an_automatic_plan_starts_from_the_models_own() -> None:
     plan = auto_plan(build("Qwen3"), abstract_mesh((4,)), input_ids=torch.randint(3, 67, (2, 5)))
-    assert "model.layers.*.mlp.up_proj" in plan and not any("self_attn" in path for path in plan)
-    assert "q_norm.weight differs" in plan.dropped["model.layers.*.self_attn.q_proj"]
+    assert plan["model.layers.*.self_attn.q_norm"] == SequenceParallel(use_local_output=True)
+    assert not plan.dropped and not plan.whole
 
 
 @needs_transformers
@@ -146,6 +147,12 @@ def test_every_name_of_the_library_is_known_or_refused_with_a_reason() -> None:
 def test_a_refusal_says_what_to_do(name: str) -> None:
     with pytest.raises(PlanError, match=rf"style '{name}': .*(use moe_tp_experts|write a style)"):
         style_named(name)
+
+
+def test_a_name_counts_where_its_entry_matches() -> None:
+    """A family's plan names experts that a dense configuration lacks."""
+    resolved = resolve(MLP(), {"net1": "colwise", "experts": "packed_rowwise"})
+    assert len(resolved.uses) == 1 and "'experts' matches no module" in resolved.unmatched[0]
 
 
 def test_names_of_earlier_releases_are_known() -> None:

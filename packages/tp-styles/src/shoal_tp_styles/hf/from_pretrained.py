@@ -20,7 +20,6 @@ from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..apply.loading import Loaded, Reader, load_sharded, reader_of
 from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning
-from ..plan.auto import auto_plan
 from ..plan.resolve import Plan
 from .checkpoint_files import find_files, source_of
 from .conversions import Converted
@@ -112,6 +111,8 @@ def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
     """
     if model.tp_plan:
         return dict(model.tp_plan)
+    from ..plan.auto import auto_plan  # with all styles, which a plan of the model's own does without
+
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1  # by every configuration's name for it
     with torch.random.fork_rng(devices=[]):

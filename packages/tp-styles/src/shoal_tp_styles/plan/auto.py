@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shoal_dtensor import Replicate
 from shoal_mesh import DeviceMesh
 
-from ..sharding.module_kinds import out_features
-from ..styles.linear import ColwiseParallel, RowwiseParallel
 from ..styles.style import ParallelStyle
-from .resolve import AutoPlan, apply_plan
+from .recipes import SMALL, Entries, general_paths, recipes
+from .resolve import AutoPlan, apply_plan, resolve, sharded_parameters
 from .trial import try_plan
 
 __all__ = ["auto_plan", "format_plan"]
-
-# Conventional names of projections.  The first match wins; a fused projection (c_attn, qkv) needs a packed style and
-# the number of its blocks, which names do not say, so it has no entry.
-_COLUMNS = re.compile(
-    r"(^|\.)(q_proj|k_proj|v_proj|wq|wk|wv|query|key|value|q_lin|k_lin|v_lin|"
-    r"gate_proj|up_proj|w1|w3|fc1|c_fc|lin1|wi|wi_0|wi_1|intermediate\.dense|dense_h_to_4h|"
-    r"(Self|EncDec)Attention\.(q|k|v)|net1|linear1)$"
-)
-_ROWS = re.compile(
-    r"(^|\.)(o_proj|out_proj|wo|out_lin|down_proj|w2|fc2|c_proj|lin2|output\.dense|dense_4h_to_h|"
-    r"(Self|EncDec)Attention\.o|net2|linear2)$"
-)
-_TOKENS = re.compile(r"(^|\.)(embed_tokens|tok_embeddings|wte|word_embeddings|shared|token_embedding)$")
-_HEADS = re.compile(r"(^|\.)(lm_head|output|head|embed_out)$")
 
 
 def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> AutoPlan:
     """Styles by path, layers of one kind under one wildcard.
 
-    Attention and feed-forward projections by their usual names, else any two Linears of one parent of which the second
-    reads the output of the first; the token embedding and the output projection over the vocabulary.
+    For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the model's own `tp_plan`;
+    column-wise and row-wise projections by their usual names and shapes, with the norms, biases, sinks and counts of
+    heads between them; experts of any kind; and weights of which every rank gathers the output, which is right wherever
+    inputs are replicated.  Without a mesh the first recipe of each block is returned.
 
     Names prove nothing: a model may reshape by its own number of heads, or normalise sharded queries.  With a mesh and
-    example inputs the plan is run on simulated ranks against the plain model, and the entries of a block that computes
-    something else are dropped.  `parallelize_module` takes an automatic plan only where it is proven.
+    example inputs recipes are run on simulated ranks against the plain model, and the first that computes the same is
+    taken.  What stays whole is in `whole`, with the reason.  `parallelize_module` takes an automatic plan only where it
+    is proven.
 
     Args:
         model: not parallel; it stays as it is.
@@ -62,21 +50,30 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
             "layers.*.net2": RowwiseParallel(),
         } (4,)
     """
-    styles = _styles(model)
+    options = recipes(model)
+    first = _merged(entries[0] for entries in options.values())
     if mesh is None:
-        return AutoPlan(styles)
-    plan, dropped = AutoPlan(styles), {}
-    if _unproven(model, styles, mesh, args, kwargs):
+        return AutoPlan(first)
+    dropped: dict[str, str] = {}
+    plan = AutoPlan(first)
+    if _unproven(model, first, mesh, args, kwargs):
         plan = AutoPlan()
-        for block in _blocks(styles):  # each beside those that are proven
-            problem = _unproven(model, {**plan, **block}, mesh, args, kwargs)
-            if problem:
-                dropped.update(dict.fromkeys(block, problem))
-            else:
-                plan.update(block)
+        for block in options.values():  # each beside those that are proven
+            for entries in block:
+                problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs)
+                if not problem:
+                    plan.update(entries)
+                    break
+                for path in entries:
+                    dropped.setdefault(path, problem)
     plan.dropped = dropped
+    plan.whole = dict(_whole(model, plan, dropped))
     plan.proven_for = tuple(mesh.shape) if plan else None
     return plan
+
+
+def _merged(blocks: Iterable[Entries]) -> Entries:
+    return {path: style for entries in blocks for path, style in entries.items()}
 
 
 def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any) -> str:
@@ -85,74 +82,29 @@ def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: Devic
     return "; ".join((*trial.wrong, *trial.unproven))
 
 
-def _blocks(styles: Mapping[str, ParallelStyle]) -> list[dict[str, ParallelStyle]]:
-    """The entries that are right or wrong together: those below one parent, a `dense` with its block."""
-    blocks: dict[str, dict[str, ParallelStyle]] = {}
-    for path, style in styles.items():
-        parent = re.sub(r"(^|\.)(output|self|intermediate)$", "", path.rpartition(".")[0])
-        blocks.setdefault(parent, {})[path] = style
-    return list(blocks.values())
-
-
-def _styles(model: nn.Module) -> dict[str, ParallelStyle]:
-    styles: dict[str, ParallelStyle] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        style = _by_name(path, module)
-        if style is not None:
-            styles[path] = style
+def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
+    sharded = {id(param) for param in sharded_parameters(resolve(model, plan))}
+    general = general_paths(model)
+    layers = Counter(general.values())
+    least = SMALL * sum(param.numel() for param in model.parameters())
     for path, module in model.named_modules():
-        for name, style in _pair(module):
-            styles.setdefault(f"{path}.{name}" if path else name, style)
-    for path, style in styles.items():
-        if isinstance(style, RowwiseParallel) and not isinstance(model.get_submodule(path), nn.Embedding):
-            around = path.rpartition(".")[0]
-            fed = any(isinstance(styles.get(name), ColwiseParallel) for name in _siblings(model, path, around))
-            if not fed:  # its input is replicated: that of a fused projection, which has no entry
-                styles[path] = RowwiseParallel(input_layouts=Replicate())
-    return _wildcards(styles)
+        for name, param in module._parameters.items():
+            if param is not None and param.ndim > 1 and id(param) not in sharded:
+                small = param.numel() * layers[general[path]] < least
+                tried = "" if general[path] in plan else dropped.get(general[path], "")
+                yield f"{general[path]}.{name}".lstrip("."), _SMALL if small else _reason(module, tried)
 
 
-def _siblings(model: nn.Module, path: str, around: str) -> Iterator[str]:
-    """The modules of the same block: below the parent, or, for a `dense` that is an only child, below its parent."""
-    wide = re.sub(r"(^|\.)(output|self)$", "", around) if path.endswith("dense") else around
-    for name, _ in model.named_modules(remove_duplicate=False):
-        if name != path and name.startswith(f"{wide}." if wide else ""):
-            yield name
+_SMALL = "small: gathering its output costs more than its bytes"
 
 
-def _by_name(path: str, module: nn.Module) -> ParallelStyle | None:
-    if isinstance(module, nn.Embedding):
-        return RowwiseParallel(input_layouts=Replicate()) if _TOKENS.search(path) else None
-    if out_features(module) is None:
-        return None
-    if _ROWS.search(path):
-        return RowwiseParallel()
-    if _COLUMNS.search(path):
-        return ColwiseParallel()
-    return ColwiseParallel(output_layouts=Replicate()) if _HEADS.search(path) else None
-
-
-def _pair(module: nn.Module) -> Iterator[tuple[str, ParallelStyle]]:
-    """The two Linears of a parent that has no others, where the second reads the first's output."""
-    linears = [(name, child) for name, child in module.named_children() if type(child) is nn.Linear]
-    if len(linears) != 2:
-        return
-    (first, a), (second, b) = linears
-    if a.out_features == b.in_features and a.out_features > a.in_features:
-        yield first, ColwiseParallel()
-        yield second, RowwiseParallel()
-
-
-def _wildcards(styles: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """One entry for the numbered siblings that agree."""
-    merged: dict[str, ParallelStyle] = {}
-    for path, style in styles.items():
-        general = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-        agrees = all(
-            other == style for name, other in styles.items() if re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) == general
-        )
-        merged[general if agrees else path] = style
-    return merged
+def _reason(module: nn.Module, tried: str) -> str:
+    if tried:
+        return f"every recipe computes something else; the first: {tried[:200]}"
+    if getattr(module, "groups", 1) > 1:
+        return "a grouped convolution, whose channels are sharded only with what comes before and behind it"
+    return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
 
 
 def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
@@ -170,8 +122,12 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
 
 def _text(style: ParallelStyle) -> str:
     shown = [
-        f"{name}={getattr(style, name)!r}"
-        for name in ("input_layouts", "output_layouts")
-        if getattr(style, name, None) is not None
+        f"{f.name}={getattr(style, f.name)!r}"
+        for f in fields(style)  # type: ignore[arg-type]  # every style that a recipe has is a dataclass
+        if f.init and f.repr and getattr(style, f.name) != _default(f)
     ]
     return f"{type(style).__name__}({', '.join(shown)})"
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

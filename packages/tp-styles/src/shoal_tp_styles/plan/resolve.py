@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlaceme
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
 
-__all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "resolve"]
+__all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "named_styles", "resolve", "sharded_parameters"]
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -28,11 +29,13 @@ class AutoPlan(dict[str, ParallelStyle]):
 
     Attributes:
         proven_for: shape of the mesh on which a run computed what the plain model computes; None without one.
-        dropped: entries that a run showed to be wrong, each with the reason.
+        dropped: entries that a run showed to be wrong, each with the reason; the plan may have others for them.
+        whole: parameters that every rank holds whole, each with the reason.
     """
 
     proven_for: tuple[int, ...] | None = None
     dropped: Mapping[str, str] = MappingProxyType({})
+    whole: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,13 @@ def shared_parameters(root: nn.Module) -> list[dict[_Owned, str]]:
     return [names for names in owners.values() if len(names) > 1]
 
 
+def sharded_parameters(resolved: Resolved) -> Iterator[nn.Parameter]:
+    """The parameters that a plan shards."""
+    for use in resolved.uses:
+        if use.sharding is not None and use.sharding.distributes:
+            yield from (param for name, param in use.module.named_parameters() if use.sharding.shards(name))
+
+
 def resolve(root: nn.Module, plan: Plan) -> Resolved:
     """Which style falls on which module.
 
@@ -207,8 +217,10 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
     unmatched: list[str] = []
     resolved: set[tuple[int, int]] = set()
     for number, (key, value) in enumerate(plan.items()):
-        style = _style(key, value)
-        match = tree.match(key)
+        match = tree.match(str(key))
+        # A name of a style counts where it is used: plans of a family name what a configuration may lack.
+        unused = isinstance(value, str) and type(key) is str and match.token is not None
+        style = None if unused else _style(key, value)
         if match.token is not None:
             where = f"{match.reached!r} ({type(modules[match.reached]).__name__})" if match.reached else "the root"
             unmatched.append(
@@ -254,6 +266,22 @@ def _by_module(
             named_style = given if isinstance(given, str) else None
             rest[key] = style_in_context(named_style, parameters.get(key, {}), config)
     return rest
+
+
+def named_styles(plan: Mapping[str, ParallelStyle | str], root: nn.Module) -> dict[str, ParallelStyle]:
+    """The styles of a plan by name: entries that match nothing, or that have no style here, are left out."""
+    tree = Tree.of(modules := dict(root.named_modules(remove_duplicate=False)))
+    styles: dict[str, ParallelStyle] = {}
+    try:
+        plan = _by_module(plan, modules, tree, root)
+    except PlanError:
+        return {}
+    for key, value in plan.items():
+        with suppress(PlanError):
+            style = _style(key, value) if tree.match(key).token is None else None
+            if style is not None:
+                styles[key] = style
+    return styles
 
 
 def _style(key: str, value: object) -> ParallelStyle | None:

@@ -15,7 +15,7 @@ from shoal_mesh import DeviceMesh
 from ..context_parallel.parallel_attention import ContextOptions
 from ..errors import PlanError, StyleError
 from ..sharding.module_sharding import shard_sizes
-from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve
+from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 from .trial import Trial, try_plan
 
 __all__ = ["Verification", "verify"]
@@ -163,13 +163,7 @@ def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
 
 
 def _unsharded(resolved: Resolved) -> Iterator[str]:
-    sharded = {
-        id(param)
-        for use in resolved.uses
-        if use.sharding is not None and use.sharding.distributes
-        for name, param in use.module.named_parameters()
-        if use.sharding.shards(name)
-    }
+    sharded = {id(param) for param in sharded_parameters(resolved)}
     total = sum(param.numel() for param in resolved.root.parameters()) or 1
     for name, param in resolved.root.named_parameters():
         if param.ndim > 1 and id(param) not in sharded:
