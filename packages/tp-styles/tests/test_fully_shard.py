@@ -43,6 +43,7 @@ from shoal_tp_styles import (
     TiedWeightError,
     fully_shard,
     parallelize_module,
+    replicate,
 )
 
 
@@ -425,3 +426,11 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         fully_shard(placed, mesh["data"])
     with pytest.raises(LayoutError, match="interop"):
         fully_shard(Block(4), "data")  # type: ignore[arg-type]  # on purpose
+    lookup = fully_shard(nn.Embedding(8, 4, sparse=True), mesh["data"])
+    with pytest.raises(LayoutError, match="is sparse"):
+        lookup(torch.arange(4)).sum().backward()
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    with pytest.raises(LayoutError, match="over two axes to replicate too"):
+        replicate(fully_shard(Block(4), both["data"]), both["replica"])
+    with pytest.raises(LayoutError, match="replicates over the first"):
+        fully_shard(replicate(Block(4), both["replica"]), both["data"])

@@ -7,7 +7,7 @@ A module and its descendants that are no unit of their own are one unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from shoal_dtensor import Shard
 from shoal_mesh import DeviceMesh, init_device_mesh
 
+from ..apply.owners import owners_of
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .fsdp_module import FSDPModule
@@ -61,7 +62,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
 
     Raises:
         LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
-            is placed on a data axis or partial.
+            is placed on a data axis, partial, or replicated by `replicate`.
         StyleError: if parameters have gradients.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
 
@@ -82,7 +83,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
     ignored = [*(ignored_params or ())]
     state.source = source = UnitParameters(state, axes, ignored, shard_placement_fn, (mp_policy, offload_policy))
-    _refuse_gradients(param for param, _ in source.own())
+    _check_own(modules, [param for param, _ in source.own()])
     source.take()
     state.lead([inner for module in modules for inner in states_of(module)])
     for one in modules:
@@ -131,7 +132,14 @@ def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     return DataAxes(mesh)
 
 
-def _refuse_gradients(params: Iterable[nn.Parameter]) -> None:
+def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
+    owners = [owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"]
+    replicated = {id(param) for owner in owners for param in owner.held()}
+    if any(id(param) in replicated for param in params):
+        raise LayoutError(
+            "fully_shard: a parameter is replicated by `replicate` already; fully_shard averages gradients itself, and "
+            "over two axes replicates over the first"
+        )
     if any(param.grad is not None for param in params):
         raise StyleError(
             "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "

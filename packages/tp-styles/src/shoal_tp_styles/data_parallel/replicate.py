@@ -21,7 +21,7 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .._torch import is_compiling, pytree
-from ..apply.owners import register_owner
+from ..apply.owners import owners_of, register_owner
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
@@ -225,10 +225,11 @@ class Replicas:
         return (param for param in module.parameters() if id(param) not in others)
 
     def check(self, module: nn.Module) -> None:
-        """Raise LayoutError if a parameter is placed on a data axis."""
+        """Raise LayoutError if a parameter is placed on a data axis, or sharded by `fully_shard`."""
         data = set(self.axes.mesh.axis_names)
+        of_units = {id(param) for owner in owners_of(module) if owner.owner == "fully_shard" for param in owner.held()}
         for param in self._parameters(module):
-            if isinstance(param, DTensor) and data & set(param.spec.mesh.axis_names):
+            if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
                 raise LayoutError(
                     f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "
                     f"over {self.axes.mesh.axis_names}. fully_shard averages those of its parameters itself (over two "

@@ -156,6 +156,11 @@ class ShardedParameter:
             grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=device)
         elif isinstance(grad, DTensor):
             own, grad = grad.placements, local_shard(grad)
+        elif grad.is_sparse:
+            raise LayoutError(
+                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is sparse; gradients are averaged "
+                "dense: make the embedding with sparse=False, or pass its weight in ignored_params"
+            )
         return grad.to(dtype).contiguous(), _partial_over_data(self.reduced, own)
 
     def accumulate(self, reduced: Tensor) -> None:

@@ -175,8 +175,8 @@ class Unit:
             if self.current is None or self.current.versions != versions:
                 self.current = Gathered(versions)
             self.current.fill(self.parameters, in_flight)
-        elif self.current is None:  # no parameters
-            self.current = Gathered([])
+        elif self.current is None or self.current.versions != self.versions:  # there are no parameters
+            self.current = Gathered(self.versions)
         return self.current
 
     def free(self) -> None:
