@@ -19,6 +19,7 @@ from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shoal_tp_styles.lowering import traced_shards
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = [
@@ -153,3 +154,39 @@ def test_a_compiled_module_dies_with_its_last_reference() -> None:
         torch._dynamo.reset()
         gc.collect()
         assert known() is None
+
+
+def test_a_call_looks_at_the_parameters_of_a_module_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2):
+        module = model()
+        fast = compiled(module)
+        x = torch.randn(3, 4, dtype=torch.double)
+        fast(x)
+        looks: list[object] = []
+        metadata = traced_shards._Shards.metadata
+
+        def counted(shards: Any) -> str:
+            looks.append(shards)
+            return metadata(shards)
+
+        monkeypatch.setattr(traced_shards._Shards, "metadata", counted)
+        fast(x)
+        assert len(looks) == len(PLAN)
+
+
+def test_blocks_of_equal_structure_share_one_graph() -> None:
+    graphs: list[Any] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        blocks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)]
+        torch._dynamo.reset()
+        x = torch.randn(3, 4, requires_grad=True) * 2
+        for block in blocks:
+            fast: Any = torch.compile(parallelize_module(block, mesh, PLAN), backend=keep, fullgraph=True)
+            x = fast(x)
+        assert len(graphs) == 1

@@ -16,7 +16,7 @@ from shoal_mesh import DeviceMesh
 
 from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, lowered_of, set_lowered
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
@@ -65,8 +65,8 @@ def apply_sharding(
             f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), or as many as the "
             "style acts on with style.on((axis, axis)), or pass the sub-mesh"
         )
-    inner = module.__dict__.get("forward")
-    if inner is not None and not isinstance(inner, Lowered):
+    inner = lowered_of(module)
+    if inner is None and "forward" in module.__dict__:
         raise LayoutError(
             f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
         )
@@ -85,7 +85,7 @@ def apply_sharding(
         _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=lowering is Boundary)
     if fused is not None:
         load_fused(module, fused, mesh)
-    module.__dict__["forward"] = lowering(module, sharding, mesh, inner)
+    set_lowered(module, lowering(module, sharding, mesh, inner))
     return module
 
 
@@ -201,8 +201,8 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """The records applied to a module, first applied first."""
-    lowered = module.__dict__.get("forward")
-    if isinstance(lowered, Lowered):
+    lowered = lowered_of(module)
+    if lowered is not None:
         yield from _records(lowered)
 
 
@@ -221,8 +221,8 @@ def plain_module(module: nn.Module) -> nn.Module:
             if sharding.fused is not None and sharding.fused.splits(mesh.size()):
                 fuse_blocks(owner, sharding.fused)
         owner.__dict__.pop(_UNDECLARED, None)
-        if isinstance(owner.__dict__.get("forward"), Lowered):
-            del owner.__dict__["forward"]
+        if lowered_of(owner) is not None:
+            set_lowered(owner, None)
         for name, param in owner._parameters.items():
             current: Tensor | None = param
             if isinstance(current, DTensor):

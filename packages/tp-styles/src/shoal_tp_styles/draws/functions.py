@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..experts.routed_experts import RoutedExperts
 from ..experts.sliced_experts import SlicedExperts
 from ..lowering.boundary import Boundary
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, lowered_of
 
 __all__ = ["active", "drawers_of", "draws", "name_of"]
 
@@ -98,7 +98,7 @@ def _of_torch(module: nn.Module) -> bool:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    lowered = _innermost(module.__dict__.get("forward"))
+    lowered = _innermost(lowered_of(module))
     own_code = Boundary, RoutedExperts, SlicedExperts
     if lowered is not None and lowered.sharding.lowering is not None and not isinstance(lowered, own_code):
         return False  # a lowering draws as one device by itself
@@ -114,10 +114,10 @@ def _is_base(kind: type) -> bool:
     return kind is object or kind.__module__.startswith("torch.nn.modules.")
 
 
-def _innermost(forward: Any) -> Lowered | None:
-    while isinstance(forward, Lowered) and forward.inner is not None:
-        forward = forward.inner
-    return forward if isinstance(forward, Lowered) else None
+def _innermost(lowered: Lowered | None) -> Lowered | None:
+    while lowered is not None and lowered.inner is not None:
+        lowered = lowered.inner
+    return lowered
 
 
 def _functions(values: Sequence[Any]) -> Iterator[FunctionType]:

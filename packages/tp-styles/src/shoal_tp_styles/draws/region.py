@@ -19,7 +19,7 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import backward_number, is_compiling, never_compiled, unwatched_functions
 from ..lowering.local_layout import LocalLayout, active_watch, current_watch, layout_of, note_layout
-from ..lowering.lowered import Lowered
+from ..lowering.lowered import Lowered, lowered_of, set_lowered
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding
 from .follow import tensors_in
@@ -50,20 +50,18 @@ def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
     drawers = {*drawers_of(root)} if meshes else set()
     for module in [*root.modules()] if drawers else ():
         if any(child in drawers for child in module.modules()):
-            inner = module.__dict__.get("forward")
-            region = module.__dict__["forward"] = DrawRegion(module, _SHARDING, meshes[0], inner)
+            region = DrawRegion(module, _SHARDING, meshes[0], lowered_of(module))
             region.meshes, region.batch = tuple(meshes), _batch_axes(root)
             region.drawers = [child for child in module.modules() if child in drawers]  # no compiler can look for them
+            set_lowered(module, region)
 
 
 def unwatch_draws(root: nn.Module) -> None:
     """Undo `watch_draws`."""
     for module in root.modules():
-        region = module.__dict__.get("forward")
+        region = lowered_of(module)
         if isinstance(region, DrawRegion):
-            del module.__dict__["forward"]
-            if region.inner is not None:
-                module.__dict__["forward"] = region.inner
+            set_lowered(module, region.inner)
 
 
 class DrawRegion(Lowered):
@@ -174,9 +172,9 @@ def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[A
 
 def _lowered(root: nn.Module) -> dict[nn.Module, Lowered]:
     """The modules of a tree that have styles."""
-    forwards = ((module, module.__dict__.get("forward")) for module in root.modules())
+    forwards = ((module, lowered_of(module)) for module in root.modules())
     inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
-    return {module: forward for module, forward in inner if isinstance(forward, Lowered)}
+    return {module: lowered for module, lowered in inner if lowered is not None}
 
 
 def _batch_axes(root: nn.Module) -> DeviceMesh | None:
@@ -206,12 +204,12 @@ def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
 def _replaced(lowered: Mapping[nn.Module, Lowered], watch: Watch) -> Iterator[None]:
     """Inside the block, calls of lowered modules go through the watch."""
     token = active_watch.set(watch)
-    direct = {m: f for m, f in lowered.items() if m.__dict__["forward"] is f}
+    direct = {m: f for m, f in lowered.items() if lowered_of(m) is f}
     for module, forward in direct.items():
         module.__dict__["forward"] = partial(watch.call, forward)
     try:
         yield
     finally:
         for module, forward in direct.items():
-            module.__dict__["forward"] = forward
+            set_lowered(module, forward)
         active_watch.reset(token)

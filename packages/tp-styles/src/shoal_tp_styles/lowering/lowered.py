@@ -1,8 +1,10 @@
 """`Lowered`: the callable that stands in for a module's forward.
 
-It is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work as before and
-calls pay for no extra hook.  It refers to the module's parameter dict, and to the module weakly: no reference cycle, so
-dropping a model frees it at once.  Copying or pickling a module rebuilds its callable from the `ModuleSharding`.
+Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work
+as before and calls pay for no extra hook.  Of a bound method a compiler guards the function and not the object, so
+blocks of equal structure share one graph.  It refers to the module's parameter dict, and to the module weakly: no
+reference cycle, so dropping a model frees it at once.  Copying or pickling a module rebuilds its callable from the
+`ModuleSharding`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from .compile import make_traceable
 from .parameters import delivered_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
-__all__ = ["Lowered", "spec_of"]
+__all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of"]
 
 
 class Lowered(ABC):
@@ -91,10 +93,10 @@ class Lowered(ABC):
             names: of the parameters; those that are None stay None.
             comm: given where their local gradients are partial sums over an axis.
         """
-        if not is_tracing() or any(name not in self.traced_shards.parameter_names for name in names):
+        if not is_tracing():
             return local_parameters({name: self.params[name] for name in names}, comm)
-        shards: dict[str, Tensor | None] = {name: getattr(self.traced_shards, f"local_{name}") for name in names}
-        return summed_gradients(shards, comm)
+        shards = self.traced_shards.local
+        return summed_gradients({name: shards[name] for name in names}, comm)
 
     def spec(self, name: str) -> Spec:
         """The spec of one of the module's parameters.
@@ -102,11 +104,8 @@ class Lowered(ABC):
         Raises:
             LayoutError: if it is not a DTensor (any more).
         """
-        if is_tracing() and name in self.traced_shards.parameter_names:
-            spec: Spec | None = getattr(self.traced_shards, f"spec_{name}")
-            if spec is not None:
-                return spec
-        return spec_of(self.params[name], name)
+        spec: Spec | None = self.traced_shards.specs[name] if is_tracing() else None
+        return spec_of(self.params[name], name) if spec is None else spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)
@@ -125,6 +124,20 @@ class Lowered(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.module, self.params, self.sharding, self.mesh, self.inner)
+
+
+def lowered_of(module: nn.Module) -> Lowered | None:
+    """The lowering of a module; None if its forward is its class's, or another one."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, Lowered) else None
+
+
+def set_lowered(module: nn.Module, lowered: Lowered | None) -> None:
+    """Give a module a lowering in place of its forward; None gives it that of its class back."""
+    if lowered is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = lowered.__call__
 
 
 def _rebuild(
