@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from shoal_mesh import abstract_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     RowwiseParallel,
+    StyleError,
+    UnsupportedModuleError,
     parallelize_module,
     unparallelize_module,
 )
@@ -42,3 +47,24 @@ def test_uneven_features_and_unparallelize() -> None:
     torch.testing.assert_close(module(x), single(x), rtol=0, atol=0)
     parallelize_module(module, axis, plan)
     torch.testing.assert_close(module(x), single(x))
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel()])
+def test_weights_that_consist_of_several_tensors_are_refused(style: ColwiseParallel | RowwiseParallel) -> None:
+    linear = nn.Linear(4, 8)
+    weight = linear.weight.detach()
+    pair: Any = TwoTensor(weight, weight.clone())  # type: ignore[no-untyped-call]  # torch
+    linear.weight = nn.Parameter(pair, requires_grad=False)
+    with pytest.raises(
+        UnsupportedModuleError, match=r"weight of Linear is a TwoTensor, .* Make the module parallel first"
+    ):
+        parallelize_module(linear, abstract_mesh((2,)), style)
+    assert isinstance(linear.weight, TwoTensor)
+
+
+@pytest.mark.parametrize("module", [nn.LSTM(4, 8), nn.ConvTranspose1d(4, 8, 3), nn.Conv1d(8, 8, 3, groups=4)])
+def test_modules_without_a_sharding_say_what_to_do(module: nn.Module) -> None:
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        with pytest.raises(StyleError, match=r"Write a style of your own|Leave it out of the plan"):
+            parallelize_module(module, abstract_mesh((2,)), style)
+        assert all(type(param) is nn.Parameter for param in module.parameters())

@@ -90,7 +90,7 @@ def apply_sharding(
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
-    """Refuse parameters that are computed from others, where a style would shard or read them.
+    """Refuse parameters that are computed from others, or are no plain tensors, where a style would shard or read them.
 
     Raises:
         UnsupportedModuleError: naming the parameters and the way out.
@@ -98,6 +98,13 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
     if not sharding.distributes:
         return
     for path, owner in [("", module)] if sharding.own_parameters else module.named_modules():
+        for name, param in owner._parameters.items():
+            if hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh"):
+                raise UnsupportedModuleError(
+                    f"{sharding.style}: {name} of {type(owner).__name__} is a {type(param).__name__}, a tensor of "
+                    "tensors (as quantized weights are), of which only its library knows shards. Make the module "
+                    "parallel first and quantize each rank's local weights, or leave the module out of the plan"
+                )
         names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         if names and (sharding.lowering is not None or any(map(sharding.shards, names))):
             raise UnsupportedModuleError(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import UnsupportedModuleError
 from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
 from ..lowering.ports import (
@@ -76,11 +75,7 @@ _COMPUTE: dict[type[nn.Module], Compute] = {
 }
 
 
-def _computation(module: Any, style: str) -> Compute:
-    if getattr(module, "groups", 1) != 1:
-        raise UnsupportedModuleError(
-            f"{style}: {module} has groups={module.groups}; only convolutions of one group are sharded"
-        )
+def _computation(module: Any) -> Compute:
     return next(_COMPUTE[known] for known in kinds_of(module) if known in _COMPUTE)
 
 
@@ -92,7 +87,7 @@ class _Channels(Lowered):
     compute: Compute
 
     def resolve(self) -> None:
-        self.compute = _computation(self.module, self.sharding.style)
+        self.compute = _computation(self.module)
 
     def sharded(self) -> tuple[int, Sizes]:
         """Size of the sharded dim of the weight, and of its shards."""

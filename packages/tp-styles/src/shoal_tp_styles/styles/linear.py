@@ -82,6 +82,11 @@ def _features(
     style: str, table: Mapping[type[nn.Module], Features], module: nn.Module
 ) -> tuple[type[nn.Module], Features]:
     """What the module counts as, and its row of the table."""
+    if getattr(module, "groups", 1) != 1:
+        raise UnsupportedModuleError(
+            f"{style}: {module} has groups={module.groups}; only convolutions of one group are sharded. Leave it "
+            "out of the plan, with ColwiseParallel(output_layouts=Replicate()) on the module before it"
+        )
     for kind in kinds_of(module):
         if kind in table:
             return kind, table[kind]
