@@ -57,10 +57,12 @@ if TYPE_CHECKING:
     from .data_parallel.replicate import ReplicateModule, replicate
     from .plan.auto import auto_plan, format_plan
     from .plan.preview import Preview, preview
+    from .plan.propose import Candidate, Proposal, propose
     from .plan.verify import Verification, verify
 
 __all__ = [
     "CPUOffloadPolicy",
+    "Candidate",
     "ChannelParallel",
     "CheckpointError",
     "Collective",
@@ -92,6 +94,7 @@ __all__ = [
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "Preview",
+    "Proposal",
     "ReplicateModule",
     "RowwiseParallel",
     "Saved",
@@ -124,6 +127,7 @@ __all__ = [
     "merge_adapters",
     "parallelize_module",
     "preview",
+    "propose",
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
     "replicate",
@@ -152,6 +156,7 @@ _LATER = {
         ".hf": ("hf",),
         ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),
+        ".plan.propose": ("Candidate", "Proposal", "propose"),
         ".plan.verify": ("Verification", "verify"),
     }.items()
     for name in names

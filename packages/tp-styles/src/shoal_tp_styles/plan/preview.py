@@ -22,7 +22,7 @@ from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, shard_sizes
 from .resolve import Plan, Use, axis_mesh, resolve
 
-__all__ = ["CollectiveCost", "Preview", "PreviewRow", "preview"]
+__all__ = ["CollectiveCost", "Preview", "PreviewRow", "format_bytes", "preview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class CollectiveCost:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{self.op} {_size(self.nbytes)}"
+        return f"{self.op} {format_bytes(self.nbytes)}"
 
 
 @dataclass(slots=True)
@@ -96,9 +96,9 @@ class Preview:
         for row in self.rows:
             costs = " / ".join(", ".join(map(str, each)) or "-" for each in (row.forward, row.backward))
             style = f"{row.style}, operators by dispatch" if row.by_dispatch else row.style
-            cells.append((row.path or "(root)", _size(row.parameter_bytes), costs, style))
-        cells.append(("(not in the plan)", _size(self.replicated_bytes), "", "replicated on every rank"))
-        cells.append(("total", _size(self.parameter_bytes), f"{self.seconds * 1e3:.2f} ms of communication", ""))
+            cells.append((row.path or "(root)", format_bytes(row.parameter_bytes), costs, style))
+        cells.append(("(not in the plan)", format_bytes(self.replicated_bytes), "", "replicated on every rank"))
+        cells.append(("total", format_bytes(self.parameter_bytes), f"{self.seconds * 1e3:.2f} ms of communication", ""))
         return cells
 
     def __repr__(self) -> str:
@@ -238,7 +238,8 @@ def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
     return nbytes
 
 
-def _size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
+    """A number of bytes in a unit that fits."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
