@@ -17,7 +17,8 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from data_parallel_model import Block, counts, same_gradients
-from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -77,6 +78,45 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str, second: str) -> 
             assert counts(counted)["reduce_scatter_tensor"] == 2  # of two blocks, for all microbatches
         for stage in stages:
             same_gradients(plain[stage.stage_index], stage.submod)
+
+
+@pytest.mark.parametrize("border", ["S(0) to S(1)", "P to R", "R to S(0)"])
+@on_ranks(4, timeout=120)
+def test_dtensors_cross_the_border_of_two_meshes(border: str) -> None:
+    first, second = (DeviceMesh("cpu", ranks, mesh_dim_names=("tensor",)) for ranks in ([0, 1], [2, 3]))
+    layouts: dict[str, tuple[Placement, Placement]] = {
+        "S(0) to S(1)": (Shard(0), Shard(1)),
+        "P to R": (Partial(), Replicate()),
+        "R to S(0)": (Replicate(), Shard(0)),
+    }
+    sends, takes = layouts[border]
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()  # rows and features are uneven
+    x = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain(x).square().sum().backward()
+    rank = torch.distributed.get_rank()
+
+    def elsewhere(mesh: DeviceMesh, placement: Placement) -> Any:
+        """What a rank of the other stage has of the hidden values: their layout."""
+        spec = Spec(mesh, [placement], (5, 7), None, torch.float64)
+        return DTensor(torch.zeros(spec.local_shape, dtype=torch.float64), spec)
+
+    hidden: Any = elsewhere(first, sends).requires_grad_()
+    weight: Any = None
+    if rank < 2:
+        weight = distribute_tensor(plain[0].weight.detach(), first, [Shard(1)]).requires_grad_()
+        hidden = distribute_tensor(x, first, [Shard(1)]) @ weight.t()
+        hidden = hidden if sends == Partial() else hidden.redistribute(first, [sends])
+    arrived = hidden.redistribute(second, [takes])
+    grad = elsewhere(second, takes)
+    if rank >= 2:
+        start = arrived.detach().requires_grad_()
+        weight = distribute_tensor(plain[2].weight.detach(), second, [Shard(1)]).requires_grad_()
+        biases: list[Any] = [distribute_tensor(plain[i].bias.detach(), second, [Replicate()]) for i in (0, 2)]
+        ((start + biases[0]).tanh() @ weight.t() + biases[1]).square().sum().backward()
+        grad = start.grad
+    arrived.backward(grad)
+    torch.testing.assert_close(weight.grad.full_tensor(), plain[0 if rank < 2 else 2].weight.grad)
 
 
 def test_a_stage_that_is_not_sharded_is_refused() -> None:
