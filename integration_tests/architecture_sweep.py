@@ -33,7 +33,8 @@ HOW = (
     "gradients of all parameters and the tokens of greedy decoding are compared with one process. A cell has the share "
     "of all bytes of parameters that a rank holds, on 2 and on 4 ranks, where all is right; **wrong**, where the ranks "
     "compute something else; *refused*, where `verify` (transformers: an error) says so before; nothing, where the "
-    "model has no plan."
+    "model has no plan. Models are made in memory, not loaded from files: that transformers refuses tied heads here "
+    "(`KeyError`) may not happen when it loads them itself."
 )
 
 
