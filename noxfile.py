@@ -287,6 +287,15 @@ def slow(session: nox.Session) -> None:
     pytest(session, "-m", "slow and not parity")
 
 
+@nox.session(default=False)
+def hugging_face(session: nox.Session) -> None:
+    """The tests beside peft and accelerate, which no other session has."""
+    install(session, *STACK)
+    session.install("--no-deps", "accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")
+    files = [f"packages/tp-styles/tests/test_{name}.py" for name in ("adapters", "training")]
+    pytest(session, *files)
+
+
 @nox.session(default=False, venv_backend="none")
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the torch of the Python that runs nox; nothing is installed."""

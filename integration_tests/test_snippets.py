@@ -40,7 +40,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     if ranks is None:
         exec(compile(code, str(page), "exec"), {"__name__": "__page__"})
     else:
-        rank_pool(int(ranks[1])).run(exec, code, {"__name__": "__page__"})
+        rank_pool(int(ranks[1])).run(exec, code, {"__name__": "__page__"}, timeout=200)
 
 
 def test_there_are_pages_with_blocks() -> None:

@@ -14,7 +14,15 @@ from hf_models import build_model, needs_hf, save_plain, token_batch
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, abstract_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import CheckpointError, LayoutError, PlanError, hf
+from shoal_tp_styles import (
+    CheckpointError,
+    LayoutError,
+    PlanError,
+    UnsupportedModuleError,
+    hf,
+    parallelize_module,
+    unparallelize_module,
+)
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
@@ -50,7 +58,7 @@ def test_a_model_is_that_of_one_process(case: str, tmp_path: Path) -> None:
     assert sharded and loaded.bytes_read == single.dtype.itemsize * own, "every rank reads its own part, once"
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_what_a_path_may_be_and_what_is_changed(tmp_path: Path) -> None:
     single = build_model()
     home = save_plain(single, tmp_path, max_shard_size="20KB")
@@ -63,7 +71,7 @@ def test_what_a_path_may_be_and_what_is_changed(tmp_path: Path) -> None:
     assert len(model.model.layers) == 1 and not isinstance(model.model.embed_tokens.weight, DTensor)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_missing_parameters_are_initialized_as_on_one_device(tmp_path: Path) -> None:
     from transformers import LlamaForSequenceClassification as Classifier
 
@@ -80,7 +88,48 @@ def test_missing_parameters_are_initialized_as_on_one_device(tmp_path: Path) -> 
     torch.testing.assert_close(model(token_batch()).logits, single(token_batch()).logits)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
+def test_saved_by_its_own_method_resized_and_refused(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    single = build_model()
+    home = save_plain(single, tmp_path)
+    model = hf.from_pretrained(home, all_ranks())
+    model.save_pretrained(home / "again")
+    again = AutoModelForCausalLM.from_pretrained(home / "again")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in single.state_dict().items())
+    for call in (model.generate_batch, model.resize_token_embeddings):
+        with pytest.raises(UnsupportedModuleError, match=r"of a parallel model: .*(use generate|unparallelize_module)"):
+            call(71)
+    unparallelize_module(model)
+    model.resize_token_embeddings(71, mean_resizing=False)
+    parallelize_module(model, all_ranks(), dict(single.tp_plan))
+    single.resize_token_embeddings(71, mean_resizing=False)
+    assert model.lm_head.weight.shape == (71, 32)
+    torch.testing.assert_close(model(token_batch()).logits[..., :67], single(token_batch()).logits[..., :67])
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"do_sample": True}])
+def test_generation_is_that_of_one_process(how: dict[str, Any], tmp_path: Path) -> None:
+    single, small = build_model(), build_model(num_hidden_layers=1)
+    home, draft = save_plain(single, tmp_path), save_plain(small, tmp_path / "draft")
+    module, assistant = (hf.from_pretrained(each, all_ranks()) for each in (home, draft))
+
+    def written(model: Any, rows: int, **options: Any) -> Any:
+        torch.manual_seed(5)  # of the request
+        tokens = token_batch(rows)
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, **options)
+
+    how = {"do_sample": False, **how}
+    assert torch.equal(written(module, 2, **how), written(single, 2, **how))
+    if how == {"do_sample": False}:
+        expected = written(single, 1, **how)
+        for more in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(written(module, 1, **more, **how), expected)
+
+
+@on_ranks(2, timeout=200)
 def test_errors_say_what_was_expected(tmp_path: Path) -> None:
     home = save_plain(build_model(), tmp_path)
     mesh = all_ranks()

@@ -60,7 +60,7 @@ PLANS: dict[str, Any] = {
 }
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=200)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_are_those_of_the_plain_module(plan: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_files_are_those_of_the_plain_module(plan: str, dtype: torch.dtype, tmp_
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=200)
 @pytest.mark.parametrize("case", ["tied", "packed"])
 def test_plain_transformers_loads_it_and_so_do_other_degrees(case: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -94,7 +94,7 @@ def test_plain_transformers_loads_it_and_so_do_other_degrees(case: str, tmp_path
     torch.testing.assert_close(on_four(token_batch()).logits, single(token_batch()).logits)
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=200)
 def test_sharded_over_data_and_tensor_axes(tmp_path: Path) -> None:
     home, single = shared(tmp_path) / "saved", linear()
     expected = {name: value.clone() for name, value in single.state_dict().items()}
@@ -107,7 +107,7 @@ def test_sharded_over_data_and_tensor_axes(tmp_path: Path) -> None:
     assert all(torch.equal(each, expected[name]) for name, each in values(home).items())
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_resume(tmp_path: Path) -> None:
     home = shared(tmp_path) / "saved"
     module = parallelize_module(linear(), all_ranks(), "colwise")
@@ -117,7 +117,7 @@ def test_resume(tmp_path: Path) -> None:
     assert torch.equal(unparallelize_module(other).state_dict()["weight"], linear().weight)
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(tmp_path: Path, monkeypatch: Any) -> None:
     home = shared(tmp_path) / "saved"
     module = parallelize_module(linear(), all_ranks(), "colwise")
@@ -177,7 +177,7 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=200)
 def test_what_files_cannot_hold(tmp_path: Path) -> None:
     home, mesh = shared(tmp_path) / "saved", all_ranks()
     for value, message in (

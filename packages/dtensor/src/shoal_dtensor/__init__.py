@@ -1,5 +1,7 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
+from shoal_mesh import DeviceMesh, init_device_mesh
+
 from .__about__ import __version__
 from ._torch import whole_when_compiled
 from .api.custom_rules import register_rule, register_sharding
@@ -65,6 +67,7 @@ __all__ = [
     "ArgumentValueError",
     "CommunicationForbiddenError",
     "DTensor",
+    "DeviceMesh",
     "Explanation",
     "InPlaceError",
     "MixedTensorError",
@@ -108,6 +111,7 @@ __all__ = [
     "get_rng_state",
     "get_state_dict",
     "implicit_replication",
+    "init_device_mesh",
     "is_rng_supported_mesh",
     "local_map",
     "local_shard",

@@ -81,6 +81,14 @@ def _advice() -> str:
     )
 
 
+# Operators over the parameters or gradients of a model that has both kinds: what takes both.
+_CLIP = "; for gradients of both kinds, shoal_dtensor.clip_grad_norm_"
+_INSTEAD = {
+    **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
+    **dict.fromkeys(("_fused_", "_foreach_"), "; for an optimizer of both kinds, shoal_dtensor.local_step"),
+}
+
+
 def _mixed(what: str, shapes: str) -> str:
     # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
     wrapped = what == "aten.cat.default" and not in_backward()
@@ -88,6 +96,7 @@ def _mixed(what: str, shapes: str) -> str:
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with "
         f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
         + ("; for DistributedDataParallel of a module with both kinds, shoal_tp_styles.replicate" if wrapped else "")
+        + next((way for start, way in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
     )
 
 

@@ -29,7 +29,7 @@ from shoal_dtensor import DTensor, local_shard
 from ..errors import CheckpointError
 from .loading import Entry, boxes_of, entries_of
 
-__all__ = ["Saved", "save_sharded"]
+__all__ = ["Box", "Saved", "StoredTensor", "agree", "describe", "merged", "save_sharded"]
 
 Box = tuple[tuple[int, int], ...]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
@@ -64,7 +64,7 @@ class Saved:
 
 
 @dataclass(slots=True)
-class _Tensor:
+class StoredTensor:
     """An entry of the files: which ranks hold which box of it, which one writes it, and where."""
 
     dtype: torch.dtype
@@ -107,19 +107,23 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     target, held = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
     first = not dist.is_initialized() or dist.get_rank() == 0
-    tensors = _merged(_agree("describe its tensors", lambda: _describe(module, held)))
+    tensors = merged(agree("save_sharded: cannot describe its tensors", lambda: describe(module, held)))
     files = _pack(tensors, max_file_bytes)
     try:
-        _agree("prepare the files", lambda: _prepare(module, stage, tensors, files) if first else None)
-        mine = _agree(f"write to {stage} (is it visible on all ranks?)", lambda: _write(held, tensors, stage))
-        _agree(f"replace {target}", lambda: _publish(stage, target) if first else None)
+        agree(
+            "save_sharded: cannot prepare the files", lambda: _prepare(module, stage, tensors, files) if first else None
+        )
+        mine = agree(
+            f"save_sharded: cannot write to {stage} (is it visible on all ranks?)", lambda: _write(held, tensors, stage)
+        )
+        agree(f"save_sharded: cannot replace {target}", lambda: _publish(stage, target) if first else None)
     finally:
         if first:
             shutil.rmtree(stage, ignore_errors=True)
     return Saved(tuple(files), mine[dist.get_rank() if dist.is_initialized() else 0])
 
 
-def _agree(what: str, step: Callable[[], Any]) -> list[Any]:
+def agree(what: str, step: Callable[[], Any]) -> list[Any]:
     """What a step returns on every rank, in the order of ranks; raises everywhere if it raised on one."""
     try:
         report = (step(), "")
@@ -131,11 +135,11 @@ def _agree(what: str, step: Callable[[], Any]) -> list[Any]:
         dist.all_gather_object(reports, report)
     problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
     if problems:
-        raise CheckpointError(f"save_sharded: cannot {what}: {'; '.join(problems)}. Nothing has been replaced")
+        raise CheckpointError(f"{what}: {'; '.join(problems)}. Nothing has been replaced")
     return [value for value, _ in reports]
 
 
-def _describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
+def describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
     """Dtype, shape and this rank's boxes of every entry; the tensors of the boxes go into `held`."""
     described: dict[str, Any] = {}
     for entry in _once(module):
@@ -184,16 +188,15 @@ def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
         yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
 
 
-def _merged(described: list[dict[str, Any]]) -> dict[str, _Tensor]:
+def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
     """The entries of all ranks, with one writer per box; the same on every rank."""
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for rank, entries in enumerate(described):
         for name, (dtype, shape, boxes) in entries.items():
-            tensor = tensors.setdefault(name, _Tensor(dtype, shape))
+            tensor = tensors.setdefault(name, StoredTensor(dtype, shape))
             if (tensor.dtype, tensor.shape) != (dtype, shape):
                 raise CheckpointError(
-                    f"save_sharded: rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as {tensor.dtype} "
-                    f"{tensor.shape}"
+                    f"rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as {tensor.dtype} {tensor.shape}"
                 )
             for box in boxes:
                 tensor.holders.setdefault(box, []).append(rank)
@@ -202,13 +205,13 @@ def _merged(described: list[dict[str, Any]]) -> dict[str, _Tensor]:
         covered = sum(prod(stop - start for start, stop in box) for box in tensor.holders)
         if covered != prod(tensor.shape):
             raise CheckpointError(
-                f"save_sharded: the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
-                "of its mesh call save_sharded, with the same model"
+                f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
+                "of its mesh make the call, with the same model"
             )
     return tensors
 
 
-def _pack(tensors: dict[str, _Tensor], limit: int) -> dict[str, bytes]:
+def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
     """File -> its header; every entry gets its file and its place in it.  Entries of one file by size of element."""
     groups: list[list[str]] = [[]]
     size = 0
@@ -235,7 +238,7 @@ def _pack(tensors: dict[str, _Tensor], limit: int) -> dict[str, bytes]:
     return headers
 
 
-def _prepare(module: nn.Module, stage: Path, tensors: dict[str, _Tensor], files: dict[str, bytes]) -> None:
+def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]) -> None:
     """The directory beside the target: files of their final size, the index, and the model's configuration."""
     shutil.rmtree(stage, ignore_errors=True)  # of a save that was interrupted
     stage.mkdir(parents=True)
@@ -256,7 +259,7 @@ def _prepare(module: nn.Module, stage: Path, tensors: dict[str, _Tensor], files:
             model.generation_config.save_pretrained(stage)
 
 
-def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, _Tensor], stage: Path) -> int:
+def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
     """Write the boxes of which this rank is the writer; returns their bytes."""
     rank, written = dist.get_rank() if dist.is_initialized() else 0, 0
     with ExitStack() as stack:
@@ -274,7 +277,7 @@ def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, _Tensor
     return written
 
 
-def _write_box(file: int, tensor: _Tensor, box: Box, shard: Tensor) -> int:
+def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
     """Write one box: a run of bytes for every combination of the dims before the last one that is not full."""
     values: Any = shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     data = memoryview(values)

@@ -1,9 +1,23 @@
-"""Models of Hugging Face transformers on a mesh: loading, saving, generation, weights for serving.
+"""Models of Hugging Face transformers on a mesh: loading, saving, fine-tuning, weights for serving.
 
-Imported when asked for; transformers itself when a function is called.
+Imported when asked for; transformers, accelerate and peft when a function that needs them is called.
 """
 
 from ..apply.saving import Saved, save_sharded
+from .adapters import merging_adapters, parallelize_adapters, save_adapters
+from .copy_weights import copy_weights
 from .from_pretrained import from_pretrained
+from .training import prepare_accelerator, prepare_trainer, single_process
 
-__all__ = ["Saved", "from_pretrained", "save_sharded"]
+__all__ = [
+    "Saved",
+    "copy_weights",
+    "from_pretrained",
+    "merging_adapters",
+    "parallelize_adapters",
+    "prepare_accelerator",
+    "prepare_trainer",
+    "save_adapters",
+    "save_sharded",
+    "single_process",
+]

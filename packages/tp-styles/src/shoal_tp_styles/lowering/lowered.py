@@ -10,6 +10,7 @@ reference cycle, so dropping a model frees it at once.  Copying or pickling a mo
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -31,6 +32,13 @@ from .traced_shards import TracedShards
 __all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of"]
 
 
+class _Signature:
+    """That of the forward stood in for: libraries inspect a model's forward for the inputs that it takes."""
+
+    def __get__(self, lowered: Lowered | None, owner: type[Lowered]) -> inspect.Signature | None:
+        return None if lowered is None else inspect.signature(type(lowered.module).forward.__get__(lowered.module))
+
+
 class Lowered(ABC):
     """Base of the lowerings.
 
@@ -45,6 +53,8 @@ class Lowered(ABC):
     """
 
     __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding", "traced_shards")
+
+    __signature__ = _Signature()
 
     params: dict[str, Any]
 
