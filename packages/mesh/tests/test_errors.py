@@ -19,6 +19,7 @@ BUILTINS: dict[str, set[type[Exception]]] = {
     "MeshMismatchError": {ValueError, RuntimeError},
     "MeshTypeError": {TypeError, ValueError},
     "NoGroupError": {ValueError, RuntimeError},
+    "PeerError": {ValueError, RuntimeError},
     "RankError": {RuntimeError},
 }
 

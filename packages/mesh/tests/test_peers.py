@@ -23,7 +23,9 @@ def test_who_gives_up_says_so_in_all_of_its_words() -> None:
     peers.check()
     words[1 - rank] = 7
     peers.wait(1 - rank, 7, 1 - rank)
-    differing = peers.differing([request("all_gather", torch.float32, 3), request("broadcast", torch.int64, 2, "", 1)])
+    differing, _ = peers.differing(
+        [request("all_gather", torch.float32, 3), request("broadcast", torch.int64, 2, "", 1)]
+    )
     assert differing.endswith("rank 0: all_gather of 3 x float32, rank 1: broadcast from 1 of 2 x int64")
     words[1 - rank] = BROKEN
     with pytest.raises(CollectiveError, match=rf"rank {1 - rank} \(process {os.getpid()}\) has given up"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal_mesh.shared_memory.request import DTYPES, describe, request
+from shoal_mesh.shared_memory.request import DTYPES, announcement, describe, describe_announced, request
 
 
 def test_requests_differ_and_say_what_they_are() -> None:
@@ -20,3 +20,12 @@ def test_requests_differ_and_say_what_they_are() -> None:
     assert max(every) < 1 << 62
     assert describe(request("all_reduce", torch.bfloat16, 12, "max")) == "all_reduce max of 12 x bfloat16"
     assert describe(request("broadcast", torch.uint8, 3, root=2)) == "broadcast from 2 of 3 x uint8"
+
+
+def test_announcements_name_every_reduction_and_dtype() -> None:
+    assert describe_announced(announcement("all_reduce", torch.int16, 12, "bxor")) == "all_reduce bxor of 12 x int16"
+    assert describe_announced(announcement("broadcast", torch.uint8, 3, root=2)) == "broadcast from 2 of 3 x uint8"
+    assert (
+        describe_announced(announcement("all_to_all_v", torch.qint8, 0)) == "all_to_all_v of any number x another dtype"
+    )
+    assert announcement("all_reduce", torch.complex128, 1 << 38, "avg") < 1 << 64

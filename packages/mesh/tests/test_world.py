@@ -89,6 +89,7 @@ def test_a_restart_with_fewer_ranks_has_new_meshes_only() -> None:
 
 @on_ranks(2)
 def test_a_group_with_options_of_its_own_is_not_made_again() -> None:
+    restart_world()  # names that c10d gives to groups are free in a new store
     slow = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     mesh = DeviceMesh.from_group(slow, "cpu")
     plain = DeviceMesh.from_group(dist.new_group([1, 0], use_local_synchronization=True), "cpu")

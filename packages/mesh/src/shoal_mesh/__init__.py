@@ -22,6 +22,7 @@ from .errors import (
     MeshMismatchError,
     MeshTypeError,
     NoGroupError,
+    PeerError,
     RankError,
 )
 from .events import Event, Observer, is_observed, observe, purpose, unobserve
@@ -60,6 +61,7 @@ __all__ = [
     "NoGroupError",
     "Observer",
     "PackedPending",
+    "PeerError",
     "Pending",
     "RankError",
     "Topology",

@@ -17,6 +17,7 @@ __all__ = [
     "MeshMismatchError",
     "MeshTypeError",
     "NoGroupError",
+    "PeerError",
     "RankError",
 ]
 
@@ -58,6 +59,21 @@ class CollectiveTypeError(CollectiveError, TypeError):
 
 class DimError(CollectiveError, IndexError):
     """A dim that the tensor given to a collective does not have; raised before anything is sent."""
+
+
+class PeerError(CollectiveError):
+    """Another rank has ended, stopped, given up or does something else, so a collective cannot be completed.
+
+    Attributes:
+        ranks: the global ranks that are at fault, as far as this rank can know; () where it cannot.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class LockstepError(RuntimeError):

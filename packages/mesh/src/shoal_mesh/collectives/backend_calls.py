@@ -31,9 +31,10 @@ from .._torch import (
 )
 from ..groups.process_groups import Comm
 from ..shared_memory import exchange
+from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
 from ..shared_memory.lane import Lane
-from ..shared_memory.request import DTYPES, OPS
+from ..shared_memory.request import DTYPES, OPS, announcement
 from .wire import PLAIN, REDUCE, in_memory
 
 __all__ = [
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 _DTYPES = frozenset(DTYPES)
-Started = tuple[Tensor, Work | Turn | None]
+Started = tuple[Tensor, Work | Turn | BackendWork | None]
 _ALL_GATHER = AllgatherOptions()
 _ALL_TO_ALL = AllToAllOptions()
 _EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
@@ -93,6 +94,11 @@ def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
         return None
     if turn_bytes and tensor.nbytes > turn_bytes:
         return None
+    return _channel_of(comm)
+
+
+def _channel_of(comm: Comm) -> Channel | None:
+    """The shared memory of a group of gloo."""
     group, channel = comm.group, comm.kept  # in this order: the group of a new world has no channel yet
     if type(channel) is tuple:
         channel = comm.kept = channel_of(group)
@@ -110,6 +116,23 @@ def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = 
     return None if channel is None else channel.lanes[name]
 
 
+def _on_backend(work: Work, comm: Comm) -> Work | BackendWork:
+    """The work of a call of the backend, watched where it is gloo's."""
+    return BackendWork(work, comm.group, comm.kept or None) if "cpu:gloo" in comm.backend else work
+
+
+def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
+    """Before a call of gloo between ranks of one host: see that no rank has started another.
+
+    Raises:
+        PeerError: one has.
+    """
+    if "cpu:gloo" in comm.backend and tensor.is_cpu:
+        channel = _channel_of(comm)
+        if channel is not None:
+            channel.peers.announce(announcement(kind, tensor.dtype, count, op, root))
+
+
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
     if is_compiling():
@@ -117,7 +140,8 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.all_reduce_(channel, tensor, op, background)
-    return tensor, comm.group.allreduce([tensor], _ALL_REDUCE[op])
+    _announce(comm, tensor, "all_reduce", tensor.numel(), op)
+    return tensor, _on_backend(comm.group.allreduce([tensor], _ALL_REDUCE[op]), comm)
 
 
 def _reducing_channel(tensor: Tensor, comm: Comm, op: str, turn_bytes: int) -> Channel | None:
@@ -159,9 +183,10 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.all_gather(channel, _movable(tensor), _movable(out))
+    _announce(comm, tensor, "all_gather", tensor.numel())
     if tensor.dtype in PLAIN:
-        return out, comm.group._allgather_base(out, tensor, _ALL_GATHER)
-    return out, comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER)
+        return out, _on_backend(comm.group._allgather_base(out, tensor, _ALL_GATHER), comm)
+    return out, _on_backend(comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER), comm)
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
@@ -177,7 +202,10 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.reduce_scatter(channel, tensor, out, op)
-    return out, comm.group._reduce_scatter_base(out, tensor, _REDUCE_SCATTER[op])
+    _announce(comm, tensor, "reduce_scatter", tensor.numel(), op)
+    work = comm.group._reduce_scatter_base(out, tensor, _REDUCE_SCATTER[op])
+    # gloo's is never completed before it is waited for, so it cannot be watched.
+    return out, BackendWork(work, comm.group, None) if "cpu:gloo" in comm.backend else work
 
 
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
@@ -193,9 +221,9 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.all_to_all(channel, _movable(tensor), _movable(out))
-    if tensor.dtype in PLAIN:
-        return out, comm.group.alltoall_base(out, tensor, _EVEN, _EVEN, _ALL_TO_ALL)
-    return out, comm.group.alltoall_base(_as_bytes(out), _as_bytes(tensor), _EVEN, _EVEN, _ALL_TO_ALL)
+    _announce(comm, tensor, "all_to_all", tensor.numel())
+    sent, into = (tensor, out) if tensor.dtype in PLAIN else (_as_bytes(tensor), _as_bytes(out))
+    return out, _on_backend(comm.group.alltoall_base(into, sent, _EVEN, _EVEN, _ALL_TO_ALL), comm)
 
 
 def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int], background: bool = False) -> Started:
@@ -230,13 +258,14 @@ def all_to_all_exact(
         counts = [n * width for n in send], [n * width for n in receive]
         exchange.all_to_all_v(channel, _as_bytes(flat), *counts, _as_bytes(out))
         return out, None
+    _announce(comm, flat, "all_to_all_v", 0)
     if flat.dtype in PLAIN:
-        return out, comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL)
+        return out, _on_backend(comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL), comm)
     width = flat.element_size()
     work = comm.group.alltoall_base(
         _as_bytes(out), _as_bytes(flat), [n * width for n in receive], [n * width for n in send], _ALL_TO_ALL
     )
-    return out, work
+    return out, _on_backend(work, comm)
 
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False) -> Started:
@@ -247,7 +276,9 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.broadcast_(channel, _movable(tensor), root)
-    return tensor, comm.group.broadcast([tensor if tensor.dtype in PLAIN else _as_bytes(tensor)], _from(root))
+    _announce(comm, tensor, "broadcast", tensor.numel(), "", root)
+    sent = tensor if tensor.dtype in PLAIN else _as_bytes(tensor)
+    return tensor, _on_backend(comm.group.broadcast([sent], _from(root)), comm)
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._torch import Work
+from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Turn
 
 __all__ = ["Pending"]
@@ -25,7 +26,9 @@ class Pending:
 
     __slots__ = ("_then", "_value", "_work")
 
-    def __init__(self, value: Tensor, work: Work | Turn | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, value: Tensor, work: Work | Turn | BackendWork | None, then: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self._value, self._work, self._then = value, work, then
 
     def wait(self) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
-from .._torch import ProcessGroup
+from .._torch import ProcessGroup, Store
 from ..argument_types import require, require_each
-from ..errors import MeshError, MeshMismatchError, NoGroupError
+from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 __all__ = [
     "all_gather_objects",
@@ -64,6 +64,7 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
         NoGroupError: there is no default group, or this rank does not go on.
         MeshTypeError: the ranks are no sequence of integers, or the timeout is no number.
         MeshError: ranks are repeated, or not in the world.
+        PeerError: not all of the ranks came before the timeout; the old group is still there.
 
     Example:
         >>> def example() -> float:
@@ -82,19 +83,31 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     if world.rank() not in ranks:
         raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
     size, own, backend = len(ranks), ranks.index(world.rank()), _torch.backend_config(world)
-    store, bound = _torch.default_store(), world.bound_device_id
+    store, bound, number = _torch.default_store(), world.bound_device_id, next(_RESTARTS)
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
+    if "fake" not in backend:
+        _meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span)
     del world
     dist.destroy_process_group()
     dist.init_process_group(
         backend,
-        store=_torch.PrefixStore(f"shoal_restart_{next(_RESTARTS)}", store),
+        store=_torch.PrefixStore(f"shoal_restart_{number}", store),
         rank=own,
         world_size=size,
         timeout=span,
         device_id=bound,
     )
     return require_world()
+
+
+def _meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None) -> None:
+    """Until all ranks are here: a group that one rank ends while another still connects to it fails there."""
+    store.set(str(own), "here")
+    try:
+        store.wait([str(rank) for rank in ranks], timeout or timedelta(minutes=30))
+    except RuntimeError as error:
+        missing = tuple(rank for rank in ranks if not store.check([str(rank)]))
+        raise PeerError(f"rank {', '.join(map(str, missing))} did not come to restart_world", missing) from error
 
 
 def require_world() -> ProcessGroup:

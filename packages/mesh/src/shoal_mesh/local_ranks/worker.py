@@ -100,6 +100,8 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
 def _serve(connection: Connection, rank: int, size: int) -> None:
     import torch
 
+    from ..shared_memory.channel import give_up
+
     torch.set_num_threads(1)
     while True:
         order = connection.recv_bytes()
@@ -109,7 +111,10 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         try:
             answer = pickle.dumps((True, _run(job, rank, size, connection)))
         except BaseException as error:
-            answer = pickle.dumps((False, _failure(error)))
+            failure = _failure(error)
+            answer = pickle.dumps((False, failure))
+            if not failure.skip:
+                give_up(f"it raised {failure.kind}: {failure.message[:200]}")
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(answer)

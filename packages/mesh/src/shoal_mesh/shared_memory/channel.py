@@ -19,12 +19,12 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import ProcessGroup
-from ..errors import CollectiveError
+from ..errors import CollectiveError, PeerError
 from .lane import Lane
-from .peers import BROKEN, LINE, Peers
+from .peers import ANNOUNCED, BROKEN, LINE, REASON_BYTES, Peers
 from .segment import Segment, map_segment
 
-__all__ = ["LANES", "SLOT_BYTES", "Channel", "Turn", "channel_of"]
+__all__ = ["LANES", "SLOT_BYTES", "Channel", "Turn", "channel_of", "give_up"]
 
 SLOT_BYTES = 1 << 20  # of one rank in one turn; two per rank. Larger messages take several turns.
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
@@ -58,7 +58,9 @@ class Channel:
         word, at = first + 2 * self.size * width, self._slots.numel()
         starts = [word + LINE * self.size * i for i in range(len(lanes))]
         own = [start + LINE * self.rank + i for start in starts for i in (0, 1)]
-        self.peers = Peers(group, segment.pids, self._words, (self._flags[self.rank], *own))
+        announced = first + 2 * self.size * width + len(lanes) * LINE * self.size
+        reasons = memoryview(segment.memory)[(head - self.size * REASON_BYTES // 8) * 8 : head * 8]
+        self.peers = Peers(group, segment.pids, self._words, (self._flags[self.rank], *own), reasons, announced)
         self.lanes: dict[str, Lane] = {}
         for start, (name, (depth, size)) in zip(starts, lanes.items(), strict=True):
             end = at + depth * self.size * size
@@ -122,15 +124,17 @@ class Channel:
         """The open turn has been read."""
         self._open = None
 
-    def fail(self, text: str) -> CollectiveError:
+    def fail(self, text: str, ranks: Sequence[int] = ()) -> PeerError:
         """The error that this and every later call on the shared memory raises, here and on the other ranks."""
         self._open = None
-        return self.peers.fail(text)
+        return self.peers.fail(text, ranks)
 
     def _refuse(self, request: int) -> None:
-        if any(self._words[flag] == BROKEN for flag, _ in self._others):
-            raise self.fail("another rank has given up a collective in shared memory: see its error")
-        raise self.fail(self.peers.differing([self._words[note] for note in self._notes[self._turn & 1]]))
+        self._open = None
+        for flag, rank in self._others:
+            if self._words[flag] == BROKEN:
+                raise self.peers.heard(rank)
+        raise self.peers.fail(*self.peers.differing([self._words[note] for note in self._notes[self._turn & 1]]))
 
 
 class Turn:
@@ -153,7 +157,7 @@ class Turn:
             _torch.on_plain_kernels(self._read)
         except BaseException as error:
             if not isinstance(error, CollectiveError):
-                channel.fail(f"a collective in shared memory was broken off: {error!r}")
+                channel.fail(f"it broke off a collective in shared memory: {error!r}", [channel.rank])
             raise
         channel.close_turn()
 
@@ -168,8 +172,9 @@ def _note_words(size: int) -> int:
 
 
 def _head_words(size: int) -> int:
-    """Words in front of the slots: lines of the segment's token and the flags, notes of two turns, lines of lanes."""
-    return LINE * (1 + size) + 2 * size * _note_words(size) + len(LANES) * LINE * size
+    """Words in front of the slots: lines of the token and the flags, notes, lines of lanes, announcements, reasons."""
+    of_rank = 2 * _note_words(size) + len(LANES) * LINE + LINE + ANNOUNCED + REASON_BYTES // 8
+    return LINE * (1 + size) + of_rank * size
 
 
 # The one mutable state of this folder: an entry goes with its group. None: the group keeps its backend.
@@ -191,3 +196,14 @@ def channel_of(group: ProcessGroup) -> Channel | None:
         segment = map_segment(group, _head_words(size) * 8 + size * per_rank)
         channel = _CHANNELS[group] = None if segment is None else Channel(group, segment, slot_bytes, lanes)
         return channel
+
+
+def give_up(reason: str) -> None:
+    """Have the ranks that wait for this one, or come to, raise at once and not at their timeout.
+
+    Args:
+        reason: what they repeat.
+    """
+    for channel in list(_CHANNELS.values()):
+        if channel is not None:
+            channel.fail(reason, [channel.rank])

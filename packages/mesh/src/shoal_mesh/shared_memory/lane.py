@@ -80,9 +80,10 @@ class Lane:
             return
         requests = [words[line + 2 + (turn & 1)] for line in self._lines]
         if any(request != awaited for request in requests):
-            if any(words[line] == BROKEN for line in self._lines):
-                raise self.peers.fail("another rank has given up a collective in shared memory: see its error")
-            raise self.peers.fail(self.peers.differing(requests))
+            for rank, line in enumerate(self._lines):
+                if words[line] == BROKEN and rank != self.rank:
+                    raise self.peers.heard(rank)
+            raise self.peers.fail(*self.peers.differing(requests))
 
     def _awaited(self, awaited: int) -> tuple[int, int]:
         """Which word of all ranks has to be at least what."""
@@ -126,7 +127,7 @@ class Running:
             following = _torch.on_plain_kernels(next, self._steps, None)
         except BaseException as error:
             if not isinstance(error, CollectiveError):
-                lane.peers.fail(f"a collective in shared memory was broken off: {error!r}")
+                lane.peers.fail(f"it broke off a collective in shared memory: {error!r}", [lane.rank])
             raise
         if awaited != FREE:
             lane.has_read()

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import _torch
 from .._torch import ProcessGroup
-from ..errors import CollectiveError
-from .request import describe
+from ..errors import PeerError
+from .request import describe, describe_announced
 
-__all__ = ["BROKEN", "LINE", "Peers"]
+__all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "state_of"]
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
 BROKEN = 1 << 62  # what a rank that has given up writes: more than any word becomes
+REASON_BYTES = 1 << 10  # of each rank: why it has given up, for the others to repeat
+ANNOUNCED = 16  # of each rank's last calls of the backend
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps, about half a millisecond
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks whether the others are alive
+_STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
 
 
 class Peers:
@@ -31,29 +36,106 @@ class Peers:
         words: what they share, as numbers.
     """
 
-    def __init__(self, group: ProcessGroup, pids: Sequence[int], words: memoryview, own: Sequence[int]) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        pids: Sequence[int],
+        words: memoryview,
+        own: Sequence[int],
+        reasons: memoryview | None = None,
+        announced: int = 0,
+    ) -> None:
         self.rank, self.size, self.words = group.rank(), group.size(), words
         self.ranks = sorted(_torch.group_ranks(group), key=_torch.group_ranks(group).__getitem__)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
-        self._failure = ""
+        self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
+        self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []
+        self._calls = 0
+        self._failure: PeerError | None = None
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
-        if self._failure:
-            raise CollectiveError(self._failure)
+        if self._failure is not None:
+            raise PeerError(str(self._failure), self._failure.ranks)
 
-    def fail(self, text: str) -> CollectiveError:
-        """The error that this and every later call raises, here and on the other ranks."""
-        self._failure = self._failure or text
-        for word in self._own:
-            self.words[word] = BROKEN
-        return CollectiveError(self._failure)
+    def fail(self, text: str, ranks: Sequence[int] = (), reason: str = "") -> PeerError:
+        """The error that this and every later call raises, here and on the other ranks.
+
+        Args:
+            text: what it says here.
+            ranks: positions in the group of those who are at fault.
+            reason: what the others repeat, if not the text.
+        """
+        if self._failure is None:
+            self._failure = PeerError(text, tuple(self.ranks[rank] for rank in ranks))
+            kept = json.dumps([reason or text, list(ranks)]).encode()
+            if len(kept) > REASON_BYTES - 2:
+                kept = json.dumps([(reason or text)[: REASON_BYTES // 8] + " ...", list(ranks)[:32]]).encode()
+            start = self.rank * REASON_BYTES
+            self._reasons[start + 2 : start + 2 + len(kept)] = kept
+            self._reasons[start : start + 2] = len(kept).to_bytes(2, "little")
+            for word in self._own:
+                self.words[word] = BROKEN
+        return PeerError(str(self._failure), self._failure.ranks)
+
+    def heard(self, rank: int) -> PeerError:
+        """The error for a rank of the group that has given up; it says why."""
+        start = rank * REASON_BYTES
+        length = int.from_bytes(self._reasons[start : start + 2], "little")
+        reason, ranks = "see its error", [rank]
+        if length:
+            reason, ranks = json.loads(bytes(self._reasons[start + 2 : start + 2 + length]))
+        name = self._name(rank)
+        return self.fail(f"{name} has given up a collective in shared memory: {reason}", ranks, reason)
+
+    def announce(self, call: int) -> None:
+        """Say which call of the backend comes next, and see that those who have said it already say the same.
+
+        Nobody waits: of two ranks that differ, the later one sees it and calls nothing, so that neither the backend of
+        the other gets what it did not expect. That one hears of it while it waits (`check_others`).
+        """
+        self.check()
+        self._calls += 1
+        own, words = self._announced[self.rank], self.words
+        words[own + LINE + self._calls % ANNOUNCED] = call
+        words[own] = self._calls
+        if self.rank_elsewhere() is not None:
+            raise self.fail(*self.differing_calls())
+
+    def _said(self, rank: int) -> int | None:
+        """The call that a rank has announced where this one announced its last, if it has and it is still there."""
+        ahead = self.words[self._announced[rank]] - self._calls
+        if not 0 <= ahead < ANNOUNCED:
+            return None
+        return int(self.words[self._announced[rank] + LINE + self._calls % ANNOUNCED])
+
+    def rank_elsewhere(self) -> int | None:
+        """A rank of the group that has announced another call than this one has, if there is one."""
+        if not self._calls:
+            return None
+        own = self._said(self.rank)
+        return next((rank for rank in range(self.size) if self._said(rank) not in (None, own)), None)
+
+    def differing_calls(self) -> tuple[str, tuple[int, ...]]:
+        """What to say when ranks ask different things of their backend, and who is in the minority."""
+        said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
+        text = ", ".join(f"rank {self.ranks[rank]}: {describe_announced(call)}" for rank, call in said.items())
+        return f"ranks started different collectives on one communicator: {text}", minority(said)
+
+    def check_others(self) -> None:
+        """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
+        self.check()
+        for rank in range(self.size):
+            if rank != self.rank and self.words[LINE * (1 + rank)] == BROKEN:
+                raise self.heard(rank)
+        if self.rank_elsewhere() is not None:
+            raise self.fail(*self.differing_calls())
 
     def wait(self, word: int, value: int, rank: int) -> None:
         """Until a word of a rank of the group is at least a value.
 
         Raises:
-            CollectiveError: the rank has ended or given up, the timeout is over, or the group is destroyed.
+            PeerError: the rank has ended, is stopped or has given up, the timeout is over, or the group is destroyed.
         """
         words = self.words
         for _ in range(_YIELDS):
@@ -63,41 +145,61 @@ class Peers:
         else:
             self._sleep(word, value, rank)
         if words[word] == BROKEN:
-            raise self.fail(f"{self._name(rank)} has given up a collective in shared memory: see its error")
+            raise self.heard(rank)
 
     def _sleep(self, word: int, value: int, rank: int) -> None:
         """Wait in steps that grow with the time waited, to 1 ms; now and then see whether the rank is still there."""
         start = checked = time.monotonic()
-        me = f"rank {self.ranks[self.rank]}"
+        me, stopped = f"rank {self.ranks[self.rank]}", 0
         while self.words[word] < value:
             now = time.monotonic()
             time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
             if now - checked < _CHECK_SECONDS:
                 continue
-            checked, group = now, self._group()
+            checked, group, state = now, self._group(), state_of(self._pids[rank])
             if group is None or not _torch.is_live(group):
-                raise self.fail("the process group was destroyed while one of its collectives waited")
-            if not _is_alive(self._pids[rank]) and self.words[word] < value:
-                raise self.fail(f"{self._name(rank)} has ended while {me} waited for it in a collective")
-            timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
-            if now - start > timeout:
+                raise self.fail("the process group was destroyed while one of its collectives waited", [self.rank])
+            if self.words[word] >= value:
+                return
+            if state == "ended":
+                raise self.fail(f"{self._name(rank)} has ended while {me} waited for it in a collective", [rank])
+            if self._announced and self.words[self._announced[rank]] > self._calls:
                 raise self.fail(
-                    f"{me} waited {timeout:.0f} s, the timeout of the process group, for {self._name(rank)} in a "
-                    "collective: ranks start the same ones in one order, with one async_op"
+                    f"{self._name(rank)} started another collective than the one in which {me} waits for it", [rank]
+                )
+            # Counted, not timed: a job that is stopped as a whole and goes on has waited for nobody.
+            stopped = stopped + 1 if state == "stopped" else 0
+            timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
+            if now - start > timeout or stopped > _STOPPED_CHECKS:
+                why = f", the timeout of the process group, for {self._name(rank)}" if now - start > timeout else ""
+                raise self.fail(
+                    f"{me} waited {now - start:.0f} s{why} in a collective, and {self._name(rank)} is stopped (SIGSTOP)"
+                    if stopped
+                    else f"{me} waited {timeout:.0f} s{why} in a collective: ranks start the same ones in one order, "
+                    "with one async_op",
+                    [rank],
                 )
 
-    def differing(self, requests: Sequence[int]) -> str:
-        """What to say when ranks request different things."""
+    def differing(self, requests: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """What to say when ranks request different things, and who is in the minority."""
         text = ", ".join(f"rank {rank}: {describe(other)}" for rank, other in zip(self.ranks, requests, strict=True))
-        return f"ranks started different collectives on one communicator: {text}"
+        return f"ranks started different collectives on one communicator: {text}", minority(dict(enumerate(requests)))
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
 
 
-def _is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and is not yet reaped does not."""
+def minority(values: Mapping[int, object]) -> tuple[int, ...]:
+    """The keys whose value is not that of more than half of all."""
+    counts = Counter(values.values())
+    common, times = counts.most_common(1)[0]
+    return tuple(key for key, value in values.items() if value != common) if times * 2 > len(values) else ()
+
+
+def state_of(pid: int) -> str:
+    """Whether a process is "running", "stopped" (by a signal) or "ended" (also if it is not yet reaped)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "ended"
+    return "ended" if state in "ZX" else "stopped" if state == "T" else "running"

@@ -6,12 +6,18 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["DTYPES", "OPS", "describe", "request"]
+__all__ = ["DTYPES", "OPS", "announcement", "describe", "describe_announced", "request"]
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
 OPS = ("", "sum", "min", "max", "product")
 DTYPES = (
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+# What a backend is asked for may have more of both.
+_ALL_OPS = (*OPS, "avg", "band", "bor", "bxor")
+_ALL_DTYPES = (
+    *DTYPES, torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64,
+    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 
 
@@ -29,3 +35,21 @@ def describe(number: int) -> str:
     count, root = divmod(number, 4096)
     extra = f" {OPS[op]}" if op else f" from {root}" if KINDS[kind] == "broadcast" else ""
     return f"{KINDS[kind]}{extra} of {count} x {str(DTYPES[dtype]).removeprefix('torch.')}"
+
+
+@lru_cache(maxsize=4096)
+def announcement(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int = 0) -> int:
+    """What a rank asks of its backend, likewise; a dtype that has no number of its own counts as any such."""
+    number = _ALL_DTYPES.index(dtype) if dtype in _ALL_DTYPES else 31
+    return (((count * 4096 + root) * 16 + _ALL_OPS.index(op)) * 8 + KINDS.index(kind)) * 32 + number
+
+
+def describe_announced(number: int) -> str:
+    """What `announcement` says, for people."""
+    number, dtype = divmod(number, 32)
+    number, kind = divmod(number, 8)
+    number, op = divmod(number, 16)
+    count, root = divmod(number, 4096)
+    extra = f" {_ALL_OPS[op]}" if op else f" from {root}" if KINDS[kind] == "broadcast" else ""
+    of = "another dtype" if dtype == 31 else str(_ALL_DTYPES[dtype]).removeprefix("torch.")
+    return f"{KINDS[kind]}{extra} of {count or 'any number'} x {of}"

@@ -15,16 +15,19 @@ import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp
 
-__all__ = ["OPT_OUT", "Segment", "map_segment"]
+__all__ = ["OPT_OUT", "Segment", "machine", "map_segment", "processes_of"]
 
 OPT_OUT = "SHOAL_SHARED_MEMORY"  # "0" on any rank keeps every group that it is in with its backend
 # Flags are stored after data without a fence, which is right where stores become visible in program order (TSO).
 _ORDERED = {"x86_64", "AMD64"}
+# Declared mutable state: an entry goes with its group.
+_PROCESSES: WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,10 +55,11 @@ def map_segment(group: ProcessGroup, nbytes: int) -> Segment | None:
     token = secrets.randbits(62)
     own = _create(nbytes, token) if group.rank() == 0 else -1
     try:
-        facts = torch.tensor([_host(), os.getpid(), own, token])
+        facts = torch.tensor([_host(), os.getpid(), own, token, machine()])
         of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype)
         group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
-        hosts, pids, files, tokens = of_all.t().tolist()
+        hosts, pids, files, tokens, machines = of_all.t().tolist()
+        _PROCESSES[group] = tuple(zip(machines, pids, strict=True))
         memory = None
         if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
             path = f"/proc/{pids[0]}/fd/{files[0]}"
@@ -102,9 +106,21 @@ def _all_have(memory: mmap.mmap | None, group: ProcessGroup) -> bool:
     return bool(have.item())
 
 
+def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
+    """(machine, process id) of the ranks of a group, in its order; () before its first collective on CPU tensors."""
+    return _PROCESSES.get(group, ())
+
+
 def _host() -> int:
     """A number that two ranks have in common where one can see the other's memory; 0 where nobody can see it."""
-    if sys.platform != "linux" or platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0":
+    if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0":
+        return 0
+    return machine()
+
+
+def machine() -> int:
+    """A number that two processes have in common where one sees the other in /proc; 0 where there is none."""
+    if sys.platform != "linux":
         return 0
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

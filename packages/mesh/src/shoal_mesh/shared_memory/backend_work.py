@@ -1,0 +1,127 @@
+"""Collectives of gloo that are waited for with an eye on the other ranks, so that a failure says whose it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from .. import _torch
+from .._torch import ProcessGroup, Work
+from ..errors import PeerError
+from .channel import Channel
+from .peers import state_of
+from .segment import machine, processes_of
+
+__all__ = ["BackendWork"]
+
+_YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
+_CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
+_DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
+_ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
+
+
+class BackendWork:
+    """The work of a collective of gloo. It stands where c10d's Work does.
+
+    Raises from `wait`:
+        PeerError: a rank has ended, given up or does something else, or the timeout is over.
+    """
+
+    __slots__ = ("_channel", "_group", "_work")
+
+    def __init__(self, work: Work, group: ProcessGroup, channel: Channel | None) -> None:
+        self._work, self._group, self._channel = work, group, channel
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Until the collective is complete."""
+        if self._channel is not None:
+            self._watch(self._channel)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _explained(self._group, str(error), self._channel) from error
+
+    def _watch(self, channel: Channel) -> None:
+        """Until the work is complete or another rank is seen to fail."""
+        work = self._work
+        for _ in range(_YIELDS):
+            if work.is_completed():
+                return
+            os.sched_yield()
+        start = checked = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
+            if now - checked > _CHECK_SECONDS:
+                checked = now
+                channel.peers.check_others()
+
+
+def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerError:
+    """The error that names who is at fault: processes of this machine are looked at, all others asked to report."""
+    said = said.partition("] ")[2].partition(". This is typically")[0] or said
+    if not _torch.is_live(group):
+        return PeerError(f"the process group was destroyed while one of its collectives waited: {said}")
+    positions = _torch.group_ranks(group)
+    ranks = sorted(positions, key=positions.__getitem__)
+    me, deadline = ranks[group.rank()], time.monotonic() + _DEATH_SECONDS
+    while not (lost := _lost(group, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    culprits: tuple[int, ...] = tuple(lost)
+    text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
+    if not lost:
+        silent = _silent(group, ranks, me)
+        if silent is None:
+            text = "the store of the default group does not answer, so its process or host (rank 0?) may be gone"
+        elif silent:
+            culprits = tuple(silent)
+            names = ", ".join(map(str, silent))
+            text = f"rank {names} has not reported this failure: it is elsewhere, stuck or out of reach"
+        else:
+            text = "all ranks have reported it: they started different collectives, or the network is slow"
+    error = f"a collective of gloo failed on rank {me}: {text} ({said})"
+    if channel is None:
+        return PeerError(error, culprits)
+    return channel.fail(error, [positions[rank] for rank in culprits])
+
+
+def _lost(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
+    """Ranks whose processes have ended or are stopped, and which of it, as far as this machine shows."""
+    here, lost = machine(), {}
+    for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):
+        if where == here and here:
+            state = state_of(pid)
+            if state != "running":
+                lost[rank] = f"(process {pid}) {'has ended' if state == 'ended' else 'is stopped (SIGSTOP)'}"
+    return lost
+
+
+def _silent(group: ProcessGroup, ranks: list[int], me: int) -> list[int] | None:
+    """The ranks that report no failure of the group in some seconds; None if the store does not answer."""
+    answer: list[list[int]] = []
+
+    def ask() -> None:
+        store, key = _torch.default_store(), f"shoal_failed/{_torch.group_name(group)}"
+        store.set(f"{key}/{me}", "1")
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        missing = [rank for rank in ranks if rank != me]
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+            answer[:] = [missing]
+            time.sleep(0.05)
+
+    def quietly() -> None:
+        try:
+            ask()
+        except RuntimeError:  # the store is gone
+            answer.clear()
+
+    thread = threading.Thread(target=quietly, daemon=True)  # a store that is out of reach blocks for minutes
+    thread.start()
+    thread.join(_ROLL_CALL_SECONDS + 1)
+    return answer[0] if answer else None

@@ -1,0 +1,76 @@
+"""Covers: backend_work.py: who is named when a collective of gloo cannot be completed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal_mesh import Comm, PeerError, all_gather, all_reduce, comm_over, launch, restart_world
+from shoal_mesh.errors import RankError
+from shoal_mesh.shared_memory.segment import OPT_OUT
+from shoal_mesh.testing import on_ranks
+
+TIMEOUT = 2.0
+
+
+def through_gloo() -> Comm:
+    os.environ[OPT_OUT] = "0"
+    try:
+        restart_world(timeout=TIMEOUT)
+        comm = comm_over(tuple(range(dist.get_world_size())))
+        all_reduce(torch.ones(1), comm)
+    finally:
+        del os.environ[OPT_OUT]
+    return comm
+
+
+def fail(how: str, seen: str) -> None:
+    comm = through_gloo()
+    if dist.get_rank() == 1:
+        if how != "away":
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        time.sleep(60)
+    start = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        all_reduce(torch.ones(4), comm)
+    Path(f"{seen}.{dist.get_rank()}").write_text(f"{time.monotonic() - start} {caught.value.ranks} {caught.value}")
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("killed", "has ended"),
+        pytest.param("stopped", "is stopped", marks=pytest.mark.slow),
+        pytest.param("away", "has not reported", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_is_named(how: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        launch(fail, 3, how, str(tmp_path / "seen"), timeout=TIMEOUT + 6)
+    for rank in (0, 2):
+        seconds, _, said = (tmp_path / f"seen.{rank}").read_text().partition(" ")
+        assert float(seconds) < TIMEOUT + 6
+        assert said.startswith("(1,)") and "rank 1 " in said and text in said, said
+
+
+@pytest.mark.parametrize("large", [1, 0])
+@on_ranks(3)
+def test_large_messages_that_differ_are_not_sent(large: int) -> None:
+    restart_world(timeout=3)
+    comm, rank = comm_over((0, 1, 2)), dist.get_rank()
+    all_reduce(torch.ones(1), comm)
+    # One is beyond what goes through shared memory in one turn; gloo aborts the process that gets another length.
+    lengths = {1: 1 << 20, 0: 1 << 10} if large else {1: 1 << 20, 0: (1 << 20) + 4}
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=r"different collectives|started another collective") as caught:
+        all_gather(torch.ones(lengths[int(rank == 1)]), comm, async_op=True).wait()
+    assert time.monotonic() - start < 10
+    assert "rank" in str(caught.value)
+    restart_world(timeout=60)
+    assert all_reduce(torch.ones(1), comm).item() == 3
