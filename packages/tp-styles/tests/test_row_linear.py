@@ -19,25 +19,43 @@ from shoal_tp_styles import (
 from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
 from tp_checks import assert_same_gradients, counts
 
+OVERLAPPED: dict[str, tuple[Any, int]] = {  # layout of the output -> chunks of eight rows
+    "reduced": (Replicate(), 3),
+    "scattered beside the chunks": (Shard(1), 3),
+    "scattered along the chunks": (Shard(0), 2),  # two rows of every rank
+    "the same, counted from behind": (Shard(-3), 2),
+    "of different sizes": (Shard(0, sizes=(1, 4, 0, 3)), 3),
+    "different sizes beside the chunks": (Shard(1, sizes=(1, 4, 0, 3)), 3),
+}
+
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", [Replicate(), Shard(1), Shard(0)])
+@pytest.mark.parametrize("layout", OVERLAPPED)
 @pytest.mark.parametrize("bias", [True, False])
-def test_overlapped_reduction(layout: Any, bias: bool) -> None:
+@pytest.mark.parametrize("local", [True, False])
+def test_overlapped_reduction(layout: str, bias: bool, local: bool) -> None:
+    placement, chunks = OVERLAPPED[layout]
     single: Any = nn.Linear(12, 8, bias=bias).double()
-    module: Any = parallelize_module(
-        copy.deepcopy(single), all_ranks(), RowwiseParallel(output_layouts=layout).overlapped(3)
-    )
-    full = torch.randn(4, 8, 12, dtype=torch.double)
+    style = RowwiseParallel(output_layouts=placement, use_local_output=local).overlapped(3)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    full = torch.randn(8, 8, 12, dtype=torch.double)
     x, y = full.clone().requires_grad_(), own_shard(full, -1).clone().requires_grad_()
-    expected, seed = single(x), torch.randn(4, 8, 8, dtype=torch.double)
+    expected, seed = single(x), torch.randn(8, 8, 8, dtype=torch.double)
     with CommDebugMode() as mode:
         got = module(y)
-    # Four rows in three chunks are chunks of two; an output sharded along the chunked dim stays one collective.
-    assert mode.get_total_counts() == (1 if layout == Shard(0) else 2)
-    torch.testing.assert_close(got, expected if layout == Replicate() else own_shard(expected, layout.dim))
+    assert mode.get_total_counts() == chunks
+    got = got if local else got.to_local()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if placement.is_replicate():
+            return tensor
+        sizes = placement.sizes or (tensor.shape[placement.dim] // 4,) * 4
+        start = sum(sizes[: all_ranks().get_rank()])
+        return tensor.narrow(placement.dim, start, sizes[all_ranks().get_rank()])
+
+    torch.testing.assert_close(got, own(expected))
     expected.backward(seed)
-    got.backward(seed if layout == Replicate() else own_shard(seed, layout.dim))
+    got.backward(own(seed))
     assert x.grad is not None
     torch.testing.assert_close(y.grad, own_shard(x.grad, -1))
     assert_same_parameters(module, single)

@@ -5,7 +5,7 @@ x: S(-1) -> y: S(d)     reduce-scatter of y; backward: all-gather of dy
 
 `OverlappedRow` splits the activation into chunks of dim 0 ("async TP", on any backend): while the partial output of one
 chunk is reduced, the next chunk is multiplied.  The values are those of the unchunked product; there are as many
-collectives as chunks.
+collectives as chunks.  Where the output is scattered along dim 0, a chunk holds some rows of every rank's shard.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Spec, local_shard
-from shoal_mesh import Comm, all_reduce_, reduce_scatter
+from shoal_dtensor import DTensor, Shard, Spec, local_shard
+from shoal_mesh import Comm, all_reduce_
 
 from .._torch import (
     apply,
@@ -30,6 +30,7 @@ from .._torch import (
     dispatch_modes,
     is_compiling,
     selectively_checkpointed,
+    split_sizes,
     transforming,
     unwatched,
 )
@@ -50,6 +51,8 @@ from ..sharding.module_sharding import ModuleCall, Overlap
 from .linear_gradients import note_parameters, save_operands, weight_grads
 
 __all__ = ["OverlappedRow", "RowLinear"]
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")  # what runs in chunks
 
 Grads = tuple[Any, ...]
 
@@ -177,10 +180,17 @@ class RowLinear(Lowered):
         where = self.target(shape, spec)
         if where is None:
             return self.by_dtensor(local, weight, bias, dtype)
-        out: Tensor = apply(_Row, local, weight, bias, where, dtype)
+        out = self.product(local, weight, bias, where, dtype)
         if self.sharding.local_outputs:
             return out
         return from_local(out, self.port_out.desired, self.mesh, None)
+
+    def product(
+        self, local: Tensor, weight: Any, bias: Any, where: Comm | ShardedDim, dtype: torch.dtype | None
+    ) -> Tensor:
+        """The reduced product of the local shards, and the bias."""
+        out: Tensor = apply(_Row, local, weight, bias, where, dtype)
+        return out
 
     def target(self, shape: list[int], spec: Spec) -> Comm | ShardedDim | None:
         """Communicator, or sharded dim, over which the partial output is reduced; None where DTensor must do it."""
@@ -237,16 +247,33 @@ class _OverlappedRow(Function):
 def _in_chunks(x: Tensor, w: Tensor, bias: DTensor | None, where: Comm | ShardedDim, chunks: int) -> Tensor:
     """The reduced product, and the bias; each chunk is reduced beside the product of the next."""
     pending = []
-    for chunk in x.chunk(chunks):
-        out = linear(chunk, w)
-        if isinstance(where, tuple):
-            pending.append(reduce_scatter(out, where[0], where[1], async_op=True))
+    for rows, target in _chunks(x, where, chunks):
+        out = linear(rows, w)
+        if isinstance(target, tuple):
+            pending.append(reduce_scatter_dim(out, *target, async_op=True))
         else:
-            pending.append(all_reduce_(out, where, async_op=True))
+            pending.append(all_reduce_(out, target, async_op=True))
     full = torch.cat([each.wait() for each in pending])
     if bias is not None:
         full += local_shard(bias)
     return full
+
+
+def _chunks(x: Tensor, where: Comm | ShardedDim, chunks: int) -> Iterator[tuple[Tensor, Comm | ShardedDim]]:
+    """Rows of `x`, and how their products are reduced, so that the results are in order."""
+    if not isinstance(where, tuple) or where[1] != 0:
+        for rows in x.tensor_split(_count(chunks, x.shape[0])):
+            yield rows, where
+        return
+    comm, dim, sizes = where
+    shards = split_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
+    count = _count(chunks, max(len(shard) for shard in shards))
+    for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
+        yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))
+
+
+def _count(chunks: int, rows: int) -> int:
+    return max(1, min(chunks, rows))
 
 
 class OverlappedRow(RowLinear):
@@ -262,23 +289,24 @@ class OverlappedRow(RowLinear):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        options, dim = call.sharding.options, getattr(call.sharding.output_port().desired, "dim", None)
-        rows = call.output.shape[0] if call.output.ndim > 1 and dim != 0 else 1
-        chunks = min(options.chunks, rows) if isinstance(options, Overlap) else 1
+        options, placement, out = call.sharding.options, call.sharding.output_port().desired, call.output
+        chunks = 1
+        if isinstance(options, Overlap) and out.ndim > 1:
+            rows = out.shape[0]
+            if isinstance(placement, Shard) and placement.dim in (0, -out.ndim):
+                rows = rows // call.ranks if placement.sizes is None else max(placement.sizes)
+            chunks = _count(options.chunks, rows)
         for collective in super().collectives(call):
-            split = 1 if collective.backward else chunks
+            split = 1 if collective.backward or collective.op not in _REDUCTIONS else chunks
             yield from [replace(collective, nbytes=collective.nbytes // split)] * split
 
     def __call__(self, input: Tensor) -> Tensor:
-        if is_compiling():
-            return self.traced(input)  # a compiler orders collectives itself
-        spec = self.spec("weight")
-        plain = not isinstance(input, DTensor) and self.direct_in and self.sharding.local_outputs
-        where = self.target(list(input.shape), spec) if plain else None
-        # Chunks split dim 0, so an output sharded along dim 0 (or with sizes of its own) is not chunked.
-        if where is None or input.ndim < 2 or (isinstance(where, tuple) and (where[1] == 0 or where[2] is not None)):
-            return super().__call__(input)
-        params = self.params
-        dtype = autocast_dtype(input)
-        out: Tensor = apply(_OverlappedRow, input, params["weight"], params["bias"], where, dtype, self.chunks)
+        return self.traced(input) if is_compiling() else self.general(input)  # a compiler orders collectives itself
+
+    def product(
+        self, local: Tensor, weight: Any, bias: Any, where: Comm | ShardedDim, dtype: torch.dtype | None
+    ) -> Tensor:
+        if local.ndim < 2 or not local.numel():
+            return super().product(local, weight, bias, where, dtype)
+        out: Tensor = apply(_OverlappedRow, local, weight, bias, where, dtype, self.chunks)
         return out

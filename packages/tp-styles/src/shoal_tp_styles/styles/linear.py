@@ -200,6 +200,8 @@ class RowwiseParallel(DeclaredStyle):
     def overlapped(self, chunks: int) -> Self:
         """The same style for a Linear whose reduction runs beside its product, in so many chunks of dim 0.
 
+        It does in eager forwards, for outputs that are reduced or scattered; compiled code orders collectives itself.
+
         Raises:
             LayoutError: if there is no chunk.
         """
