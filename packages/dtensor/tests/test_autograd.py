@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, coalesce, distribute_tensor
+from shoal_dtensor import DTensor, NoRuleError, Partial, Replicate, Shard, coalesce, distribute_tensor
 from shoal_dtensor.layout.placements import Placement
 from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh, lockstep
-from shoal_mesh.testing import observed, on_ranks
+from shoal_mesh.testing import fake_world, observed, on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 WAYS: list[tuple[list[Placement], list[Placement]]] = [
@@ -112,3 +112,15 @@ def test_lockstep_compares_what_travels_together(count: int) -> None:
     with lockstep(timeout=10), pytest.raises(LockstepError, match=r"redistribute .* -> Spec"), coalesce():
         for partial in partials:
             partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which linearize imports
+@pytest.mark.filterwarnings("ignore:.*_has_same_storage_numel")  # forward mode asks for it
+def test_recording_real_values_is_refused() -> None:
+    """`linearize` returned what its record had computed from uninitialised tangents."""
+    with fake_world(2):
+        x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        for _ in range(2):
+            with pytest.raises(NoRuleError, match=r"torch\.func\.linearize"):
+                torch.func.linearize(torch.sin, x)
+        assert torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1].placements == (Shard(0),)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_module, distribute_tensor
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
@@ -150,3 +151,19 @@ def test_the_local_part_of_a_transposed_tensor_is_contiguous(placement: Placemen
         spread = distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
         assert spread.is_contiguous() and spread.to_local().is_contiguous()
         assert spread.view(6, 4).shape == (6, 4)
+
+
+def test_what_a_user_attached_goes_along_when_a_module_is_distributed() -> None:
+    seen: list[str] = []
+    with fake_world(1):
+        module = nn.Linear(2, 2, bias=False)
+        weight: Any = module.weight
+        weight.mine = 5
+        weight.register_hook(lambda grad: seen.append("hook"))
+        weight.register_post_accumulate_grad_hook(lambda leaf: seen.append("after"))
+        mesh = init_device_mesh("cpu", (1,))
+        distribute_module(module, mesh)
+        module(distribute_tensor(torch.ones(1, 2), mesh)).sum().backward()
+        weight = module.weight
+        assert weight.mine == 5
+    assert seen == ["hook", "after"]

@@ -209,6 +209,10 @@ def test_what_is_refused() -> None:
     partial.grad = torch.ones_like(partial)
     with pytest.raises(PlacementError, match="partial"):
         local_step(torch.optim.SGD([partial])).step()
+    replicated = nn.Parameter(DTensor.from_local(torch.ones(2), mesh(), [Replicate()]))
+    replicated.grad = torch.ones(2)
+    with pytest.raises(MixedTensorError, match=r"gradient of a DTensor parameter is a plain tensor of shape \(2,\)"):
+        local_step(torch.optim.SGD([replicated])).step()
     adam = local_step(torch.optim.Adam(spread[:1]))
     adam.state[spread[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(7, 3), "exp_avg_sq": torch.ones(7, 3)}
     spread[0].grad = torch.ones_like(spread[0])

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    MixedTensorError,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    clip_grad_norm_,
+    distribute_tensor,
+)
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -210,3 +219,6 @@ def test_clipping_local_parts_takes_one_collective() -> None:
         clip_grad_norm_(spread, 0.5, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="must be positive"):
         clip_grad_norm_(spread, 0.5, 0.0)
+    spread[0].grad = torch.ones(spread[0].shape, dtype=spread[0].dtype)
+    with pytest.raises(MixedTensorError, match="is a plain tensor of shape"):
+        clip_grad_norm_(spread, 0.5)

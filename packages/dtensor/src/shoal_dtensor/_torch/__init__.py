@@ -1,7 +1,7 @@
 """The seam to torch: every private or unstable torch name that this package uses, by theme."""
 
 from .collectives import group_ranks, reduction_name
-from .compiling import is_tracing, whole_when_compiled
+from .compiling import is_recording, is_tracing, whole_when_compiled
 from .engine import (
     accumulating_leaf,
     adjusted_rate,
@@ -69,6 +69,7 @@ __all__ = [
     "follows_scheduler",
     "group_ranks",
     "in_backward",
+    "is_recording",
     "is_tracing",
     "is_transformed",
     "keep_scheduler_mark",

@@ -7,8 +7,10 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._guards import detect_fake_mode
 
 __all__ = [
+    "is_recording",
     "is_tracing",
     "whole_when_compiled",
 ]
@@ -18,6 +20,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+
+
+def is_recording() -> bool:
+    """Whether torch.fx records what operators do on real tensors: `torch.func.linearize`, `make_fx`."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
+        return False
+    return torch._guards.TracingContext.try_get() is None and detect_fake_mode() is None
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

@@ -166,4 +166,14 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> N
             if replicated is None:
                 replicated = shared[id(held)] = distribute_tensor(held, mesh)
                 shared[-id(held)] = held
+                _attach(held, replicated)
             table[name] = replicated  # type: ignore[assignment]  # a DTensor parameter is a Parameter
+
+
+def _attach(plain: Any, replicated: Any) -> None:
+    """What a user has attached to a plain tensor, attributes and hooks, for the DTensor that replaces it."""
+    vars(replicated).update({name: value for name, value in vars(plain).items() if name not in vars(replicated)})
+    for hook in (plain._backward_hooks or {}).values():
+        replicated.register_hook(hook)
+    for hook in (plain._post_accumulate_grad_hooks or {}).values():
+        replicated.register_post_accumulate_grad_hook(hook)

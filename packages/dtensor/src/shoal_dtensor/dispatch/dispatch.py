@@ -16,7 +16,8 @@ from warnings import warn
 
 from shoal_mesh import purpose
 
-from .._torch import OpOverload, around
+from .._torch import FakeTensor, OpOverload, around, is_recording
+from ..errors import NoRuleError
 from ..redistribute.execution.run_once import run_once, write_back
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
@@ -145,6 +146,11 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     The decision is kept before the local call runs: if that raises, the next such call need not decide again.
     """
     cls, op, args, kwargs, local, named = call
+    if is_recording() and not any(isinstance(t, FakeTensor) for t in tensors_in(local)):
+        raise NoRuleError(
+            f"{op} on a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
+            f"hold the values of now. Use torch.func.jvp, or torch.compile"
+        )
     scope = current()
     tensors = enumerate(tensors_in([*args, *kwargs.values()]))
     copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))

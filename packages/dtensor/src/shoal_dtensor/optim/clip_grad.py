@@ -20,6 +20,7 @@ from shoal_mesh import all_reduce_, is_observed, purpose
 
 from ..argument_types import check_type
 from ..dispatch.results import wrap
+from ..errors import MixedTensorError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.execution.coalesce import run_all
@@ -55,6 +56,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite` is set; on every rank.
         ValueError: if the order is not positive.
+        MixedTensorError: if the gradient of a DTensor is a plain tensor: ranks would get other norms.
 
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
@@ -76,6 +78,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
     own = _contribution(specs)
+    if None in own.counted:
+        _check_plain(owners)
     if own.partial:
         _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -113,6 +117,16 @@ class _Contribution:
     axes: dict[Any, tuple[int, ...]]
     dtype: torch.dtype
     partial: bool
+
+
+def _check_plain(owners: Sequence[Tensor]) -> None:
+    """Refuse plain gradients of DTensors."""
+    for owner in owners:
+        if isinstance(owner, DTensor) and owner.grad is not None and not isinstance(owner.grad, DTensor):
+            raise MixedTensorError(
+                f"clip_grad_norm_: the gradient of {owner._spec!r} is a plain tensor of shape "
+                f"{tuple(owner.grad.shape)}; make it a DTensor: distribute_tensor or DTensor.from_local"
+            )
 
 
 def _finish_partial(owners: Sequence[Tensor]) -> None:

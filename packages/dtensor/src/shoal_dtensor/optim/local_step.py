@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .._torch import bare_step, count_write, follows_scheduler, keep_scheduler_mark, mark_stepped, with_step_hooks
 from ..dispatch.results import wrap
 from ..errors import MixedTensorError, OptimizerError, PlacementError
+from ..layout.spec import Spec
 from ..tensor.dtensor import DTensor
 
 __all__ = ["ELEMENTWISE", "local_step"]
@@ -64,7 +65,7 @@ def local_step(optimizer: O) -> O:
         OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`; subclasses may differ) and
             it is no Muon, or its step was replaced before.
         PlacementError: (at a step) if a parameter is partial.
-        MixedTensorError: (at a step) if a loaded state is plain where the parameter is a DTensor.
+        MixedTensorError: (at a step) if a gradient or a loaded state is plain where the parameter is a DTensor.
 
     Example:
         >>> import torch
@@ -212,7 +213,13 @@ class _Twins:
             local.grad = None
         else:
             shards: Any = grad
-            same = shards._spec is twin.spec or shards._spec.same_layout(twin.spec)
+            spec: Spec | None = getattr(grad, "_spec", None)
+            if spec is None:
+                raise MixedTensorError(
+                    f"local_step: the gradient of a DTensor parameter is a plain tensor of shape {tuple(grad.shape)}; "
+                    f"make it a DTensor: distribute_tensor or DTensor.from_local, placements {twin.spec.placements}"
+                )
+            same = spec is twin.spec or spec.same_layout(twin.spec)
             local.grad = shards._local_tensor if same else twin.gradient(shards)
         return local
 

@@ -49,7 +49,7 @@ def parallelize_module(
             has the style: `unparallelize_module` comes first.  Or the plan is automatic and not proven for the mesh.
             Nothing has been changed then.
         TiedWeightError: if modules that share a parameter ask for different placements.
-        TypeError: if the plan is neither a style nor a mapping of them.
+        TypeError: if the plan is neither a style nor a mapping of them, or the module no module.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -61,6 +61,8 @@ def parallelize_module(
         ...     mlp[0].weight.placements, mlp[0].weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 4]))
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize_module: expected module to be an nn.Module, got {type(module).__name__}")
     mesh = device_mesh if device_mesh is not None else current_mesh()
     if mesh is None:
         raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
