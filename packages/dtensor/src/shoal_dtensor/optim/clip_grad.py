@@ -78,8 +78,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
     own = _contribution(specs)
-    if None in own.counted:
-        _check_plain(owners)
+    _check_plain(owners if None in own.counted else ())
     if own.partial:
         _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
