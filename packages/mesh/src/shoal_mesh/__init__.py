@@ -10,6 +10,7 @@ from .collectives.operands import Along
 from .collectives.packed import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from .collectives.pending import Pending
 from .collectives.rooted import broadcast, gather, permute, scatter
+from .collectives.tree_sums import sums_are_in_tree, sums_in_tree, tree_sum
 from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
 from .errors import (
     AxisError,
@@ -105,9 +106,12 @@ __all__ = [
     "safe_globals",
     "scatter",
     "set_topology",
+    "sums_are_in_tree",
+    "sums_in_tree",
     "topology",
     "topology_of",
     "topology_version",
+    "tree_sum",
     "unobserve",
     "unpack_blocks",
 ]

@@ -22,6 +22,7 @@ from .backend_calls import background_lane, group_to_index
 from .even import all_reduce_
 from .operands import Along, check_operand, check_sizes, resolve
 from .pending import Pending
+from .tree_sums import in_tree
 from .uneven import all_gather_v, reduce_scatter_v
 from .wire import reduction, require_op
 
@@ -159,7 +160,7 @@ def reduce_scatter_packed(
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
 
     def start() -> PackedPending:
-        lane = background_lane(tensors, comm, "reductions", op)
+        lane = None if in_tree(tensors[0], op) else background_lane(tensors, comm, "reductions", op)
         if lane is None:
             work = reduce_scatter_v(_joined(tensors), comm, sizes, 0, op, async_op=True)
             return PackedPending((sizes[comm.rank],)).over(work)
@@ -195,7 +196,7 @@ def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -
     sizes = [tensor.numel() for tensor in tensors]
 
     def start() -> PackedPending:
-        lane = background_lane(tensors, comm, "reductions", op)
+        lane = None if in_tree(tensors[0], op) else background_lane(tensors, comm, "reductions", op)
         if lane is None:
             return PackedPending(sizes).over(all_reduce_(torch.cat(list(tensors)), comm, op, async_op=True))
         pending = PackedPending()
