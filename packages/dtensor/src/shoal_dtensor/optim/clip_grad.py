@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce_, is_observed, purpose
+from shoal_mesh import all_reduce_, is_observed, purpose, sums_are_in_tree
 
 from ..argument_types import check_type
 from ..dispatch.results import wrap
@@ -26,6 +26,7 @@ from ..layout.spec import Spec
 from ..redistribute.execution.coalesce import run_all
 from ..redistribute.plan import plan
 from ..tensor.dtensor import DTensor
+from .exact_norm import exponent_above, norm_of_limbs, square_limbs
 
 __all__ = ["clip_grad_norm_"]
 
@@ -46,7 +47,8 @@ def clip_grad_norm_(
     Args:
         parameters: what has gradients; others are passed over.
         max_norm: the largest norm that is left as it is.
-        norm_type: its order, positive, or infinity.
+        norm_type: its order, positive, or infinity. Inside `shoal_mesh.sums_in_tree` that of order 2 is rounded once,
+            so it is the same however gradients are sharded.
         error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
         foreach: whether to use foreach operators; by default where the device has them.
 
@@ -83,7 +85,8 @@ def clip_grad_norm_(
         _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
-    total = _total(own, shards, order, foreach)
+    exact = order == 2 and sums_are_in_tree()  # the same however gradients are sharded
+    total = _exact_total(own, shards, specs) if exact else _total(own, shards, order, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
@@ -145,13 +148,35 @@ def _total(own: _Contribution, shards: Sequence[Tensor], order: float, foreach: 
         value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
         value = value.to(torch.float64, copy=True)  # as for partial norms: squares must not overflow
         value = value if order == inf else value.square_() if order == 2 else value.pow_(order)
-        if own.axes[mesh]:
-            with purpose("clip_grad_norm_") if is_observed() else nullcontext():
-                value = all_reduce_(value, mesh.comm(own.axes[mesh]), "max" if order == inf else "sum")
-        totals.append(value)
+        totals.append(_over_ranks(own, mesh, value, "max" if order == inf else "sum"))
     total = reduce(torch.maximum if order == inf else torch.add, totals)
     total = total if order == inf else total.sqrt_() if order == 2 else total.pow_(1 / order)
     return total.to(own.dtype)
+
+
+def _exact_total(own: _Contribution, shards: Sequence[Tensor], gradients: Sequence[Spec | torch.dtype]) -> Tensor:
+    """The norm of order 2, of sums of squares without rounding."""
+    elements = sum(
+        spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel() for i, spec in enumerate(gradients)
+    )
+    largest = shards[0].new_zeros((), dtype=torch.float64)
+    mine = {mesh: [shards[i] for i in counted if shards[i].numel()] for mesh, counted in own.counted.items()}
+    for mesh, counted in mine.items():
+        peak = largest.new_zeros(()) if not counted else torch.stack([s.abs().amax().double() for s in counted]).amax()
+        largest = torch.maximum(largest, _over_ranks(own, mesh, peak, "max"))
+    if not largest.isfinite() or not largest:
+        return largest.to(own.dtype)
+    exponent = exponent_above(largest.item())
+    limbs = [_over_ranks(own, mesh, square_limbs(counted, exponent, elements), "sum") for mesh, counted in mine.items()]
+    both = torch.stack(limbs).sum(0).tolist()
+    return torch.tensor(norm_of_limbs(both, exponent, elements), dtype=own.dtype, device=shards[0].device)
+
+
+def _over_ranks(own: _Contribution, mesh: Any, value: Tensor, op: str) -> Tensor:
+    if not own.axes[mesh]:
+        return value
+    with purpose("clip_grad_norm_") if is_observed() else nullcontext():
+        return all_reduce_(value, mesh.comm(own.axes[mesh]), op)
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import sums_are_in_tree
+
+from ...errors import OperatorArgumentError
 from ...layout.placements import Partial, norm_order
 from ..language.local_ops import all_reduced, drop_dims, in_every_form, sharding_axes
 from ..language.notation import unrounded
@@ -186,20 +189,45 @@ def _partial_norm(order: float) -> Partial:
     return P(simple.get(order) or f"norm{order!r}")
 
 
-def _norms(decided: LocalCall) -> LocalFunction | None:
-    """The operator itself, unless this rank has no elements of a tensor whose extremum is asked for."""
+def _norms(decided: LocalCall) -> LocalFunction:
+    """The operator itself, but zero for an extremum of no elements.
+
+    Raises:
+        OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
+    """
     order, op = float(decided.call["ord"]), decided.call.op
-    if 0 <= order < inf or all(0 not in spec.local_shape for spec in decided.inputs):
-        return None
+    each = not 0 <= order < inf and any(0 in spec.local_shape for spec in decided.inputs)
     dtypes, neutral = [spec.dtype for spec in decided.outputs], 0.0 if order > 0 else inf
 
-    def run(shards: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    def run(shards: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        _refuse_in_tree(op, order)
+        if not each:
+            return op(shards, *args, **kwargs)
         return [
             op([shard], *args, **kwargs)[0] if shard.numel() else shard.new_full((), neutral, dtype=dtype)
             for shard, dtype in zip(shards, dtypes, strict=True)
         ]
 
     return run
+
+
+def _norm_of_one(decided: LocalCall) -> LocalFunction:
+    """The operator itself; raises as `_norms` does."""
+    order, op = float(decided.call["ord"] if "ord" in decided.call.bound else decided.call["p"] or 2), decided.call.op
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _refuse_in_tree(op, order)
+        return op(*args, **kwargs)
+
+    return run
+
+
+def _refuse_in_tree(op: Any, order: float) -> None:
+    if sums_are_in_tree() and 0 < order < inf:
+        raise OperatorArgumentError(
+            f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on the sharding; "
+            "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ there"
+        )
 
 
 # --- log-sum-exp ------------------------------------------------------------------------------------------------------
@@ -253,7 +281,7 @@ REDUCTION: Table = family(
         "all": _reduction("min"),
         "var var_mean": Rule(var, _moments(_variance)),
         "std std_mean": Rule(std, _moments(_deviation)),
-        "linalg_vector_norm norm": Rule(norm, skip_empty=True),
+        "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True),
         "_foreach_norm": Rule(norm, _norms, each=True),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp),
     },
