@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from . import losses
 from .__about__ import __version__
 from .apply.input_reshard import input_reshard
+from .arithmetic import invariant_arithmetic
 from .context_parallel.attention_mask import Documents
 from .context_parallel.buffers import context_parallel, context_parallel_unshard, set_rotate_method
 from .context_parallel.parallel_attention import context_parallel_attention
@@ -120,6 +121,7 @@ __all__ = [
     "fully_shard",
     "hf",
     "input_reshard",
+    "invariant_arithmetic",
     "load_sharded",
     "local_parameters",
     "loss_parallel",

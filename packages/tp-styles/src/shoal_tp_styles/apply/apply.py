@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Placement, Spec, distribute_tensor
 from shoal_mesh import DeviceMesh
 
+from ..arithmetic import COMPLETION, current_arithmetic
 from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered, lowered_of, set_lowered
@@ -26,6 +27,7 @@ __all__ = [
     "already_parallel",
     "apply_sharding",
     "check_parameters",
+    "complete_forms",
     "conflicting_style",
     "note_undeclared",
     "plain_module",
@@ -70,11 +72,17 @@ def apply_sharding(
         raise LayoutError(
             f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
         )
+    if inner is not None and inner.sharding.style == COMPLETION:
+        inner = None
     earlier = conflicting_style(module, sharding.style, distributes=sharding.distributes)
     if earlier is not None:
         raise PlanError(already_parallel("", module, sharding.style, earlier))
     check_parameters(module, sharding)
     lowering = _lowering(module, sharding, inner, lower=lower)
+    if current_arithmetic() is not None:
+        from ..invariant.forms import invariant_form  # few programs enter the mode
+
+        lowering = invariant_form(lowering, sharding, module)
     fused = sharding.fused
     splits = fused is not None and fused.splits(mesh.size())
     if fused is not None and splits:
@@ -87,6 +95,19 @@ def apply_sharding(
         load_fused(module, fused, mesh)
     set_lowered(module, lowering(module, sharding, mesh, inner))
     return module
+
+
+def complete_forms(mesh: DeviceMesh, *modules: nn.Module) -> None:
+    """Inside `invariant_arithmetic`, give modules that no style shards the forms that it needs.
+
+    Raises:
+        UnsupportedModuleError: if there is none for one of them.
+    """
+    if current_arithmetic() is not None:
+        from ..invariant.forms import complete
+
+        for module in modules:
+            complete(module, mesh)
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:

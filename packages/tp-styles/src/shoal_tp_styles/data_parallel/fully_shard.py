@@ -16,6 +16,7 @@ from torch import nn
 from shoal_dtensor import Shard
 from shoal_mesh import DeviceMesh, init_device_mesh
 
+from ..apply.apply import complete_forms
 from ..apply.owners import owners_of
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
@@ -79,6 +80,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     modules: list[nn.Module] = given if isinstance(given, list) else [given]
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
+    complete_forms(axes.mesh, *modules)
     name = "+".join(type(one).__name__ for one in modules)
     state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
     ignored = [*(ignored_params or ())]
@@ -86,18 +88,18 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     _check_own(modules, [param for param, _ in source.own()])
     source.take()
     state.lead([inner for module in modules for inner in states_of(module)])
-    for one in modules:
-        _attach(one, state)
+    _attach(modules, state)
     for one in modules:
         watch_draws(one, axes.mesh)
     return module
 
 
-def _attach(module: nn.Module, state: UnitState) -> None:
-    """Make a module one of a unit."""
-    kind = type(module)
-    vars(module)[STATE] = state
-    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
+    """Make modules those of a unit."""
+    for module in modules:
+        kind = type(module)
+        vars(module)[STATE] = state
+        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
 
 
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:

@@ -21,6 +21,7 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .._torch import is_compiling, pytree
+from ..apply.apply import complete_forms
 from ..apply.owners import owners_of, register_owner
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
@@ -87,6 +88,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
     state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
     state.check(module)
+    complete_forms(state.axes.mesh, module)
     _agree(module, state.axes)
     if src_data_rank is not None:
         _broadcast(state.tensors(module), state.axes, src_data_rank)

@@ -60,11 +60,11 @@ class _RowStatistics(Function):
         # A row of -inf only has no finite peak; zero keeps its sum at zero and its log at -inf, as on one device.
         peak = peak.masked_fill_(peak == -torch.inf, 0)
         zero = work.new_zeros(rows)
-        sums = [(work - peak.unsqueeze(-1)).exp_().sum(-1)]
+        sums = [vocab.sum_of_classes((work - peak.unsqueeze(-1)).exp_())]
         own = None if target is None else own_classes(target, vocab)
         sums.append(zero if own is None else pick(work, *own))
-        sums.append(zero if q is None else (work * q).sum(-1))
-        sums.append(zero if w is None else (work * w).sum(-1))
+        sums.append(zero if q is None else vocab.sum_of_classes(work * q))
+        sums.append(zero if w is None else vocab.sum_of_classes(work * w))
         stacked = all_reduce(torch.stack(sums), vocab.comm)
         lse = stacked[0].log().add_(peak)
         ctx.save_for_backward(x, lse, *(own or (None, None)), q, w)
@@ -221,7 +221,7 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
         weights = plain(weight)
         assert weights is not None, "a weight was given"
         q = q * classes.shard(weights)
-    mass = all_reduce(q.sum(-1), classes.comm)
+    mass = all_reduce(classes.sum_of_classes(q), classes.comm)
     lse, _, by_q, _ = _stats(x, None, q, None, classes)
     loss = lse * mass - by_q
     return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
@@ -233,7 +233,7 @@ def reduced(loss: Tensor, weight: Tensor | int, reduction: Reduction, rows: Logi
         return loss
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-    total = rows.total(loss.sum())
+    total = rows.total(rows.sum_of_own(loss))
     if reduction == "sum":
         return total
     return total / (rows.count(weight) if isinstance(weight, Tensor) else weight)
@@ -280,7 +280,7 @@ class _LogSoftmax(Function):
         lse = log_sum_exp(x, vocab)
         out = (x - lse.unsqueeze(-1)).to(x.dtype)
         ctx.save_for_backward(out)
-        ctx.comm = vocab.comm
+        ctx.vocab = vocab
         return out
 
     @staticmethod
@@ -288,7 +288,7 @@ class _LogSoftmax(Function):
         if torch.is_grad_enabled():
             raise SecondOrderError("losses on a sharded vocabulary have first derivatives only")
         (out,) = ctx.saved_tensors
-        total = all_reduce(grad.sum(-1, keepdim=True), ctx.comm)
+        total = all_reduce(ctx.vocab.sum_of_classes(grad).unsqueeze(-1), ctx.vocab.comm)
         return grad - out.exp() * total, None
 
 
@@ -358,7 +358,7 @@ def kl_div(
     lse_t = log_sum_exp(teacher, classes)
     log_q = teacher - lse_t.unsqueeze(-1)
     q = log_q.exp()
-    entropy = all_reduce(torch.special.entr(q).sum(-1), classes.comm)
+    entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
     lse, _, by_q, _ = _stats(x, None, q, None, classes)
     divergence = lse - by_q - entropy
     rows = LogitRows.of(logits, dim)

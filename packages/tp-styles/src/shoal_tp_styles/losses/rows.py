@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
-from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable
+from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable, tree_sum
+
+from ..arithmetic import current_arithmetic
 
 __all__ = ["LogitRows"]
 
@@ -65,6 +67,10 @@ class LogitRows:
     def global_shape(self, local: Tensor) -> tuple[int, ...]:
         """Global shape of a tensor with one entry per row, of which `local` is this rank's shard."""
         return tuple(local.shape) if self.shape is None else self.shape
+
+    def sum_of_own(self, loss: Tensor) -> Tensor:
+        """The sum of the losses of this rank's rows; a node of the tree inside `invariant_arithmetic`."""
+        return loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
 
     def total(self, tensor: Tensor) -> Tensor:
         """`P -> R`: a sum over this rank's rows becomes the sum over all rows; gradients pass."""

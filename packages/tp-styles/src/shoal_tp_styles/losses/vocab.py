@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Replicate
-from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh import Comm, DeviceMesh, tree_sum
 
+from ..arithmetic import current_arithmetic
 from ..errors import LayoutError
 
 __all__ = ["Vocab", "local_logits", "plain"]
@@ -65,6 +66,16 @@ class Vocab:
     def own(self) -> int:
         """Number of classes of this rank, without padding."""
         return max(0, min(self.sizes[self.comm.rank], self.total - self.first))
+
+    def sum_of_classes(self, tensor: Tensor) -> Tensor:
+        """(..., own) -> (...): the sum over this rank's classes; a node of the tree inside `invariant_arithmetic`."""
+        arithmetic = current_arithmetic()
+        if arithmetic is None:
+            return tensor.sum(-1)
+        arithmetic.own_blocks(self.comm.size, sum(self.sizes), "the classes of a loss")
+        if self.total != sum(self.sizes) or len(set(self.sizes)) > 1:
+            raise LayoutError(f"invariant_arithmetic: ranks hold equally many classes without padding, got {self}")
+        return tree_sum(tensor.movedim(-1, 0))
 
     def shard(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """This rank's shard of a tensor with one entry per class along `dim`."""

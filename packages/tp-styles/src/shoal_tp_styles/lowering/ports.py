@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_mesh import Comm
 
+from ..arithmetic import current_arithmetic
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, Port
 from .boundary import from_local, local_input, local_output, output_dtensor, port_moves, traced_move
@@ -55,6 +56,8 @@ def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> T
     port = port or lowered.port_in
     where = sharded_dim(port.layout, lowered.comm)
     if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
+        if current_arithmetic() is not None:  # reduced before those of other readers are added
+            return copy(local_input(x, port, lowered.mesh, grad=port.desired), lowered.comm)
         return local_input(x, port, lowered.mesh, grad=Partial())
     return copy(x, lowered.comm) if where is None else gather_partial(x, *where)
 

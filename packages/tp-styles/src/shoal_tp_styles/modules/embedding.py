@@ -26,7 +26,7 @@ from ..lowering.ports import declare_partial_output, declare_sharded_output, par
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 
-__all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding", "RowEmbeddingBag"]
+__all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding", "RowEmbeddingBag", "replicated_tokens"]
 
 
 def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:
@@ -39,7 +39,7 @@ def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:
         raise UnsupportedModuleError(f"{sharding.style}: {module} has sparse gradients, which DTensors do not hold")
 
 
-def _tokens(lowered: Lowered, tokens: Tensor, port: Port | None = None) -> Tensor:
+def replicated_tokens(lowered: Lowered, tokens: Tensor, port: Port | None = None) -> Tensor:
     """`R | S(d) -> R`: token indices, which have no gradient."""
     port = port or lowered.port_in
     if not isinstance(tokens, DTensor):
@@ -66,7 +66,7 @@ class ColumnEmbedding(Lowered):
         yield from declare_sharded_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
-        tokens = _tokens(self, input)
+        tokens = replicated_tokens(self, input)
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
@@ -127,7 +127,7 @@ class RowEmbedding(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
-        tokens = _tokens(self, input)
+        tokens = replicated_tokens(self, input)
         weight = self.params["weight"]
         first = self.spec("weight").offset(0)
         if is_compiling():
@@ -150,9 +150,9 @@ class RowEmbedding(Lowered):
 
 def _bag_inputs(lowered: Lowered, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Tokens and offsets, replicated."""
-    tokens = _tokens(lowered, input)
+    tokens = replicated_tokens(lowered, input)
     replicated = Port(Replicate(), Replicate())
-    return tokens, None if offsets is None else _tokens(lowered, offsets, replicated)
+    return tokens, None if offsets is None else replicated_tokens(lowered, offsets, replicated)
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):

@@ -98,18 +98,22 @@ class Tokenwise(Lowered):
         if isinstance(input, DTensor):
             global_shape = (*input.shape,)
             input = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
-        dim = getattr(self.port_in.desired, "dim", 0)
-        if (dim + input.ndim if dim < 0 else dim) >= input.ndim - self.features:
-            raise LayoutError(
-                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(input.shape)} is a feature dim of "
-                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
-            )
+        self.check_dim(input)
         params = self.local(*self.params, comm=self.comm) if self.params else {}
         out = self.compute(self.module, input, params)
         if self.sharding.local_outputs:
             return out
         shape = global_shape if out.shape == input.shape else None
         return from_local(out, self.port_in.desired, self.mesh, shape)
+
+    def check_dim(self, local: Tensor) -> None:
+        """Raise LayoutError if a dim of features is sharded."""
+        dim = getattr(self.port_in.desired, "dim", 0)
+        if (dim + local.ndim if dim < 0 else dim) >= local.ndim - self.features:
+            raise LayoutError(
+                f"{self.sharding.style}: dim {dim} of an input of shape {tuple(local.shape)} is a feature dim of "
+                f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
+            )
 
 
 class ChannelGroups(Lowered):

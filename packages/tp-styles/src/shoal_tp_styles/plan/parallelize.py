@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal_mesh import DeviceMesh, current_mesh
 
-from ..apply.apply import plain_module
+from ..apply.apply import complete_forms, plain_module
 from ..apply.owners import check_styled, given_back
 from ..draws.region import unwatch_draws, watch_draws
 from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
@@ -79,6 +79,7 @@ def parallelize_module(
         warnings.warn(problem, UnmatchedPlanWarning, stacklevel=2)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
+    complete_forms(mesh, module)
     watch_draws(module)
     return module
 

@@ -1,0 +1,1 @@
+"""Forms of modules whose bits do not depend on the number of ranks, in place of the lowerings of `modules`."""
