@@ -47,8 +47,7 @@ def clip_grad_norm_(
     Args:
         parameters: what has gradients; others are passed over.
         max_norm: the largest norm that is left as it is.
-        norm_type: its order, positive, or infinity. Inside `shoal_mesh.sums_in_tree` that of order 2 is rounded once,
-            so it is the same however gradients are sharded.
+        norm_type: its order, positive, or infinity; of order 2 it is exact inside `shoal_mesh.sums_in_tree`.
         error_if_nonfinite: whether a norm that is not finite is an error rather than a factor.
         foreach: whether to use foreach operators; by default where the device has them.
 
@@ -85,8 +84,7 @@ def clip_grad_norm_(
         _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
     shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
-    exact = order == 2 and sums_are_in_tree()  # the same however gradients are sharded
-    total = _exact_total(own, shards, specs) if exact else _total(own, shards, order, foreach)
+    total = _total(own, shards, specs, order, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {order} of the gradients is {total.item()}; "
@@ -140,8 +138,16 @@ def _finish_partial(owners: Sequence[Tensor]) -> None:
         owner.grad = wrap(DTensor, local, way.dst)
 
 
-def _total(own: _Contribution, shards: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
+def _total(
+    own: _Contribution,
+    shards: Sequence[Tensor],
+    gradients: Sequence[Spec | torch.dtype],
+    order: float,
+    foreach: bool | None,
+) -> Tensor:
     """The norm of all gradients together."""
+    if order == 2 and sums_are_in_tree():
+        return _exact_total(own, shards, gradients)
     totals = []
     for mesh, counted in own.counted.items():
         mine = [shard for i in counted if (shard := shards[i]).numel()]

@@ -88,7 +88,6 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
     state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
     state.check(module)
-    complete_forms(state.axes.mesh, module)
     _agree(module, state.axes)
     if src_data_rank is not None:
         _broadcast(state.tensors(module), state.axes, src_data_rank)
@@ -100,6 +99,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
 
 def _install(state: Replicas, module: nn.Module) -> None:
+    complete_forms(state.axes.mesh, module)
     register_owner(state)
     state.attach(module)
     vars(module)[_STATE] = state

@@ -63,9 +63,7 @@ def parallelize_module(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize_module: expected module to be an nn.Module, got {type(module).__name__}")
-    mesh = device_mesh if device_mesh is not None else current_mesh()
-    if mesh is None:
-        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+    mesh = _mesh(device_mesh)
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=2
@@ -82,6 +80,13 @@ def parallelize_module(
     complete_forms(mesh, module)
     watch_draws(module)
     return module
+
+
+def _mesh(given: DeviceMesh | None) -> DeviceMesh:
+    mesh = given if given is not None else current_mesh()
+    if mesh is None:
+        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+    return mesh
 
 
 def _refuse_unproven(plan: Plan, mesh: DeviceMesh) -> None:
