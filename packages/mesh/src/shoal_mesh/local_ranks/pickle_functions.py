@@ -14,6 +14,7 @@ import marshal
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -110,12 +111,24 @@ def find_module(reference: Reference) -> ModuleType:
     return _load_file(name, str(reference.file))
 
 
+def _parents(name: str) -> Iterator[str]:
+    """`a.b.c` -> `a.b`, `a`; those that cannot be imported."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            yield name
+
+
 def _load_file(name: str, file: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look themselves up
+    for parent in _parents(name):  # a test runner may have made them up: pickle imports what is before the first dot
+        sys.modules.setdefault(parent, ModuleType(parent))
     if name == "__mp_main__":
         sys.modules["__main__"] = module
     _LOADING.append(file)

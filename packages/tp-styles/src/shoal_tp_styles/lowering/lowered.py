@@ -14,6 +14,8 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
+from types import FunctionType, MethodType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -32,13 +34,6 @@ from .traced_shards import TracedShards
 __all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of"]
 
 
-class _Signature:
-    """That of the forward stood in for: libraries inspect a model's forward for the inputs that it takes."""
-
-    def __get__(self, lowered: Lowered | None, owner: type[Lowered]) -> inspect.Signature | None:
-        return None if lowered is None else inspect.signature(type(lowered.module).forward.__get__(lowered.module))
-
-
 class Lowered(ABC):
     """Base of the lowerings.
 
@@ -53,8 +48,6 @@ class Lowered(ABC):
     """
 
     __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding", "traced_shards")
-
-    __signature__ = _Signature()
 
     params: dict[str, Any]
 
@@ -147,7 +140,20 @@ def set_lowered(module: nn.Module, lowered: Lowered | None) -> None:
     if lowered is None:
         module.__dict__.pop("forward", None)
     else:
-        module.__dict__["forward"] = lowered.__call__
+        module.__dict__["forward"] = MethodType(_call_with_signature(type(lowered), type(module).forward), lowered)
+
+
+@lru_cache(maxsize=1024)
+def _call_with_signature(kind: type[Lowered], forward: Any) -> FunctionType:
+    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for the inputs it takes.
+
+    The same function for all modules of one class: a compiler guards it, so they share a graph.
+    """
+    call: Any = kind.__call__
+    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
+    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
+    return function
 
 
 def _rebuild(

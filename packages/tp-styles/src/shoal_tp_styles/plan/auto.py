@@ -111,6 +111,7 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
     """A plan as Python text.
 
     Example:
+        >>> from shoal_tp_styles import ColwiseParallel
         >>> print(format_plan({"head": ColwiseParallel()}))
         {
             "head": ColwiseParallel(),

@@ -103,7 +103,7 @@ class _Blocks:
 
     def recipes(self) -> dict[str, list[Entries]]:
         vocabulary = self._vocabulary()
-        inside = {path for path, module in self.modules.items() if _is_experts(module)}
+        inside = [path for path, module in self.modules.items() if _is_experts(module)]
         found: dict[str, list[Entries]] = {}
         blocks: dict[str, dict[str, str]] = {}
         for path, role in self.roles.items():
@@ -111,7 +111,7 @@ class _Blocks:
                 blocks.setdefault(self._block(path), {})[path] = role
         own = self._own(set(blocks), inside, vocabulary)
         for block, roles in blocks.items():
-            leaves = {path for path in roles if self._gathers(path)}
+            leaves = [path for path in roles if self._gathers(path)]
             gathered: Entries = dict.fromkeys(leaves, GATHERED)
             found[block] = [*own.pop(block, []), *self._by_roles(block, roles), gathered]
         for path in inside:
@@ -130,7 +130,7 @@ class _Blocks:
         above = path.rpartition(".")[0]
         return _ABOVE.sub("", above) if path.endswith(".dense") or above.endswith(".self") else above
 
-    def _own(self, blocks: set[str], inside: set[str], vocabulary: Entries) -> dict[str, list[Entries]]:
+    def _own(self, blocks: set[str], inside: list[str], vocabulary: Entries) -> dict[str, list[Entries]]:
         """The entries of the model's own plan, by block."""
         plan = getattr(self.model, "tp_plan", None)
         if not isinstance(plan, Mapping) or not plan:
@@ -280,7 +280,7 @@ def _is_experts(module: nn.Module) -> bool:
         return False
 
 
-def _below(path: str, roots: set[str]) -> bool:
+def _below(path: str, roots: list[str]) -> bool:
     return any(path == root or path.startswith(f"{root}.") for root in roots)
 
 
