@@ -36,7 +36,7 @@ def square_limbs(shards: Sequence[Tensor], exponent: int, elements: int) -> Tens
 
     Example:
         >>> square_limbs([torch.tensor([0.5])], 0, 1).tolist()
-        [2305843009213693952, 0]
+        [1152921504606846976, 0]
     """
     bits = _bits(elements)
     limbs = torch.zeros(2, dtype=torch.int64, device=shards[0].device if shards else None)

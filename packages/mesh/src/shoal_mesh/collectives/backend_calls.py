@@ -116,9 +116,14 @@ def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = 
     return None if channel is None else channel.lanes[name]
 
 
-def _on_backend(work: Work, comm: Comm) -> Work | BackendWork:
-    """The work of a call of the backend, watched where it is gloo's."""
-    return BackendWork(work, comm.group, comm.kept or None) if "cpu:gloo" in comm.backend else work
+def _on_backend(work: Work, comm: Comm, tensor: Tensor) -> Work | BackendWork:
+    """The work of a call of the backend, watched where it is gloo's.
+
+    Only that on CPU tensors: that on meta tensors, on which transforms run operators too, never says it is complete.
+    """
+    if "cpu:gloo" not in comm.backend or not tensor.is_cpu:
+        return work
+    return BackendWork(work, comm.group, comm.kept or None)
 
 
 def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
@@ -141,7 +146,7 @@ def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -
     if channel is not None:
         return tensor, exchange.all_reduce_(channel, tensor, op, background)
     _announce(comm, tensor, "all_reduce", tensor.numel(), op)
-    return tensor, _on_backend(comm.group.allreduce([tensor], _ALL_REDUCE[op]), comm)
+    return tensor, _on_backend(comm.group.allreduce([tensor], _ALL_REDUCE[op]), comm, tensor)
 
 
 def _reducing_channel(tensor: Tensor, comm: Comm, op: str, turn_bytes: int) -> Channel | None:
@@ -185,8 +190,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         return out, exchange.all_gather(channel, _movable(tensor), _movable(out))
     _announce(comm, tensor, "all_gather", tensor.numel())
     if tensor.dtype in PLAIN:
-        return out, _on_backend(comm.group._allgather_base(out, tensor, _ALL_GATHER), comm)
-    return out, _on_backend(comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER), comm)
+        return out, _on_backend(comm.group._allgather_base(out, tensor, _ALL_GATHER), comm, tensor)
+    return out, _on_backend(comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER), comm, tensor)
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
@@ -223,7 +228,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         return out, exchange.all_to_all(channel, _movable(tensor), _movable(out))
     _announce(comm, tensor, "all_to_all", tensor.numel())
     sent, into = (tensor, out) if tensor.dtype in PLAIN else (_as_bytes(tensor), _as_bytes(out))
-    return out, _on_backend(comm.group.alltoall_base(into, sent, _EVEN, _EVEN, _ALL_TO_ALL), comm)
+    return out, _on_backend(comm.group.alltoall_base(into, sent, _EVEN, _EVEN, _ALL_TO_ALL), comm, tensor)
 
 
 def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int], background: bool = False) -> Started:
@@ -260,12 +265,12 @@ def all_to_all_exact(
         return out, None
     _announce(comm, flat, "all_to_all_v", 0)
     if flat.dtype in PLAIN:
-        return out, _on_backend(comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL), comm)
+        return out, _on_backend(comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL), comm, flat)
     width = flat.element_size()
     work = comm.group.alltoall_base(
         _as_bytes(out), _as_bytes(flat), [n * width for n in receive], [n * width for n in send], _ALL_TO_ALL
     )
-    return out, _on_backend(work, comm)
+    return out, _on_backend(work, comm, flat)
 
 
 def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False) -> Started:
@@ -278,7 +283,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False
         return tensor, exchange.broadcast_(channel, _movable(tensor), root)
     _announce(comm, tensor, "broadcast", tensor.numel(), "", root)
     sent = tensor if tensor.dtype in PLAIN else _as_bytes(tensor)
-    return tensor, _on_backend(comm.group.broadcast([sent], _from(root)), comm)
+    return tensor, _on_backend(comm.group.broadcast([sent], _from(root)), comm, tensor)
 
 
 def _movable(tensor: Tensor) -> Tensor:
