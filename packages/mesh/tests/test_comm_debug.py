@@ -61,6 +61,15 @@ def test_each_collective_counts_once_whatever_runs_it(mesh: DeviceMesh) -> None:
     assert comm.trace[0].seconds > 0
 
 
+def test_counts_are_found_by_every_name_of_a_collective(mesh: DeviceMesh) -> None:
+    with CommDebugMode() as comm:
+        all_reduce(torch.ones(4), (mesh, "tp"))
+    counts, legacy, c10d = comm.get_comm_counts(), torch.ops.c10d_functional, torch.ops.c10d
+    assert counts[legacy.all_reduce] == counts[c10d.allreduce_] == counts.get(legacy.all_reduce) == 1
+    assert legacy.all_reduce in counts and legacy.broadcast not in counts and counts[c10d.broadcast_] == 0
+    assert counts == {OPS.all_reduce: 1}
+
+
 def test_collectives_of_others_count_too(mesh: DeviceMesh) -> None:
     x = torch.ones(4)
     with CommDebugMode() as comm:

@@ -86,6 +86,12 @@ def test_unflatten(cube: DeviceMesh) -> None:
         cube.unflatten("tp", (2, 2), ("a", "dp"))
 
 
+def test_a_fact_of_a_mesh_cannot_be_deleted(cube: DeviceMesh) -> None:
+    with pytest.raises(AttributeError, match="cannot delete 'shape'"):
+        del cube.shape
+    assert cube.ndim == 3
+
+
 def test_concatenate(cube: DeviceMesh) -> None:
     joined = DeviceMesh.concatenate([cube["tp"], cube["pp"]])
     assert joined == cube["tp", "pp"]

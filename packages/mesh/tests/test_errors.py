@@ -9,15 +9,15 @@ import pytest
 from shoal_mesh import errors
 
 BUILTINS: dict[str, set[type[Exception]]] = {
-    "AxisError": {ValueError, KeyError, IndexError},
-    "BackendError": {ValueError},
+    "AxisError": {ValueError, RuntimeError, KeyError, IndexError},
+    "BackendError": {ValueError, RuntimeError},
     "CollectiveError": {ValueError, RuntimeError},
     "CollectiveTypeError": {TypeError, ValueError, RuntimeError},
     "DimError": {IndexError, ValueError, RuntimeError},
     "LockstepError": {RuntimeError},
-    "MeshError": {ValueError},
+    "MeshError": {ValueError, RuntimeError},
     "MeshMismatchError": {ValueError, RuntimeError},
-    "MeshTypeError": {TypeError, ValueError},
+    "MeshTypeError": {TypeError, ValueError, RuntimeError},
     "NoGroupError": {ValueError, RuntimeError},
     "PeerError": {ValueError, RuntimeError},
     "RankError": {RuntimeError},

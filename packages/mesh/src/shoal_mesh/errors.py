@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-class MeshError(ValueError):
+class MeshError(ValueError, RuntimeError):
     """A mesh that cannot exist: shape, ranks, names or world size do not fit together."""
 
 
@@ -41,11 +41,11 @@ class BackendError(MeshError):
     """A backend or backend option that does not exist or does not fit the device type."""
 
 
-class NoGroupError(MeshError, RuntimeError):
+class NoGroupError(MeshError):
     """Communication was asked of a mesh that has none: an abstract mesh, or a rank outside of the mesh."""
 
 
-class MeshMismatchError(MeshError, RuntimeError):
+class MeshMismatchError(MeshError):
     """Ranks passed different arguments to one mesh; raised on all ranks."""
 
 

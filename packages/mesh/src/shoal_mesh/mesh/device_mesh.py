@@ -286,7 +286,7 @@ class DeviceMesh(CommunicatorGrid):
         """
         require_each(meshes, DeviceMesh, "concatenate takes a sequence of DeviceMesh")
         if not meshes:
-            raise MeshError("concatenate needs at least one mesh")
+            raise AxisError("concatenate needs at least one mesh")
         root: DeviceMesh = common_root(meshes)
         axes = tuple(axis for mesh in meshes for axis in mesh._layout.axes)
         if meshes[0]._coordinate is None:

@@ -335,6 +335,9 @@ class RankGrid:
             raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot delete {name!r}")
+
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, RankGrid) and self._hash == other._hash and self._key == other._key)
 

@@ -102,6 +102,37 @@ def packet_of(op: str) -> Any:
     return getattr(functional, name) if hasattr(functional, name) else getattr(c10d_ops, name)
 
 
+class CommCounts(Counter[Any]):
+    """How often each collective ran, by op packet of `_c10d_functional`; found by all its packets.
+
+    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` or `torch.ops.c10d.allreduce_`:
+    none of them may read as "never".
+
+    Example:
+        >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
+        >>> counts[torch.ops.c10d_functional.all_reduce], counts[torch.ops.c10d.allreduce_]
+        (2, 2)
+    """
+
+    def __missing__(self, packet: Any) -> int:
+        return dict.get(self, _canonical(packet), 0)
+
+    def get(self, packet: Any, default: Any = None) -> Any:
+        return dict.get(self, packet, dict.get(self, _canonical(packet), default))
+
+    def __contains__(self, packet: object) -> bool:
+        return dict.__contains__(self, packet) or dict.__contains__(self, _canonical(packet))
+
+
+def _canonical(packet: Any) -> Any:
+    """The packet under which a collective is counted that is asked for by any of its names."""
+    namespace, _, name = str(packet).rpartition(".")
+    if namespace == "c10d":
+        return packet_of(_FUNCTIONAL.get(name, name))
+    known = namespace == "c10d_functional" and hasattr(functional, name)
+    return getattr(functional, name) if known else packet
+
+
 class CommDebugMode(TorchDispatchMode):
     """Counts and records every collective inside of a `with` block, forward and backward.
 
@@ -153,8 +184,8 @@ class CommDebugMode(TorchDispatchMode):
     # --- torch's interface ------------------------------------------------------------------------------------------
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...)."""
-        counts: Counter[Any] = Counter()
+        """How often each collective ran, by op packet (`torch.ops._c10d_functional.all_reduce`, ...): `CommCounts`."""
+        counts = CommCounts()
         for record in self.trace:
             counts[packet_of(record.op)] += 1
         return counts
@@ -234,7 +265,7 @@ class CommDebugMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything pass; record collectives of others."""
         if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # the subclass handles it, and this mode sees what it calls
+            return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():
             return func(*args, **(kwargs or {}))
@@ -242,6 +273,10 @@ class CommDebugMode(TorchDispatchMode):
             return self._run_foreign(func, name, args, kwargs or {})
         self._module_record(self._module()).ops[str(func), in_backward()] += 1
         return func(*args, **(kwargs or {}))
+
+    def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op on tensors that handle it themselves: they do, and this mode sees what they call."""
+        return NotImplemented
 
     def _run_foreign(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "c10d":
