@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ def test_constant_tensors(spec: str) -> None:
         (zeros(SPECS[spec], 8, 9), torch.zeros(8, 9)),
         (ones(SPECS[spec], [8, 9], dtype=torch.int32), torch.ones(8, 9, dtype=torch.int32)),
         (full(SPECS[spec], (8, 9), 2.5, requires_grad=True), torch.full((8, 9), 2.5)),
-        (full(SPECS[spec], (8, 9), 7), torch.full((8, 9), 7)),
+        (full(SPECS[spec], (8, 9), 7), torch.full((8, 9), 7.0)),
+        (full(SPECS[spec], (8, 9), 7, dtype=torch.int64), torch.full((8, 9), 7)),
         (full(SPECS[spec], (8, 9), True, dtype=torch.float16), torch.ones(8, 9, dtype=torch.float16)),
     ):
         assert isinstance(result, ShardedTensor)
@@ -70,3 +72,9 @@ def test_a_random_tensor_without_dims() -> None:
     with pytest.raises(NotExpressibleError, match="draw a plain tensor"):
         rand(enumerable(([], [], 0)), [])
     assert torch.equal(ones(enumerable(([], [], 2)), []), torch.ones(()))
+
+
+def test_factories_list_the_properties_of_a_tensor() -> None:
+    names = [*inspect.signature(full).parameters]
+    assert names[:5] == ["sharding_spec", "size", "fill_value", "dtype", "layout"]
+    assert {"requires_grad", "pin_memory", "memory_format", "process_group", "init_rrefs"} < {*names}

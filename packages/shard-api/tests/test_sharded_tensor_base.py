@@ -55,3 +55,15 @@ def test_the_base_class_needs_no_process_group() -> None:
     with pytest.raises(LocalShardError, match="is not in the metadata"):
         ShardedTensorBase._init_from_local_shards_and_global_metadata([stranger], metadata)
     assert ShardedTensorBase(chunk(0, (0, 1)), 4, requires_grad=True).requires_grad
+
+
+def test_the_base_class_takes_shards_of_several_dims() -> None:
+    metadata = ShardedTensorMetadata(
+        [ShardMetadata([0, 0], [4, 2], "rank:0/cpu"), ShardMetadata([0, 2], [4, 1], "rank:1/cpu")],
+        torch.Size([4, 3]),
+        TensorProperties(),
+    )
+    shards = [Shard(torch.ones(4, 2), metadata.shards_metadata[0])]
+    tensor = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
+    assert tensor.size() == (4, 3)
+    assert torch.equal(tensor.local_shards()[0].tensor, torch.ones(4, 2))

@@ -6,7 +6,7 @@ The constructor takes one message, so an error of one rank can be sent to the ot
 from __future__ import annotations
 
 
-class ArgumentTypeError(TypeError):
+class ArgumentTypeError(TypeError, ValueError):
     """An argument of a type that the call does not take; names the type that was expected."""
 
 

@@ -5,8 +5,9 @@ Random factories draw the values that the same call without a spec draws from th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,29 @@ from ..ranks.process_groups import one_dim_mesh
 from ..spec.sharding_spec import ShardingSpec
 from .shard import Shard
 from .sharded_tensor import ShardedTensor
+from .sharded_tensor_base import ShardedTensorBase
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _lists_properties(factory: F) -> F:
+    """The factory with the properties of a ShardedTensor in the signature that ``help`` and tools show."""
+    given = inspect.signature(factory)
+    of_tensor = [
+        parameter
+        for kind in (ShardedTensorBase, ShardedTensor)
+        for parameter in inspect.signature(kind.__new__).parameters.values()
+    ]
+    factory.__signature__ = given.replace(  # type: ignore[attr-defined]  # what inspect reads
+        parameters=[
+            *(p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD),
+            *(p for p in of_tensor if p.kind is p.KEYWORD_ONLY),
+        ]
+    )
+    return factory
+
+
+@_lists_properties
 def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """An uninitialised ShardedTensor; all ranks of the group call it, no communication.
 
@@ -45,6 +67,7 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
     return ShardedTensor(sharding_spec, *size, **properties)
 
 
+@_lists_properties
 def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of zeros; arguments and errors as for ``empty``.
 
@@ -55,6 +78,7 @@ def zeros(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
     return _filled(empty(sharding_spec, *size, **properties), 0)
 
 
+@_lists_properties
 def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of ones; arguments and errors as for ``empty``.
 
@@ -65,25 +89,25 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
     return _filled(empty(sharding_spec, *size, **properties), 1)
 
 
+@_lists_properties
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of one value; other arguments and errors as for ``empty``.
 
     Args:
         sharding_spec: The shards of the tensor and their placements.
         size: Global size.
-        fill_value: A number or bool, whose dtype is the default for ``dtype``.
+        fill_value: A number or bool; ``dtype`` is torch's default dtype where it is left out, whatever the value.
         properties: As for ``empty``.
 
     Example:
         >>> full(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), [3], 7).full_tensor()
-        tensor([7, 7, 7])
+        tensor([7., 7., 7.])
     """
     expect("full", "fill_value", fill_value, bool, int, float, complex, torch.Tensor)
-    if properties.get("dtype") is None:
-        properties["dtype"] = torch.full((), fill_value).dtype
     return _filled(empty(sharding_spec, size, **properties), fill_value)
 
 
+@_lists_properties
 def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of uniform numbers in [0, 1); arguments and errors as for ``empty``.
 
@@ -99,6 +123,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
     return _draw(rand_dtensor, empty(sharding_spec, *size, **properties))
 
 
+@_lists_properties
 def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedTensor:
     """A ShardedTensor of standard normal numbers; arguments and errors as for ``empty``.
 

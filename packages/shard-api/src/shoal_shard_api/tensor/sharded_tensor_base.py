@@ -98,7 +98,7 @@ class ShardedTensorBase(torch.Tensor):
         self._sharding_spec, self._metadata, self._process_group = spec, metadata, group
         self._layout = metadata.layout if group is not None else ()
         self._local_shards = [Shard(local, each) for local, each in zip(local_tensors, own, strict=False)]
-        self._anchor = None if own or not local_tensors else _anchor(local_tensors[0])
+        self._anchor = None if own or group is None or not local_tensors else _anchor(local_tensors[0])
         return self
 
     def metadata(self) -> ShardedTensorMetadata:
