@@ -22,6 +22,7 @@ from shoal_tp_styles import (
     ModuleSharding,
     Port,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -87,8 +88,6 @@ def test_styles_are_values() -> None:
     assert style == same != ColwiseParallel() and hash(style) == hash(same)
     assert style.on("tp") != style and style.on("tp").axis == "tp" and style.axis is None
     assert style.aligned(8).multiple_of == 8 and style.multiple_of == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        style.use_local_output = False  # type: ignore[misc]  # that it is refused is the test
     with pytest.raises(LayoutError, match="positive number"):
         style.aligned(0)
 
@@ -139,3 +138,41 @@ def test_sharding_and_apply_of_a_subclass_are_called() -> None:
     with fake_world(2):
         module = parallelize_module(nn.Linear(4, 6), init_device_mesh("cpu", (2,)), Gathered())
         assert module(torch.zeros(3, 4)).shape == (3, 6)
+
+
+def test_attributes_have_torchs_form() -> None:
+    assert (ColwiseParallel().input_layouts, ColwiseParallel().output_layouts) == ((Replicate(),), (Shard(-1),))
+    assert (RowwiseParallel().input_layouts, RowwiseParallel().output_layouts) == ((Shard(-1),), (Replicate(),))
+    assert ColwiseParallel().desired_input_layouts == (Replicate(),)
+    assert SequenceParallel(sequence_dim=2).sequence_sharding == (Shard(2),)
+    inputs = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    assert (inputs.input_layouts, inputs.input_kwarg_layouts, inputs.with_kwargs) == ((Shard(0),), {}, False)
+    both = PrepareModuleInputOutput(
+        input_layouts=(Shard(0),),
+        desired_input_layouts=(Replicate(),),
+        output_layouts=(Shard(1),),
+        desired_output_layouts=(Replicate(),),
+    )
+    assert both.prepare_module_input == PrepareModuleInput(
+        input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)
+    )
+    assert both.prepare_module_output.desired_output_layouts == (Replicate(),)
+    with pytest.raises(AssertionError, match="same length"):
+        PrepareModuleOutput(output_layouts=(Shard(0),), desired_output_layouts=(Replicate(), Replicate()))
+
+
+@on_ranks(2)
+def test_what_is_assigned_to_a_style_counts_for_later_modules() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    style = ColwiseParallel()
+    first: Any = parallelize_module(nn.Linear(3, 4), mesh, style)
+    style.output_layouts = (Replicate(),)
+    style.use_local_output = False
+    second: Any = parallelize_module(nn.Linear(3, 4), mesh, style)
+    sequence = SequenceParallel()
+    sequence.sequence_sharding = (Shard(0),)
+    third: Any = parallelize_module(nn.LayerNorm(3), mesh, sequence)
+    x = torch.ones(2, 3)
+    assert first(x).shape == (2, 2)
+    assert (second(x).shape, second(x).placements) == ((2, 4), (Replicate(),))
+    assert third(x).shape == (4, 3)

@@ -13,6 +13,7 @@ from .context_parallel.parallel_attention import context_parallel_attention
 from .context_parallel.sequence_layout import SequenceLayout
 from .errors import (
     CheckpointError,
+    LayoutCountError,
     LayoutError,
     PlanError,
     SecondOrderError,
@@ -78,6 +79,7 @@ __all__ = [
     "Heads",
     "IdentityExpert",
     "LatentProjection",
+    "LayoutCountError",
     "LayoutError",
     "LoRA",
     "Loaded",

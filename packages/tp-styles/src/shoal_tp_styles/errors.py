@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "LayoutCountError",
     "LayoutError",
     "PlanError",
     "SecondOrderError",
@@ -23,8 +24,12 @@ class PlanError(StyleError, ValueError):
     """A parallelization plan does not fit the module: unmatched, ambiguous or indivisible entries."""
 
 
-class LayoutError(StyleError, ValueError):
+class LayoutError(StyleError, ValueError, RuntimeError):
     """The layouts of a style do not fit each other, the inputs or the mesh."""
+
+
+class LayoutCountError(LayoutError, AssertionError):
+    """Layouts and desired layouts of a style are not as many."""
 
 
 class TiedWeightError(PlanError):

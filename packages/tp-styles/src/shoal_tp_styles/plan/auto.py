@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal_mesh import DeviceMesh
 
-from ..styles.style import ParallelStyle
+from ..styles.style import DeclaredStyle, ParallelStyle
 from .recipes import SMALL, Entries, general_paths, recipes
 from .resolve import AutoPlan, apply_plan, resolve, sharded_parameters
 from .trial import try_plan
@@ -122,10 +122,11 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
 
 
 def _text(style: ParallelStyle) -> str:
+    assert isinstance(style, DeclaredStyle), "every style that a recipe has is declared"
     shown = [
-        f"{f.name}={getattr(style, f.name)!r}"
-        for f in fields(style)  # type: ignore[arg-type]  # every style that a recipe has is a dataclass
-        if f.init and f.repr and getattr(style, f.name) != _default(f)
+        f"{f.name}={style.given(f.name)!r}"
+        for f in fields(style)
+        if f.init and f.repr and style.given(f.name) != _default(f)
     ]
     return f"{type(style).__name__}({', '.join(shown)})"
 

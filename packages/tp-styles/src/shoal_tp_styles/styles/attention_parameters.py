@@ -19,7 +19,7 @@ from .style import DeclaredStyle, unsupported
 __all__ = ["LatentProjection", "OwnParameters"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class OwnParameters(DeclaredStyle):
     """Shard the parameters that a module's own forward reads, such as one attention sink per head.
 
@@ -68,7 +68,7 @@ class OwnParameters(DeclaredStyle):
         return ModuleSharding("OwnParameters", placements, lowering=LocalForward, options=options, own_parameters=True)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LatentProjection(DeclaredStyle):
     """A replicated Linear of multi-head latent attention, whose last features each rank's heads read by themselves.
 

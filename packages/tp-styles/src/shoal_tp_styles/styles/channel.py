@@ -18,7 +18,7 @@ __all__ = ["ChannelParallel"]
 _KINDS: tuple[type[nn.Module], ...] = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
     """Run a norm between a column-wise and a row-wise convolution on the channels that the rank holds.
 

@@ -17,7 +17,7 @@ from .style import DeclaredStyle
 __all__ = ["ContextParallel"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ContextParallel(DeclaredStyle):
     """Let calls of `F.scaled_dot_product_attention` in a module be those of the sequence over all ranks of the axis.
 

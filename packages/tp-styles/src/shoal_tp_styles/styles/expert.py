@@ -22,7 +22,7 @@ from .style import DeclaredStyle, unsupported
 __all__ = ["ExpertParallel", "ExpertTensorParallel", "IdentityExpert"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ExpertParallel(DeclaredStyle):
     """Hold some experts on each rank, and bring tokens to them.
 
@@ -79,7 +79,7 @@ class ExpertParallel(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ExpertTensorParallel(DeclaredStyle):
     """Hold some hidden features of every expert on each rank, and sum what they give.
 
@@ -111,7 +111,7 @@ class ExpertTensorParallel(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class IdentityExpert(DeclaredStyle):
     """An `nn.Identity` among experts under `ExpertTensorParallel`: every rank gives its share of the sum over ranks.
 

@@ -27,7 +27,7 @@ from .style import DeclaredStyle, unsupported
 __all__ = ["PackedColwiseParallel"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class PackedColwiseParallel(DeclaredStyle):
     """Shard each block of a fused Linear along its output features.
 

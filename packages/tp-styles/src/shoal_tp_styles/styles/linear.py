@@ -24,7 +24,9 @@ from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
-from .style import DeclaredStyle, unsupported
+from .style import DeclaredStyle, LayoutField, unsupported
+
+Layouts = Placement | tuple[Placement, ...] | None
 
 __all__ = ["COLWISE", "ROWWISE", "ColwiseParallel", "RowwiseParallel"]
 
@@ -93,7 +95,7 @@ def _features(
     raise unsupported(style, module, tuple(table))
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ColwiseParallel(DeclaredStyle):
     """Shard a module along its output features: every rank computes some columns of the output.
 
@@ -111,10 +113,15 @@ class ColwiseParallel(DeclaredStyle):
         {'weight': Shard(dim=0), 'bias': Shard(dim=0)}
     """
 
-    input_layouts: Placement | None = None
-    output_layouts: Placement | None = None
+    input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
+    output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
     use_local_output: bool = True
     of_heads: Heads | None = field(default=None, init=False)
+
+    @property
+    def desired_input_layouts(self) -> tuple[Placement, ...]:
+        """The layout of the input inside the module."""
+        return (Replicate(),)
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection to `count` heads of `size` features.
@@ -134,12 +141,12 @@ class ColwiseParallel(DeclaredStyle):
         kind, features = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
-        port = Port(self.input_layouts or Replicate(), Replicate())
+        port = Port(self.given("input_layouts") or Replicate(), Replicate())
         return ModuleSharding(
             "ColwiseParallel",
             {name: Shard(dim, multiple_of=self.multiple_of) for name, dim in features.parameters.items()},
             inputs=(port,) * features.inputs,
-            outputs=(Port(natural, self.output_layouts or natural),),
+            outputs=(Port(natural, self.given("output_layouts") or natural),),
             lowering=features.lowering_for(module, kind),
             local_outputs=self.use_local_output,
         )
@@ -149,7 +156,7 @@ class ColwiseParallel(DeclaredStyle):
         weight: Any = module._parameters["weight"]
         if weight.shape[features.parameters["weight"]] != heads.features:
             raise LayoutError(f"ColwiseParallel.heads: {heads} have {heads.features} features, {module} does not")
-        if self.output_layouts is not None or not self.use_local_output:
+        if self.given("output_layouts") is not None or not self.use_local_output:
             raise LayoutError(
                 "ColwiseParallel.heads returns local heads; output_layouts and use_local_output=False do not go with it"
             )
@@ -162,14 +169,14 @@ class ColwiseParallel(DeclaredStyle):
         return ModuleSharding(
             "ColwiseParallel",
             {name: HeadShard(dim, heads) for name, dim in features.parameters.items()},
-            inputs=(Port(self.input_layouts or Replicate(), Replicate()),),
+            inputs=(Port(self.given("input_layouts") or Replicate(), Replicate()),),
             outputs=(Port(Shard(-1), Shard(-1)),),
             lowering=FusedColumn if fused else lowering,
             options=FusedBlocks({"": heads}) if fused else None,
         )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class RowwiseParallel(DeclaredStyle):
     """Shard a module along its input features: every rank computes a partial sum of the output.
 
@@ -187,8 +194,8 @@ class RowwiseParallel(DeclaredStyle):
         {'weight': Shard(dim=1)}
     """
 
-    input_layouts: Placement | None = None
-    output_layouts: Placement | None = None
+    input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
+    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
     use_local_output: bool = True
     of_heads: Heads | None = field(default=None, init=False)
     chunks: int = field(default=1, init=False)
@@ -222,8 +229,8 @@ class RowwiseParallel(DeclaredStyle):
         return ModuleSharding(
             "RowwiseParallel",
             parameters,
-            inputs=(Port(self.input_layouts or arriving, desired),),
-            outputs=(Port(Partial(), self.output_layouts or Replicate()),),
+            inputs=(Port(self.given("input_layouts") or arriving, desired),),
+            outputs=(Port(Partial(), self.given("output_layouts") or Replicate()),),
             local_outputs=self.use_local_output,
             lowering=OverlappedRow if overlapped else lowering,
             options=Overlap(self.chunks) if overlapped else None,

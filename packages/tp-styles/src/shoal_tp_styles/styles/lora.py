@@ -30,7 +30,7 @@ from .style import DeclaredStyle
 __all__ = ["LoRA", "adapter_parameters", "merge_adapters"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class LoRA(DeclaredStyle):
     """`base`, plus `alpha / rank * B A x` with `A` random and `B` zero at first.
 

@@ -18,7 +18,7 @@ from .style import DeclaredStyle, unsupported
 __all__ = ["HeadParallel"]
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class HeadParallel(DeclaredStyle):
     """Give each rank some heads of an `nn.MultiheadAttention`: projections by columns, the output projection by rows.
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal_dtensor import Placement
 
-from ..errors import LayoutError
+from ..errors import LayoutCountError
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle
 
@@ -25,14 +25,14 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
     """Pair the layouts of plain tensors with the desired ones; None entries pass through."""
     if layouts is None:
         if desired is not None:
-            raise LayoutError(f"{what}: desired layouts {desired} are given without the layouts of plain tensors")
+            raise LayoutCountError(f"{what}: desired layouts {desired} are given without the layouts of plain tensors")
         return None
     if desired is None:
-        raise LayoutError(f"{what}: layouts {layouts} are given without desired layouts")
+        raise LayoutCountError(f"{what}: layouts {layouts} are given without desired layouts")
     now = (layouts,) if isinstance(layouts, Placement) else tuple(layouts)
     then = (desired,) if isinstance(desired, Placement) else tuple(desired)
     if len(now) != len(then):
-        raise LayoutError(
+        raise LayoutCountError(
             f"{what}: layouts and desired layouts must have the same length, "
             f"got {len(now)} {now} and {len(then)} {then}"
         )
@@ -48,7 +48,7 @@ def _port(layout: Placement | None, desired: Placement | None) -> Port | None:
 def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None) -> dict[str, Port]:
     now, then = dict(layouts or {}), dict(desired or {})
     if len(now) != len(then):
-        raise LayoutError(
+        raise LayoutCountError(
             "input_kwarg_layouts and desired_input_kwarg_layouts must have the same length, "
             f"got {sorted(now)} and {sorted(then)}"
         )
@@ -60,7 +60,16 @@ def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str
     }
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+def _in_torchs_form(style: DeclaredStyle) -> None:
+    """Layouts as torch's styles have them: tuples, and dicts of keyword inputs."""
+    for name, value in vars(style).items():
+        if isinstance(value, Placement):
+            setattr(style, name, (value,))
+        elif value is None and name.endswith("kwarg_layouts"):
+            setattr(style, name, {})
+
+
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class PrepareModuleInput(DeclaredStyle):
     """Bring the inputs of a module to the layouts it needs, before its forward runs.
 
@@ -72,8 +81,8 @@ class PrepareModuleInput(DeclaredStyle):
         use_local_output: pass plain local tensors to the module instead of DTensors.
 
     Raises:
-        LayoutError: if layouts and desired layouts have different lengths (at construction), or the call
-            has another number of inputs than layouts.
+        LayoutCountError: if layouts and desired layouts have different lengths (at construction).
+        LayoutError: if the call has another number of inputs than layouts.
     """
 
     input_layouts: Layouts = None
@@ -84,6 +93,12 @@ class PrepareModuleInput(DeclaredStyle):
 
     def __post_init__(self) -> None:
         self.sharding(nn.Identity())
+        _in_torchs_form(self)
+
+    @property
+    def with_kwargs(self) -> bool:
+        """Whether there are layouts of keyword inputs."""
+        return bool(self.input_kwarg_layouts)
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return ModuleSharding(
@@ -96,7 +111,7 @@ class PrepareModuleInput(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class PrepareModuleOutput(DeclaredStyle):
     """Bring the outputs of a module to the desired layouts, after its forward ran.
 
@@ -106,7 +121,8 @@ class PrepareModuleOutput(DeclaredStyle):
         use_local_output: return plain local tensors instead of DTensors.
 
     Raises:
-        LayoutError: if layouts and desired layouts have different lengths (at construction), or the module
+        LayoutCountError: if layouts and desired layouts have different lengths (at construction).
+        LayoutError: if the module
             returns another number of outputs than layouts.
     """
 
@@ -116,6 +132,7 @@ class PrepareModuleOutput(DeclaredStyle):
 
     def __post_init__(self) -> None:
         self.sharding(nn.Identity())
+        _in_torchs_form(self)
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return ModuleSharding(
@@ -127,7 +144,7 @@ class PrepareModuleOutput(DeclaredStyle):
         )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class PrepareModuleInputOutput(DeclaredStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one.
 
@@ -153,6 +170,27 @@ class PrepareModuleInputOutput(DeclaredStyle):
 
     def __post_init__(self) -> None:
         self.sharding(nn.Identity())
+        _in_torchs_form(self)
+
+    @property
+    def prepare_module_input(self) -> PrepareModuleInput:
+        """What happens to the inputs."""
+        return PrepareModuleInput(
+            input_layouts=self.input_layouts,
+            desired_input_layouts=self.desired_input_layouts,
+            input_kwarg_layouts=self.input_kwarg_layouts,
+            desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
+            use_local_output=self.use_local_input,
+        )
+
+    @property
+    def prepare_module_output(self) -> PrepareModuleOutput:
+        """What happens to the outputs."""
+        return PrepareModuleOutput(
+            output_layouts=self.output_layouts,
+            desired_output_layouts=self.desired_output_layouts,
+            use_local_output=self.use_local_output,
+        )
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return ModuleSharding(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal_dtensor import Shard
+from shoal_dtensor import Placement, Shard
 
 from ..lowering.lowered import Lowered
 from ..modules.dropout import SequenceDropout
@@ -26,7 +26,7 @@ _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class SequenceParallel(DeclaredStyle):
     """Run a module that treats every token alone on each rank's shard of the sequence.
 
@@ -46,6 +46,16 @@ class SequenceParallel(DeclaredStyle):
 
     sequence_dim: int = 1
     use_local_output: bool = False
+
+    @property
+    def sequence_sharding(self) -> tuple[Placement, ...]:
+        """`Shard(sequence_dim)` in torch's form; assigning it sets `sequence_dim`."""
+        return (Shard(self.sequence_dim),)
+
+    @sequence_sharding.setter
+    def sequence_sharding(self, value: tuple[Shard, ...]) -> None:
+        (sharding,) = value
+        self.sequence_dim = sharding.dim
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         port = Port(Shard(self.sequence_dim), Shard(self.sequence_dim))

@@ -1,7 +1,7 @@
 """`ParallelStyle`, what every style is, and `DeclaredStyle`, a style that declares a `ModuleSharding`.
 
-Styles are values: applying one changes the module, never the style, so one style can serve any
-number of modules, meshes and threads.
+Applying a style changes the module, never the style, so one style can serve any number of modules, meshes and threads.
+What is assigned to a style's attributes counts for the modules that it is applied to afterwards.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, Self
 
 from torch import nn
 
+from shoal_dtensor import Placement
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import apply_sharding
 from ..errors import LayoutError, StyleError, UnsupportedModuleError
 from ..sharding.module_sharding import ModuleSharding
 
-__all__ = ["DeclaredStyle", "ParallelStyle", "unsupported"]
+__all__ = ["DeclaredStyle", "LayoutField", "ParallelStyle", "unsupported"]
 
 
 # What torch's styles call on themselves, and their subclasses override.
@@ -34,6 +35,29 @@ _TORCH_HOOKS = {
     "_prepare_output_fn",
     "_replicate_module_fn",
 }
+
+
+class LayoutField:
+    """A field that is read as torch's styles are, as a tuple of placements; one placement may be given too.
+
+    Args:
+        default: what it reads as where nothing was given.
+    """
+
+    def __init__(self, default: tuple[Placement, ...]) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, style: object, owner: type | None = None) -> Any:
+        if style is None:
+            return None  # the default of the dataclass field
+        given = vars(style)[self._name]
+        return self._default if given is None else given
+
+    def __set__(self, style: object, value: Placement | tuple[Placement, ...] | None) -> None:
+        vars(style)[self._name] = (value,) if isinstance(value, Placement) else None if value is None else tuple(value)
 
 
 class ParallelStyle(ABC):
@@ -71,7 +95,7 @@ class ParallelStyle(ABC):
         return changed
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class DeclaredStyle(ParallelStyle):
     """A style that is a function from a module to its `ModuleSharding`: subclass it and write `sharding`.
 
@@ -108,8 +132,15 @@ class DeclaredStyle(ParallelStyle):
             )
 
     def __repr__(self) -> str:
-        changed = (f for f in fields(self) if f.repr and getattr(self, f.name) != f.default)
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+        shown = {f.name: self.given(f.name) for f in fields(self) if f.repr and self.given(f.name) != f.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def given(self, name: str) -> Any:
+        """The value of a field; of layouts that were left out None, and a single one by itself."""
+        if f"_{name}" not in vars(self):
+            return getattr(self, name)
+        layouts = vars(self)[f"_{name}"]
+        return layouts[0] if layouts is not None and len(layouts) == 1 else layouts
 
     @abstractmethod
     def sharding(self, module: nn.Module) -> ModuleSharding:
