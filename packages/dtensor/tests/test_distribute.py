@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_module, distribute_tensor
+from shoal_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    Spec,
+    StridedShard,
+    distribute_module,
+    distribute_tensor,
+    full,
+    rand,
+)
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
@@ -167,3 +179,55 @@ def test_what_a_user_attached_goes_along_when_a_module_is_distributed() -> None:
         weight = module.weight
         assert weight.mine == 5
     assert seen == ["hook", "after"]
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
+@pytest.mark.parametrize("source", [0, None])
+@on_ranks(4)
+def test_a_partial_target_reduces_to_the_values(op: str, source: int | None) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(1.0, 16.0, dtype=torch.float64).view(5, 3)
+    made = distribute_tensor(whole, mesh, [Shard(0), Partial(op)], src_data_rank=source)
+    assert made.placements == (Shard(0), Partial(op))
+    torch.testing.assert_close(made.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("length", [8, 6, 2])
+@on_ranks(4)
+def test_a_strided_target_is_cut_in_runs(length: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.arange(float(length))
+    made = distribute_tensor(whole, mesh, [StridedShard(0, split_factor=2)])
+    runs = [run.chunk(4) for run in whole.chunk(2)]
+    own = [run[mesh.get_rank()] for run in runs if mesh.get_rank() < len(run)]
+    assert torch.equal(made.to_local(), torch.cat(own) if own else whole[:0])
+    assert torch.equal(made.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_functions_of_two_arguments_prepare_inputs_and_outputs() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    plain = torch.nn.Linear(3, 2)
+    module = distribute_module(
+        torch.nn.Linear(3, 2),
+        mesh,
+        None,
+        lambda inputs, mesh: (distribute_tensor(inputs[0], mesh, [Shard(0)]),),
+        lambda outputs, mesh: outputs.full_tensor(),
+    )
+    module.load_state_dict({name: distribute_tensor(value, mesh) for name, value in plain.state_dict().items()})
+    x = torch.randn(3, 3)
+    torch.testing.assert_close(module(x), distribute_tensor(plain(x).detach(), mesh).to_local())
+    with pytest.raises(ValueError, match="output_fn takes"):
+        distribute_module(torch.nn.Linear(3, 2), mesh, None, None, lambda outputs: outputs)
+
+
+def test_factories_list_their_keywords() -> None:
+    assert [*inspect.signature(full).parameters][2:] == [
+        "dtype",
+        "layout",
+        "requires_grad",
+        "device_mesh",
+        "placements",
+    ]
+    assert "generator" in inspect.signature(rand).parameters

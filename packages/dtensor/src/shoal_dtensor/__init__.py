@@ -1,10 +1,13 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
+from typing import NoReturn
+
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 from .__about__ import __version__
 from ._torch import whole_when_compiled
 from .api.custom_rules import register_rule, register_sharding
+from .api.debug_mode import DebugMode, ExplicitRedistributionContext
 from .api.distribute import distribute_module, distribute_tensor
 from .api.explain import Explanation, explain
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
@@ -41,6 +44,7 @@ from .errors import (
     OperatorIndexError,
     OptimizerError,
     PlacementError,
+    PlacementIndexError,
     RandomStateError,
     RedistributeError,
     ShoalTensorError,
@@ -48,8 +52,16 @@ from .errors import (
 )
 from .layout.partition_spec import PartitionSpec
 from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard
-from .layout.spec import Spec, compute_local_shape_and_global_offset
-from .layout.tensor_meta import TensorMeta
+from .layout.placements import StridedShard as _StridedShard  # noqa: F401  # torch's name
+from .layout.spec import Spec
+from .layout.tensor_meta import ShardOrderEntry, TensorMeta
+from .layout.torch_names import (
+    INSTEAD,
+    DTensorSpec,
+    compute_global_tensor_shape,
+    compute_local_shape_and_global_offset,
+    compute_local_tensor_info,
+)
 from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import local_step
@@ -67,8 +79,11 @@ __all__ = [
     "ArgumentValueError",
     "CommunicationForbiddenError",
     "DTensor",
+    "DTensorSpec",
+    "DebugMode",
     "DeviceMesh",
     "Explanation",
+    "ExplicitRedistributionContext",
     "InPlaceError",
     "MixedTensorError",
     "NoRuleError",
@@ -79,10 +94,12 @@ __all__ = [
     "PartitionSpec",
     "Placement",
     "PlacementError",
+    "PlacementIndexError",
     "RandomStateError",
     "RedistributeError",
     "Replicate",
     "Shard",
+    "ShardOrderEntry",
     "ShardsInFlight",
     "ShoalTensorError",
     "Spec",
@@ -97,7 +114,9 @@ __all__ = [
     "clip_grad_norm_",
     "coalesce",
     "communication",
+    "compute_global_tensor_shape",
     "compute_local_shape_and_global_offset",
+    "compute_local_tensor_info",
     "deferred_gradients",
     "distribute_module",
     "distribute_tensor",
@@ -141,3 +160,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> NoReturn:
+    instead = INSTEAD.get(name)
+    if instead is not None:
+        raise ImportError(f"shoal_dtensor has no {name}: {instead}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

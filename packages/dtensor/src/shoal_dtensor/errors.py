@@ -1,7 +1,7 @@
 """The errors of the dtensor layer.
 
-Each names what was asked, what is allowed and what was got.  They subclass the builtin
-that a caller of plain PyTorch would expect, so `except ValueError` keeps working.
+Each names what was asked, what is allowed and what was got.  They subclass the builtins
+that torch raises in the same places, several where torch raises several, so that `except` clauses keep working.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "OperatorIndexError",
     "OptimizerError",
     "PlacementError",
+    "PlacementIndexError",
     "RandomStateError",
     "RedistributeError",
     "ShoalTensorError",
@@ -28,11 +29,11 @@ class ShoalTensorError(Exception):
     """Base of every error that the dtensor layer raises on purpose."""
 
 
-class ArgumentTypeError(ShoalTensorError, TypeError):
+class ArgumentTypeError(ShoalTensorError, TypeError, RuntimeError):
     """A function got an argument of a wrong type."""
 
 
-class ArgumentValueError(ShoalTensorError, ValueError):
+class ArgumentValueError(ShoalTensorError, ValueError, RuntimeError):
     """A function got an argument that is not among the values allowed."""
 
 
@@ -40,12 +41,16 @@ class OperatorArgumentError(ShoalTensorError, RuntimeError):
     """An operator refuses its arguments: shapes or dtypes that do not fit."""
 
 
-class OperatorIndexError(ShoalTensorError, IndexError):
+class OperatorIndexError(ShoalTensorError, IndexError, RuntimeError):
     """An operator refuses a dim or an index: it is out of range."""
 
 
-class PlacementError(ShoalTensorError, ValueError):
+class PlacementError(ShoalTensorError, ValueError, RuntimeError):
     """Placements do not fit the mesh, the tensor or each other."""
+
+
+class PlacementIndexError(PlacementError, IndexError, AssertionError):
+    """A placement for a dim or a mesh axis that is not there, or another number of placements than axes."""
 
 
 class RedistributeError(ShoalTensorError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,12 +13,15 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import whole_when_compiled
 from ..argument_types import check_callable, check_type
-from ..errors import PlacementError
+from ..errors import ArgumentValueError, PlacementError
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
 from ..layout.spec import Spec
+from ..redistribute.execution.execute import run
+from ..redistribute.plan import plan
 from ..redistribute.scatter import shard_of
+from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
 
@@ -51,7 +55,8 @@ def distribute_tensor(
             is returned as it is. Or a stored tensor, `safetensors.safe_open(...).get_slice(name)`, that all ranks can
             read: each reads its own shard, and nothing is sent.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
-        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
+        placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out. Where one is partial, the
+            ranks' values reduce to the tensor's.
         src_data_rank: whose values count: the rank at this coordinate of every mesh axis.  None: each rank slices its
             shard out of its own tensor, without any communication; of a memory-mapped one (`torch.load(mmap=True)`,
             `torch.from_file`) it reads only that. A stored tensor is always read so.
@@ -63,8 +68,6 @@ def distribute_tensor(
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)
     check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
-    if any(isinstance(p, Partial) for p in wanted):
-        raise PlacementError(f"distribute_tensor: placements must be Shard or Replicate, got {list(wanted)}")
     if isinstance(tensor, DTensor):
         return _as_it_is(tensor, mesh, wanted, shard_order)
     if not isinstance(tensor, torch.Tensor):
@@ -75,7 +78,10 @@ def distribute_tensor(
         )
     spec = Spec(mesh, wanted, tensor.shape, _dense(tensor), tensor.dtype, shard_order)
     with torch.no_grad():
-        local = shard_of(tensor.detach(), spec, src_data_rank)
+        # A partial axis must reduce to the values: it starts out replicated and is shared out, without communication.
+        start = gradient_spec(spec)
+        local = shard_of(tensor.detach(), start, src_data_rank)
+        local = local if start is spec else run(plan(start, spec), local)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
 
@@ -90,6 +96,10 @@ def _read(
             f"get_slice(name) gives, got {type(stored).__name__}"
         )
     shape = tuple(stored.get_shape())
+    if any(isinstance(p, Partial) for p in placements):
+        raise PlacementError(
+            f"distribute_tensor: a stored tensor is read as Shard or Replicate, got {list(placements)}"
+        )
     nothing = stored[tuple(slice(0, 0) for _ in shape)] if shape else stored[...]
     spec = Spec(mesh, placements, shape, None, nothing.dtype, shard_order)
     device = torch.device(mesh.device_type)
@@ -131,16 +141,20 @@ def distribute_module(
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
         partition_fn: called with the name, module and mesh of every sub-module, to replace parameters by DTensors;
             whatever it leaves plain is replicated.
-        input_fn: `input_fn(module, inputs, mesh)` before forward; its result replaces the inputs.
-        output_fn: `output_fn(module, outputs, mesh)` after forward; its result replaces the outputs.
+        input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it, `input_fn(inputs, mesh)`;
+            its result replaces the inputs.
+        output_fn: `output_fn(module, outputs, mesh)` after forward, or `output_fn(outputs, mesh)`; its result replaces
+            the outputs.
 
     Raises:
         PlacementError: if the module was distributed before.
+        ArgumentValueError: if a function takes another number of arguments.
     """
     mesh = mesh_or_current(device_mesh)
     check_type("distribute_module", "module", module, nn.Module, "an nn.Module")
     for name, function in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
         check_callable("distribute_module", name, function)
+    before, after = _with_module("input_fn", input_fn), _with_module("output_fn", output_fn)
     if getattr(module, "_shoal_distributed", False):
         raise PlacementError("distribute_module: this module was distributed before; distribute a fresh one")
     shared: dict[int, nn.Parameter | torch.Tensor] = {}
@@ -148,12 +162,31 @@ def distribute_module(
         if partition_fn is not None:
             partition_fn(name, child, mesh)
         _replicate(child, mesh, shared)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    if before is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
+    if after is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: after(mod, outputs, mesh))
     module._shoal_distributed = True  # type: ignore[assignment]  # a mark, not a submodule
     return module
+
+
+def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A function of (module, values, mesh) for one of that or of (values, mesh)."""
+    if function is None:
+        return None
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function in C says nothing of itself
+        return function
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) == 3 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function
+    if len(positional) == 2:
+        return lambda module, values, mesh: function(values, mesh)
+    raise ArgumentValueError(
+        f"distribute_module: {name} takes (module, values, mesh) or (values, mesh), "
+        f"got one with {len(positional)} arguments"
+    )
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -12,7 +13,7 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import whole_when_compiled
 from ..argument_types import check_type
-from ..errors import ArgumentTypeError, PlacementError
+from ..errors import ArgumentTypeError, PlacementIndexError
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Replicate
 from ..layout.spec import Spec
@@ -22,6 +23,9 @@ from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
 
 __all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
@@ -55,7 +59,9 @@ class Options:
     def spec(self, size: Sequence[Any], dtype: torch.dtype) -> Spec:
         """Of a new tensor whose size is given as integers or one sequence, of `dtype` unless the options name one."""
         if self.layout is not torch.strided:
-            raise PlacementError(f"only torch.strided tensors can be distributed, got {self.layout}")
+            raise PlacementIndexError(f"only torch.strided tensors can be distributed, got {self.layout}")
+        for n in size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size:
+            check_type("a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them")
         mesh = mesh_or_current(self.device_mesh)
         shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
         wanted, shard_order = read_placements(mesh, self.placements)
@@ -73,6 +79,19 @@ def _read(keywords: Keywords) -> Options:
     if unknown:
         raise ArgumentTypeError(f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(known)}")
     return Options(**keywords)
+
+
+def _lists_keywords(factory: F) -> F:
+    """The factory with its keywords, each with its default, in the signature that `help` and tools show."""
+    given = inspect.signature(factory)
+    listed = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(Options)
+    ]
+    factory.__signature__ = given.replace(  # type: ignore[attr-defined]  # what inspect reads
+        parameters=[*(p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD), *listed]
+    )
+    return factory
 
 
 def _empty(size: Sequence[Any], options: Options, dtype: torch.dtype | None = None) -> DTensor:
@@ -97,6 +116,7 @@ def _local_shape(spec: Spec) -> Sequence[int]:
     return spec.local_shape if spec.coordinate is not None else (0,)
 
 
+@_lists_keywords
 @whole_when_compiled
 def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """An uninitialised DTensor of global shape `size`.
@@ -111,36 +131,42 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     return _empty(size, _read(keywords))
 
 
+@_lists_keywords
 @whole_when_compiled
-def full(size: Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
+def full(size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
-    return _filled((tuple(size),), fill_value, _read(keywords))
+    return _filled((size,) if isinstance(size, int) else (tuple(size),), fill_value, _read(keywords))
 
 
+@_lists_keywords
 @whole_when_compiled
 def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
     return _filled(size, 0.0, _read(keywords))
 
 
+@_lists_keywords
 @whole_when_compiled
 def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
     return _filled(size, 1.0, _read(keywords))
 
 
+@_lists_keywords
 @whole_when_compiled
 def rand(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
     return _drawn(size, _read(keywords), lambda drawn: drawn.uniform_(generator=generator))
 
 
+@_lists_keywords
 @whole_when_compiled
 def randn(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
     return _drawn(size, _read(keywords), lambda drawn: drawn.normal_(generator=generator))
 
 
+@_lists_keywords
 @whole_when_compiled
 def randint(
     low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
@@ -158,6 +184,7 @@ def _drawn(
     return result.requires_grad_(options.requires_grad)
 
 
+@_lists_keywords
 @whole_when_compiled
 def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """A permutation of `range(n)`: the one that `torch.randperm` draws on one device; keywords as for `empty`.

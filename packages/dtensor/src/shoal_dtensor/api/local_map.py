@@ -12,7 +12,7 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import is_tracing, pytree
 from ..argument_types import check_callable, check_mesh, check_type
-from ..errors import MixedTensorError, PlacementError
+from ..errors import MixedTensorError, PlacementError, PlacementIndexError
 from ..layout.placements import Placement
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import check_replicated, compared_shapes
@@ -44,9 +44,9 @@ def local_map(
         redistribute_inputs: redistribute inputs of other placements instead of raising.
 
     Returns:
-        The wrapped function. In the first call with inputs of these specs, the ranks compare the shapes of the outputs,
-        and the values of replicated ones. The shapes are compared in every call if an input or an output is unevenly
-        sharded, so that uneven outputs are right too.
+        The wrapped function; given plain tensors alone it is `func`. In the first call with inputs of these specs, the
+        ranks compare the shapes of the outputs, and the values of replicated ones. The shapes are compared in every
+        call if an input or an output is unevenly sharded, so that uneven outputs are right too.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or
@@ -63,6 +63,9 @@ def local_map(
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         flat, structure = pytree.tree_flatten(args)
+        kinds = [isinstance(item, DTensor) for item in flat if isinstance(item, torch.Tensor)]
+        if kinds and not any(kinds):
+            return func(*args, **kwargs)
         _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
         wanted = in_placements or (None,) * len(flat)
         mesh, uneven, local = device_mesh, False, []
@@ -104,7 +107,7 @@ def _plain(number: int, item: Any, wanted: Placements) -> Any:
 def _check_counts(inputs: int, **given: Sequence[Placements] | None) -> None:
     for name, entries in given.items():
         if entries is not None and len(entries) != inputs:
-            raise PlacementError(f"local_map: {name} has {len(entries)} entries, the function got {inputs} inputs")
+            raise PlacementIndexError(f"local_map: {name} has {len(entries)} entries, the function got {inputs} inputs")
 
 
 def _placed(index: int, item: DTensor, wanted: Placements, redistribute: bool) -> DTensor:

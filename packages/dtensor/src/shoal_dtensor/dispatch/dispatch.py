@@ -25,7 +25,7 @@ from .communication_policy import watched
 from .decision import CompositeDecision, Decision, DynamicDecision, MovingDecision, ResultKind, SimpleDecision
 from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .in_place import count_writes, follow
-from .plain_tensors import values_read, verify_replicated
+from .plain_tensors import OF_SHAPES, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
 from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
 from .size_classes import forget
@@ -155,6 +155,8 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     tensors = enumerate(tensors_in([*args, *kwargs.values()]))
     copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     mixed = [entry for entry in key if type(entry) is Plain]
+    if mixed and op in OF_SHAPES:
+        return OF_SHAPES[op](*args)
     by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
     if by_kind is not None:
         cache.remember(key, CompositeDecision(by_kind))

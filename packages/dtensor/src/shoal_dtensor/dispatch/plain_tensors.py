@@ -27,7 +27,11 @@ from ..rules.language.op_schema import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
 
-__all__ = ["is_candidate", "values_read", "verify_replicated"]
+__all__ = ["OF_SHAPES", "is_candidate", "values_read", "verify_replicated"]
+
+
+# Operators that read shapes alone: plain tensors beside DTensors need not be replicated.
+OF_SHAPES: Mapping[Any, Any] = {torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape}
 
 
 def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool) -> None:

@@ -19,7 +19,7 @@ from math import prod
 
 from shoal_mesh import constant_when_compiled
 
-from ..errors import PlacementError
+from ..errors import PlacementError, PlacementIndexError
 from .placements import Placement, Shard, StridedShard
 
 __all__ = ["DimSharding", "canonical_placements", "chunk_sizes", "normalize_placements", "order_of", "shard_dim"]
@@ -276,6 +276,7 @@ def normalize_placements(
     mesh_shape: Sequence[int],
     ndim: int,
     shard_order: ShardOrder | None = None,
+    shape: Sequence[int] | None = None,
 ) -> tuple[tuple[Placement, ...], ShardOrder]:
     """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim.
 
@@ -284,12 +285,13 @@ def normalize_placements(
         mesh_shape: coordinates per mesh axis.
         ndim: number of tensor dims.
         shard_order: pairs (tensor dim, axes outermost first); dims left out are sharded in ascending axis order.
+        shape: of the tensor, where it is known.
 
     Raises:
         PlacementError: if the number of placements, a dim, the order or a strided placement does not fit.
     """
     if len(placements) != len(mesh_shape):
-        raise PlacementError(
+        raise PlacementIndexError(
             f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
             f"{tuple(mesh_shape)}, got {len(placements)}: {list(placements)}"
         )
@@ -301,7 +303,9 @@ def normalize_placements(
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < ndim:
-                raise PlacementError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+                raise PlacementIndexError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+            if isinstance(placement, StridedShard) and placement.sizes is None:
+                placement = _in_runs(placement.on_dim(dim), placements, mesh_shape[axis], shape)
             if isinstance(placement, StridedShard) and placement.sizes is None:
                 strided[axis] = placement.split_factor
                 placement = Shard(dim)
@@ -312,6 +316,18 @@ def normalize_placements(
     if strided:
         order = _order_of_strided(resolved, strided, mesh_shape) | order
     return tuple(resolved), order_of(resolved, tuple(order.items()))
+
+
+def _in_runs(
+    placement: StridedShard, placements: Sequence[Placement], ways: int, shape: Sequence[int] | None
+) -> StridedShard:
+    """The placement with the sizes of its runs where no other axis shards the dim, so that no order is meant."""
+    dim, runs = placement.dim, placement.split_factor
+    ndim = len(shape or ())
+    sharding = [p for p in placements if isinstance(p, Shard | StridedShard) and p.dim in (dim, dim - ndim)]
+    if shape is None or len(sharding) != 1 or shape[dim] % runs:
+        return placement
+    return StridedShard(dim, split_factor=runs, sizes=chunk_sizes(shape[dim] // runs, ways))
 
 
 def _order_of_strided(

@@ -37,7 +37,7 @@ class PartitionSpec:
         >>> PartitionSpec(None, ("tp", "dp")).resolve(mesh)
         ((Shard(dim=1), Shard(dim=1)), ((1, (1, 0)),))
         >>> PartitionSpec("dp", partial={"tp": "sum"}).resolve(mesh)[0]
-        (Shard(dim=0), Partial('sum'))
+        (Shard(dim=0), Partial(sum))
     """
 
     dims: tuple[tuple[Axis, ...], ...]

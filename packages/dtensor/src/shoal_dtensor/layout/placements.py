@@ -14,11 +14,27 @@ from weakref import WeakValueDictionary
 
 from shoal_mesh import constant_when_compiled
 
-from ..errors import PlacementError
+from ..errors import ArgumentTypeError, PlacementError
 
 __all__ = ["PICKLED", "REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
+
+
+# Methods of torch's placements that move data.
+_TORCH_METHODS = {
+    f"_{name}"
+    for name in (
+        *("custom_chunk", "local_shard_size", "maybe_pad_tensor", "maybe_unpad_tensor", "new_shard_dim"),
+        *("pad_for_new_shard_dim", "partition_value", "reduce_shard_tensor", "reduce_shard_value", "reduce_value"),
+        *("replicate_tensor", "replicate_to_shard", "shard_tensor", "split_tensor", "to_new_shard_dim"),
+        *("to_replicate_tensor", "unpad_for_new_shard_dim"),
+    )
+}
+_WHO_MOVES = (
+    "placements are data and move nothing; use distribute_tensor, DTensor.redistribute or the collectives of "
+    "shoal_mesh, Shard(dim, sizes=...) for other sizes of shards, and register_rule for operators of your own"
+)
 
 
 class Placement:
@@ -26,6 +42,16 @@ class Placement:
 
     __slots__ = ("__weakref__",)
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Placement]] = WeakValueDictionary()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        unused = sorted(name for name in vars(cls) if name in _TORCH_METHODS)
+        if unused:
+            raise PlacementError(f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = name in _TORCH_METHODS
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {_WHO_MOVES}" if known else ""))
 
     @classmethod
     def _intern(cls, fields: dict[str, Any]) -> Any:
@@ -84,6 +110,7 @@ class Shard(Placement):
         multiple_of: divide only at multiples of so many elements (attention heads, quantisation blocks).
 
     Raises:
+        ArgumentTypeError: if `dim` is no integer.
         PlacementError: if a size is negative, `multiple_of` is below 1, or both are given.
 
     Example:
@@ -100,8 +127,8 @@ class Shard(Placement):
     multiple_of: int
 
     def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
-        if type(dim) is not int:
-            raise PlacementError(f"Shard: dim must be an int, got {dim!r}")
+        if not isinstance(dim, int):
+            raise ArgumentTypeError(f"Shard: dim must be an int, got {dim!r}")
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
             if multiple_of != 1:
@@ -110,7 +137,7 @@ class Shard(Placement):
                 raise PlacementError(f"Shard: sizes must not be negative, got {sizes}")
         if multiple_of < 1:
             raise PlacementError(f"Shard: multiple_of must be at least 1, got {multiple_of}")
-        placement: Shard = cls._intern({"dim": dim, "sizes": sizes, "multiple_of": int(multiple_of)})
+        placement: Shard = cls._intern({"dim": int(dim), "sizes": sizes, "multiple_of": int(multiple_of)})
         return placement
 
     def is_shard(self, dim: int | None = None) -> bool:
@@ -239,18 +266,23 @@ class Partial(Placement):
             infinities (extrema). What the ranks hold is not negative, unless all of them but one hold nothing.
 
     Raises:
+        ArgumentTypeError: if it is no string.
         PlacementError: if the reduction is unknown.
 
     Example:
         >>> Partial(), Partial("max"), Partial("norm2.0")
-        (Partial('sum'), Partial('max'), Partial('norm2'))
+        (Partial(sum), Partial(max), Partial(norm2))
     """
 
     __slots__ = ("reduce_op",)
     __match_args__ = ("reduce_op",)
+    ALL_REDUCE_OPS = ("sum", "avg", "min", "max", "product")
+    LINEAR_REDUCE_OPS = ("sum", "avg")
     reduce_op: str
 
     def __new__(cls, reduce_op: str = "sum") -> Partial:
+        if not isinstance(reduce_op, str):
+            raise ArgumentTypeError(f"Partial: reduce_op must be a str, got {reduce_op!r}")
         if reduce_op not in REDUCE_OPS:
             reduce_op = _norm_op(reduce_op)
         placement: Partial = cls._intern({"reduce_op": reduce_op})
@@ -263,7 +295,10 @@ class Partial(Placement):
         return Partial, (self.reduce_op,)
 
     def __repr__(self) -> str:
-        return f"Partial({self.reduce_op!r})"
+        return f"Partial({self.reduce_op})"
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return f"Partial({self.reduce_op!r})", {"Partial": Partial}
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"

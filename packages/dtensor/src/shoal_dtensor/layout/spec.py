@@ -19,14 +19,15 @@ from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
+from .spec_names import SpecNames
 from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_any_dim
 from .tensor_meta import Box, TensorMeta, contiguous_stride
 
-__all__ = ["Spec", "compute_local_shape_and_global_offset"]
+__all__ = ["Spec"]
 
 
 @constant_when_compiled
-class Spec:
+class Spec(SpecNames):
     """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
 
     Args:
@@ -129,7 +130,7 @@ class Spec:
         if any(n < 0 for n in shape):
             raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
         asked = key
-        normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order)
+        normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
         axes_of = dict(order)
         dim_shardings = tuple(shard_any_dim(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
         canonical = canonical_placements(normal, dim_shardings)
@@ -354,28 +355,6 @@ class Spec:
         partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
         mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
         return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
-
-
-def compute_local_shape_and_global_offset(
-    global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part of a tensor, and the global index of its first element.
-
-    Args:
-        global_shape: shape of the global tensor.
-        mesh: the mesh.
-        placements: one per mesh axis.
-
-    Raises:
-        PlacementError: if the placements do not fit.
-
-    Example:
-        >>> from shoal_mesh import abstract_mesh
-        >>> compute_local_shape_and_global_offset((5, 4), abstract_mesh((2,), rank=1), [Shard(0)])
-        ((2, 4), (3, 0))
-    """
-    spec = Spec(mesh, tuple(placements), global_shape)
-    return tuple(spec.local_shape), spec.local_offset
 
 
 def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:

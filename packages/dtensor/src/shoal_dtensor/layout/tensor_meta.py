@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Box", "TensorMeta", "contiguous_stride"]
+__all__ = ["Box", "ShardOrderEntry", "TensorMeta", "contiguous_stride"]
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
 
@@ -23,6 +23,13 @@ class TensorMeta(NamedTuple):
     def ndim(self) -> int:
         """Number of tensor dims."""
         return len(self.shape)
+
+
+class ShardOrderEntry(NamedTuple):
+    """One entry of a shard order under torch's names: a dim, and the mesh axes that shard it, outermost first."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

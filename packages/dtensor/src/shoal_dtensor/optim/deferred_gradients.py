@@ -32,7 +32,7 @@ def deferred_gradients() -> Iterator[None]:
         ...             (distribute_tensor(batch, mesh, [Shard(0)]) * weight).sum().backward()
         ...         print(weight.grad.placements)
         ...     print(weight.grad.placements)
-        (Partial('sum'),)
+        (Partial(sum),)
         (Replicate(),)
     """
     with gradients_deferred(DTensor):

@@ -28,7 +28,7 @@ from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gr
 from .getitem import has_lists, with_lists, without_numbers
 from .parameter_gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
-from .torch_fsdp import refuse_fsdp
+from .torch_fsdp import Absent, refuse_fsdp
 
 __all__ = ["DTensor"]
 
@@ -63,6 +63,7 @@ class DTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
     split = split
     fsdp_pre_all_gather = property(refuse_fsdp)
+    _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do its work")
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:

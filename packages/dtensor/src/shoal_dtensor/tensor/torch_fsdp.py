@@ -1,4 +1,4 @@
-"""The answer of a DTensor to torch's `fully_shard`, which would take it for a plain parameter."""
+"""Answers of a DTensor to code of torch's stack: to `fully_shard`, and to who asks for torch's internals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,24 @@ from typing import Any, NoReturn
 
 from ..errors import ArgumentTypeError
 
-__all__ = ["refuse_fsdp"]
+__all__ = ["Absent", "refuse_fsdp"]
+
+
+class Absent:
+    """A name of torch's class that is not here; reading it says what does its work.
+
+    Args:
+        instead: the public names.
+    """
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__} has no {self._name}: {self._instead}")
 
 
 def refuse_fsdp(tensor: Any) -> NoReturn:

@@ -1,7 +1,8 @@
-"""Checks of a rule or of a redistribution plan in one process, for those who write rules and plans."""
+"""Programs, rules and plans on ranks that are threads of one process, for tests and for those who write rules."""
 
 from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate
+from .simulated_ranks import simulate_ranks
 from .thread_ranks import ThreadMesh, on_threads, thread_meshes
 from .validate import Report, validate
 
@@ -16,6 +17,7 @@ __all__ = [
     "on_threads",
     "part_of",
     "simulate",
+    "simulate_ranks",
     "thread_meshes",
     "validate",
 ]

@@ -87,9 +87,9 @@ def try_plan(
             return _run(module, args, kwargs)
 
     try:
-        from .simulated_mesh import on_simulated_ranks  # here: it takes longer to import than the whole layer
+        from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 
-        results = on_simulated_ranks(mesh, one_rank)
+        results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
         return Trial(wrong=(f"the plan does not run: {_shown(error)}",))
     return Trial(wrong=tuple(_differences(results, expected)))

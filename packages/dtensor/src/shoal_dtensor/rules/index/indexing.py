@@ -1,13 +1,14 @@
 """Sharding of `x[indices]` and `x[indices] = values` with index tensors, and of `take` and `put`.
 
 Dims that are not indexed keep their sharding.  Along an indexed dim every rank looks up the indices that fall into its
-shard: reading leaves a partial sum with zeros elsewhere, writing reaches the one rank that has the element.
+shard: reading sums that up with zeros elsewhere, writing reaches the one rank that has the element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.index_bounds import from_the_front, local_positions
-from ..language.local_ops import sharding_axes
+from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 from .gather_scatter import lookup_partial
@@ -87,7 +88,8 @@ def index(call: OpCall) -> Iterator[Row]:
     for j in range(where.ndim):
         if call.outputs[0].shape[where.first + j] != 1:
             yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
-    yield from (call.row(self=S(d), out=lookup_partial(source)) for dims in where.indexed for d in dims)
+    reduced = all_reduce_traffic(prod(call.outputs[0].shape) * source.dtype.itemsize)
+    yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in where.indexed for d in dims)
     yield from call.keeping_partials("self")
 
 
@@ -113,7 +115,10 @@ def _read_masked(decided: LocalCall) -> LocalFunction | None:
 
 
 def _index(decided: LocalCall) -> LocalFunction | None:
-    """Element below = sum over shards of (element if all its indices are in the shard, else 0)."""
+    """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced.
+
+    Left partial, it would read as another result by `to_local`.
+    """
     call, spec = decided.call, decided["self"]
     where = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
@@ -123,6 +128,8 @@ def _index(decided: LocalCall) -> LocalFunction | None:
         return None
     op, shape, first, ndim = call.op, decided.outputs[0].local_shape, where.first, where.ndim
     tail = len(shape) - first - ndim
+    axes = sharding_axes(spec, [dim for dims in where.indexed for dim in dims])
+    reduction = lookup_partial(call["self"]).reduce_op
 
     def run(x: Tensor, indices: Sequence[Tensor | None], *args: Any) -> Any:
         is_local = torch.ones((), dtype=torch.bool, device=x.device)
@@ -133,8 +140,10 @@ def _index(decided: LocalCall) -> LocalFunction | None:
                 positions[i], is_in_dim = local_positions(index, spec, sharded[n])
                 is_local = is_local & is_in_dim
         if 0 in x.shape:
-            return x.new_zeros(shape)
-        return op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
+            found = x.new_zeros(shape)
+        else:
+            found = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
+        return all_reduced(found, spec, axes, reduction)
 
     return run
 

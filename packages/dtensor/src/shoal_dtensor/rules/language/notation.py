@@ -238,7 +238,7 @@ def product(
         >>> a, b, c = (TensorMeta(s, (s[1], 1), torch.float32) for s in ((4, 6), (6, 2), (4, 2)))
         >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
         >>> [row.outputs[0] for row in rule.rows(call)][:3]
-        [S(0), Partial('sum'), S(1)]
+        [S(0), Partial(sum), S(1)]
     """
     pattern, fixed = parse(text), tuple(replicated.split())
 

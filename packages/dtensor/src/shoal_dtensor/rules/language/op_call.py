@@ -204,7 +204,7 @@ class OpCall:
             >>> call = OpCall(torch.ops.aten.mm.default, (a, b), {}, (a, b), (c,))
             >>> row = call.row(self=S(1), mat2=S(0), out=P("sum"))
             >>> [entry.dim for entry in row.inputs], row.outputs
-            ([1, 0], (Partial('sum'),))
+            ([1, 0], (Partial(sum),))
         """
         inputs, outputs = self._slots
         if not entries.keys() <= self.schema.entry_names:

@@ -62,8 +62,10 @@ def _sums(call: OpCall) -> PartialRows:
     Not partial extrema, though addition is increasing: in int8, 100 + 50 wraps to -106 on the rank that has the
     maximum, and in floats an all-infinite shard gives inf - inf.
     """
-    listed = bool(_number_operands(call)) and call.op.__name__.startswith("_foreach")  # `_offset` is for one tensor
-    rows: PartialRows = [(_all(call, op), P(op)) for op in (("avg",) if listed else ("sum", "avg"))]
+    name = call.op.__name__.partition(".")[0]
+    # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
+    whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
+    rows: PartialRows = [(_all(call, op), P(op)) for op in (("avg",) if whole else ("sum", "avg"))]
     if len(call.tensors) == 2:
         rows += [(_only(call, i, "avg"), P("avg")) for i in (0, 1)]
     return rows

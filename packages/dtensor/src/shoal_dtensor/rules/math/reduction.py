@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal_mesh import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
-from ...layout.placements import Partial, norm_order
+from ...layout.placements import Partial
 from ..language.local_ops import all_reduced, drop_dims, in_every_form, sharding_axes
 from ..language.notation import unrounded
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
@@ -88,11 +88,7 @@ def _mean(decided: LocalCall) -> LocalFunction | None:
 
 
 def var(call: OpCall) -> Iterator[Row]:
-    """Variance as partial sum, mean replicated (it is all-reduced on the way)."""
-    yield from _rows(call, R, lambda ranks: _result_bytes(call), out0=P("sum"))
-
-
-def std(call: OpCall) -> Iterator[Row]:
+    """Two all-reduces, of the mean and of the squares: a partial variance would read as another one by `to_local`."""
     yield from _rows(call, R, lambda ranks: 2 * _result_bytes(call))
 
 
@@ -146,14 +142,13 @@ def _moments(finish: Callable[[Tensor, LocalCall, float], Tensor]) -> Callable[[
 
 
 def _variance(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
-    """The variance is the sum over ranks of (local squares / divisor)."""
-    return _divided(squares, divisor)
+    """The variance is the sum over ranks of (local squares / divisor), all-reduced."""
+    spec = decided.inputs[0]
+    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(decided.call))), divisor)
 
 
 def _deviation(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
-    """The root is taken of the sum over ranks, so that is all-reduced first."""
-    spec = decided.inputs[0]
-    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(decided.call))), divisor).sqrt()
+    return _variance(squares, decided, divisor).sqrt()
 
 
 # --- products, norms --------------------------------------------------------------------------------------------------
@@ -177,11 +172,11 @@ def _order(call: OpCall) -> float:
 
 
 def norm(call: OpCall) -> Iterator[Row]:
-    """A norm over a sharded dim is a partial norm, and so is a norm of partial norms of its own order."""
-    partial = _partial_norm(_order(call))
-    yield from _rows(call, partial)
-    if norm_order(partial.reduce_op) is not None:
-        yield call.row(self=partial, out=partial)
+    """A norm over a sharded dim is a partial norm; partial norms are reduced before their norm is taken.
+
+    The norm of partial norms is partial too, but it is what clipping returns, and `to_local` would read a rank's part.
+    """
+    yield from _rows(call, _partial_norm(_order(call)))
 
 
 def _partial_norm(order: float) -> Partial:
@@ -280,7 +275,7 @@ REDUCTION: Table = family(
         "any": _reduction("max"),
         "all": _reduction("min"),
         "var var_mean": Rule(var, _moments(_variance)),
-        "std std_mean": Rule(std, _moments(_deviation)),
+        "std std_mean": Rule(var, _moments(_deviation)),
         "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True),
         "_foreach_norm": Rule(norm, _norms, each=True),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp),

@@ -99,12 +99,16 @@ def _target_dim(dim: int, classes: int) -> int:
 
 
 def nll_loss(call: OpCall) -> Iterator[Row]:
-    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned."""
+    """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned.
+
+    With sharded classes the losses are all-reduced too: as partial sums they would read as other losses by `to_local`.
+    """
     classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
+    both = all_reduce_traffic(sum(prod(output.shape) * output.dtype.itemsize for output in call.outputs))
     for d in range(source.ndim):
         if d == classes:
-            yield call.row(self=S(d), weight=S(0), out0=P("sum"), traffic=traffic, ordered=True)
+            yield call.row(self=S(d), weight=S(0), out0=R, traffic=both, ordered=True)
         else:
             target = S(_target_dim(d, classes))
             yield call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
@@ -118,14 +122,15 @@ def _nll_loss(decided: LocalCall) -> LocalFunction | None:
     if not axes:
         return None
     pick = _picker(spec, classes, call["ignore_index"])
-    reduction = call["reduction"]
+    reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         losses, weights = pick(x, target, weight)
         if reduction == NONE:
+            losses = all_reduced(losses, spec, over_classes)
             return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
         total = all_reduced(weights.sum(), spec, axes)
-        loss = losses.sum()
+        loss = all_reduced(losses.sum(), spec, over_classes)
         return (loss / total if reduction == MEAN else loss), total
 
     return in_every_form(call, run)

@@ -1,7 +1,6 @@
-"""Ranks as threads of this process, on a mesh without process groups: what `verify` runs a plan on.
+"""`simulate_ranks`: a program on n ranks that are threads of this process, without process groups.
 
-Each rank has a view of an abstract mesh whose communicators are those of `shoal_dtensor.testing`: they meet at a
-barrier and pass tensors by reference.
+Each rank has a view of an abstract mesh whose communicators meet at a barrier and pass tensors by reference.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from collections.abc import Callable
 from itertools import chain, combinations
 from typing import Any, TypeVar
 
-from shoal_dtensor.testing import ThreadMesh, on_threads, thread_meshes
 from shoal_mesh import Comm, DeviceMesh, MeshError, abstract_mesh
 
-__all__ = ["on_simulated_ranks"]
+from .thread_ranks import ThreadMesh, on_threads, thread_meshes
+
+__all__ = ["simulate_ranks"]
 
 T = TypeVar("T")
 
 
-def on_simulated_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
+def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
     """What `run` returns on each rank of a mesh, each on a thread of its own, one at a time.
 
     Args:
@@ -30,9 +30,11 @@ def on_simulated_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list
 
     Example:
         >>> import torch
-        >>> from shoal_mesh import all_reduce
-        >>> on_simulated_ranks(abstract_mesh((2,)), lambda mesh: all_reduce(torch.tensor(mesh.get_rank()), (mesh, 0)))
-        [tensor(1), tensor(1)]
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> def program(mesh: DeviceMesh) -> torch.Tensor:
+        ...     return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).sum().full_tensor()
+        >>> simulate_ranks(abstract_mesh((2,)), program)
+        [tensor(6.), tensor(6.)]
     """
     shape = tuple(chain.from_iterable(_primes(size) for size in mesh.shape)) or (1,)
     threads = thread_meshes(shape)

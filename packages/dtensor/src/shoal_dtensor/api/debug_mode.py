@@ -1,0 +1,111 @@
+"""What a program does with DTensors, under torch's names: recorded by `DebugMode`, or refused."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from shoal_mesh import CommDebugMode, Event
+
+from .._torch import pytree
+from ..errors import ArgumentValueError
+from ..scopes import communication
+from ..tensor.dtensor import DTensor
+
+__all__ = ["DebugMode", "ExplicitRedistributionContext"]
+
+
+class ExplicitRedistributionContext:
+    """`communication("forbid")` under torch's name and arguments; blocks nest, and one object may be entered again.
+
+    Args:
+        enable: False allows communication inside an enabled block.
+        strict: torch's refusal also of redistributions that send nothing; only False is here.
+        mode: "raise", or "warn".
+
+    Raises:
+        ArgumentValueError: for another mode, or `strict=True`.
+
+    Example:
+        >>> with ExplicitRedistributionContext():
+        ...     pass
+    """
+
+    def __init__(self, enable: bool = True, strict: bool = False, mode: str = "raise") -> None:
+        if mode not in ("raise", "warn"):
+            raise ArgumentValueError(f"ExplicitRedistributionContext: mode is 'raise' or 'warn', got {mode!r}")
+        if strict:
+            raise ArgumentValueError(
+                "ExplicitRedistributionContext: strict=True is not here: what sends nothing is never refused; "
+                "DebugMode and explain show it"
+            )
+        self._policy: Any = ("forbid" if mode == "raise" else "warn") if enable else "allow"
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> ExplicitRedistributionContext:
+        stack = ExitStack()
+        stack.enter_context(communication(self._policy))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.pop().close()
+
+
+class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
+    """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
+
+    Attributes:
+        operators: a line for each operator and collective, in order; collectives that an operator starts are indented.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        ...     with DebugMode() as debug:
+        ...         y = x + x.redistribute(placements=[Shard(1)])
+        >>> print(debug.debug_string())
+        all_to_all_single of 32 bytes along 0
+        aten.add.Tensor(f32[4@(0), 4], f32[4, 4@(0)])
+          all_to_all_single of 32 bytes along 0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self._depth = 0
+
+    def __enter__(self) -> DebugMode:
+        self.operators = []
+        super().__enter__()
+        return self
+
+    def before(self, event: Event) -> None:
+        """Record a collective."""
+        super().before(event)
+        self._note(f"{event.op} of {self.trace[-1].nbytes} bytes along {'x'.join(event.comm.axes)}")
+
+    def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]
+        self._note(f"{func}({', '.join(_brief(arg) for arg in flat)})")
+        self._depth += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _note(self, text: str) -> None:
+        self.operators.append("  " * self._depth + text)
+
+    def debug_string(self) -> str:
+        """All lines."""
+        return "\n".join(self.operators)
+
+
+def _brief(tensor: DTensor) -> str:
+    """A spec without the mesh."""
+    return repr(tensor._spec).removeprefix("Spec(").rpartition(" on (")[0]

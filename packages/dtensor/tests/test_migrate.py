@@ -1,0 +1,84 @@
+"""Covers: migrate.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal_dtensor.migrate import main, migrate
+
+REWRITTEN = {
+    "from torch.distributed.device_mesh import init_device_mesh\n": "from shoal_mesh import init_device_mesh\n",
+    "from torch.distributed._tensor import DTensor as D, Shard  # why\n": (
+        "from shoal_dtensor import DTensor as D, Shard  # why\n"
+    ),
+    "from torch.distributed.tensor import (\n    DTensor,  # one\n    Shard,\n)\nx = 1\n": (
+        "from shoal_dtensor import DTensor, Shard  # one\nx = 1\n"
+    ),
+    "from torch.distributed import DeviceMesh, all_reduce\n": (
+        "from torch.distributed import all_reduce\nfrom shoal_mesh import DeviceMesh\n"
+    ),
+    "def f():\n    from torch.distributed.tensor.debug import CommDebugMode\n": (
+        "def f():\n    from shoal_mesh import CommDebugMode\n"
+    ),
+    "import torch\nm = torch.distributed.device_mesh.init_device_mesh('cpu', (2,))\n": (
+        "import shoal_mesh\nimport torch\nm = shoal_mesh.init_device_mesh('cpu', (2,))\n"
+    ),
+    "import torch.distributed as dist\nm = dist.init_device_mesh('é', (2,)); dist.all_reduce(m)\n": (
+        "import shoal_mesh\nimport torch.distributed as dist\n"
+        "m = shoal_mesh.init_device_mesh('é', (2,)); dist.all_reduce(m)\n"
+    ),
+    "import torch.distributed.tensor as dt\nx = [dt.Shard(0), dt.Replicate()]\n": (
+        "import shoal_dtensor\nimport torch.distributed.tensor as dt\n"
+        "x = [shoal_dtensor.Shard(0), shoal_dtensor.Replicate()]\n"
+    ),
+    "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n": (
+        "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
+        "from shoal_dtensor import get_model_state_dict\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("old", REWRITTEN)
+def test_imports_and_dotted_names_are_rewritten(old: str) -> None:
+    new = migrate(old)
+    assert new.text == REWRITTEN[old] and not new.left
+    assert migrate(new.text).text == new.text
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        "import torch\nimport torch.distributed as dist\ndist.all_gather(x, y)\n",
+        "from torch.distributed import all_reduce, broadcast\n",
+        "from torch.distributed.checkpoint import save\n",
+        "from .tensor import DTensor\n",
+    ],
+)
+def test_what_is_torchs_stays(same: str) -> None:
+    assert migrate(same).text == same and not migrate(same).left
+
+
+def test_what_it_cannot_decide_is_listed_by_line() -> None:
+    found = migrate(
+        "from torch.distributed.tensor._ops.utils import register_prop_rule\n"
+        "x = 1; from torch.distributed.tensor import DTensor\n"
+        "DTensor._op_dispatcher.sharding_propagator\n"
+    )
+    assert [line for line, _ in found.left] == [1, 2, 3]
+    assert "register_prop_rule: no layer" in found.left[0][1] and "register_rule" in found.left[2][1]
+    assert found.text.count("shoal") == 0
+
+
+def test_the_command_prints_a_difference_or_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, broken = tmp_path / "train.py", tmp_path / "old.py"
+    file.write_text("from torch.distributed.tensor import DTensor, nonsense\n")
+    broken.write_text("print 'two'\n")
+    assert main([str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "+from shoal_dtensor import DTensor" in shown and "1: torch.distributed.tensor.nonsense" in shown
+    assert shown.endswith("2 lines would change, 1 for a person\n") and "shoal" not in file.read_text()
+    assert main([str(tmp_path), "--write"]) == 1
+    assert "2 lines written, 1 for a person" in capsys.readouterr().out
+    assert file.read_text() == ("from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor\n")

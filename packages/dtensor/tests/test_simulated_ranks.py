@@ -1,0 +1,69 @@
+"""Covers: simulated_ranks.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_dtensor import Partial, Shard, distribute_tensor
+from shoal_dtensor.testing import simulate_ranks
+from shoal_mesh import DeviceMesh, abstract_mesh, all_gather, all_reduce
+
+
+def test_ranks_of_several_axes_meet_along_each() -> None:
+    def run(mesh: DeviceMesh) -> tuple[list[int], list[int]]:
+        rank = torch.tensor([mesh.get_rank()])
+        return all_gather(rank, (mesh, "a"), 0).tolist(), all_gather(rank, (mesh, "b"), 0).tolist()
+
+    results = simulate_ranks(abstract_mesh((2, 3), ("a", "b")), run)
+    assert results == [([b, 3 + b], [3 * a, 3 * a + 1, 3 * a + 2]) for a in range(2) for b in range(3)]
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(4, (2, 2)), (8, (2, 4)), (8, (4, 2)), (6, (2, 3))])
+def test_groups_of_an_axis_that_is_unflattened(ranks: int, sizes: tuple[int, int]) -> None:
+    def run(mesh: DeviceMesh) -> Tensor:
+        return all_reduce(torch.tensor(mesh.get_rank()), (mesh.unflatten(0, sizes), 1))
+
+    results = simulate_ranks(abstract_mesh((ranks,)), run)
+    width = sizes[1]
+    assert [int(each) for each in results] == [
+        sum(range(first - first % width, first - first % width + width)) for first in range(ranks)
+    ]
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    def run(mesh: DeviceMesh) -> None:
+        if mesh.get_rank() == 1:
+            raise ValueError("one of them")
+        all_reduce(torch.zeros(1), (mesh, 0))
+
+    with pytest.raises(ValueError, match="one of them"):
+        simulate_ranks(abstract_mesh((2,)), run)
+
+
+def test_views_of_two_simulations_are_not_equal() -> None:
+    first, second = (simulate_ranks(abstract_mesh((2,)), lambda mesh: mesh)[0] for _ in range(2))
+    assert first == first and first != second  # equality is the test
+
+
+@pytest.mark.parametrize("source", [0, None])
+def test_a_program_of_dtensors_runs_forward_and_backward(source: int | None) -> None:
+    whole = torch.randn(5, 3, dtype=torch.float64)
+
+    def run(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x: Any = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=source).requires_grad_()
+            partial = distribute_tensor(whole, mesh, [Partial(), Shard(0)], src_data_rank=source)
+            total: Any = ((x @ x.t()).sum() * 2 + (partial * x).sum()).full_tensor()
+            total.backward()
+        return total.detach(), x.grad.full_tensor()
+
+    leaf = whole.clone().requires_grad_()
+    expected = (leaf @ leaf.t()).sum() * 2 + (whole * leaf).sum()
+    expected.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+    for total, gradient in simulate_ranks(abstract_mesh((2, 3)), run):
+        torch.testing.assert_close(total, expected.detach())
+        torch.testing.assert_close(gradient, leaf.grad)
