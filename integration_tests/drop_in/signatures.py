@@ -1,0 +1,125 @@
+"""Signatures and attributes of the public classes and functions of both libraries, compared without running them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from integration_tests.drop_in.libraries import names
+
+__all__ = ["differences"]
+
+_SHARD_NAMES = [
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "ChunkShardingSpec",
+    "EnumerableShardingSpec",
+    "ShardingSpec",
+    "PlacementSpec",
+    "DevicePlacementSpec",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "Sharder",
+    "ShardedOptimizer",
+    "shard_parameter",
+    "shard_module",
+    "_shard_tensor",
+    "load_with_process_group",
+    "empty",
+    "ones",
+    "zeros",
+    "full",
+    "rand",
+    "randn",
+    "init_from_local_shards",
+    "state_dict_hook",
+    "pre_load_state_dict_hook",
+    "custom_sharded_op_impl",
+    "_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "named_params_with_sharded_tensor",
+    "get_split_size",
+    "get_chunked_dim_size",
+    "get_chunk_sharding_params",
+    "validate_non_overlapping_shards_metadata",
+    "check_tensor",
+    "narrow_tensor",
+    "narrow_tensor_by_index",
+    "_infer_sharding_spec_from_shards_metadata",
+]
+
+
+def differences() -> list[str]:
+    """One line per difference: `NAME: what`; the name is that of a class, a function or a method."""
+    theirs, ours = names("torch"), names("shoal")
+    public = [n for n, value in theirs.items() if inspect.isclass(value) or inspect.isfunction(value)]
+    pairs = [(n, theirs[n], ours[n]) for n in public if n not in ("spread", "numbers", "local", "S", "P")]
+    pairs += [(f"sh.{n}", _of_shard_api(theirs, n), _of_shard_api(ours, n)) for n in _SHARD_NAMES]
+    return [line for name, peer, own in pairs for line in _of(name, peer, own)]
+
+
+def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
+    if own is None or type(own).__name__ == "_Missing":
+        yield f"{name}: is not there"
+        return
+    if not inspect.isclass(peer):
+        yield from _parameters(name, peer, own)
+        return
+    yield from _parameters(name, peer, own)
+    for attribute in _attributes(peer):
+        if not hasattr(own, attribute) and attribute not in getattr(own, "__annotations__", {}):
+            yield f"{name}.{attribute}: is not there"
+        elif callable(getattr(peer, attribute)) and callable(getattr(own, attribute, None)):
+            yield from _parameters(f"{name}.{attribute}", getattr(peer, attribute), getattr(own, attribute))
+
+
+def _attributes(kind: type) -> list[str]:
+    """Public attributes of a class that `torch.Tensor` and `object` have not."""
+    known = {*dir(torch.Tensor), *dir(torch.nn.Module)} if issubclass(kind, torch.Tensor) else set(dir(object))
+    own = {n for base in kind.__mro__ if base.__module__.startswith("torch") for n in vars(base)}
+    return sorted(n for n in own - known if not n.startswith("_"))
+
+
+def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
+    """Parameters that torch has and shoal has not, at another position, of another kind or default."""
+    try:
+        theirs, ours = inspect.signature(peer).parameters, inspect.signature(own).parameters
+    except (ValueError, TypeError):
+        return
+    if not inspect.isclass(peer):
+        theirs, ours = _unbound(theirs), _unbound(ours)  # type: ignore[assignment]  # plain dicts
+    free = any(p.kind is p.VAR_KEYWORD for p in theirs.values())
+    positions = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    expected = [n for n, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for parameter, there in theirs.items():
+        if there.kind in (there.VAR_KEYWORD, there.VAR_POSITIONAL) or parameter.startswith("_"):
+            continue
+        here = ours.get(parameter)
+        if here is None:
+            if not free:
+                yield f"{name}({parameter}): no such argument"
+        elif there.kind is there.POSITIONAL_OR_KEYWORD and (
+            parameter not in positions or positions.index(parameter) != expected.index(parameter)
+        ):
+            yield f"{name}({parameter}): at another position"
+        elif repr(there.default) != repr(here.default) and there.default is not there.empty:
+            yield f"{name}({parameter}): default {here.default!r}, torch's {there.default!r}"
+        elif there.default is not there.empty and here.default is here.empty:
+            yield f"{name}({parameter}): has no default"
+
+
+def _unbound(parameters: Any) -> dict[str, inspect.Parameter]:
+    return {n: p for n, p in parameters.items() if n not in ("self", "cls")}
+
+
+def _of_shard_api(library: dict[str, Any], name: str) -> Any:
+    try:
+        return getattr(library["sh"], name)
+    except ImportError:
+        return None

@@ -1,0 +1,52 @@
+"""Covers: drop_in/: what torch's stack answers, shoal answers, or docs/differences.md says why not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from integration_tests.case_runner import run_cases
+from integration_tests.drop_in.signatures import differences
+from integration_tests.drop_in.snippets import FOLDER, compare, snippets
+
+from shoal_mesh.testing import fake_world
+
+PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
+AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
+QUICK = {"placements"}  # in the default session; the others with the comparisons of `nox -s parity`
+ROWS = ("DTensorSpec", "DebugMode", "_StridedShard")  # other classes under torch's names, as rows of the page say
+KNOWN = {
+    "ExplicitRedistributionContext.observe_redistribution: is not there",
+    "LocalShardsWrapper: is not there",
+    "_pre_dp_module_transform: is not there",
+    "sh.ChunkShardingSpec.ShardingDim: is not there",
+    "sh.ShardedTensorMetadata(size): default <factory>, torch's torch.Size([])",
+    "sh.TensorProperties(dtype): default <factory>, torch's torch.float32",
+}
+
+
+def test_signatures_differ_where_it_is_known() -> None:
+    with fake_world(4):
+        found = {line for line in differences() if not line.startswith(ROWS)}
+    assert found == KNOWN
+
+
+def test_every_difference_has_a_row() -> None:
+    rows = {snippet.row for snippet in snippets() if snippet.row}
+    anchors = re.findall(r'<a id="([^"]+)">', PAGE)
+    assert len(anchors) == len(set(anchors)) and rows == set(anchors)
+
+
+@pytest.mark.parametrize(
+    "area", [pytest.param(area, marks=[] if area in QUICK else pytest.mark.parity) for area in AREAS]
+)
+def test_answers_differ_where_a_row_says_so(area: str) -> None:
+    cases = snippets(area)
+    verdicts = run_cases(compare, cases, 120.0)
+    wrong = [
+        f"{case.code}\n    {verdict or f'no longer differs; {case.row} is not needed'}"
+        for case, verdict in zip(cases, verdicts, strict=True)
+        if bool(verdict) != bool(case.row)
+    ]
+    assert not wrong, "\n".join(wrong)
