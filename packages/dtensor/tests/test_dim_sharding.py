@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.errors import ArgumentTypeError, PlacementError
 from shoal_dtensor.layout.dim_sharding import (
     DimSharding,
     canonical_placements,
@@ -148,7 +148,7 @@ def test_wrong_sizes_are_named() -> None:
         Shard(0, sizes=(3, 1), multiple_of=2)
     with pytest.raises(PlacementError, match="multiple_of must be at least 1, got 0"):
         Shard(0, multiple_of=0)
-    with pytest.raises(PlacementError, match="dim must be an int, got True"):
+    with pytest.raises(ArgumentTypeError, match="dim must be an int, got True"):
         Shard(True)
     with pytest.raises(PlacementError, match="one of sum, avg"):
         Partial("mean")

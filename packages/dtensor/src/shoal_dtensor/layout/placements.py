@@ -49,10 +49,6 @@ class Placement:
         if unused:
             raise PlacementError(f"{cls.__name__} overrides {', '.join(unused)}, which nothing calls: {_WHO_MOVES}")
 
-    def __getattr__(self, name: str) -> NoReturn:
-        known = name in _TORCH_METHODS
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}" + (f": {_WHO_MOVES}" if known else ""))
-
     @classmethod
     def _intern(cls, fields: dict[str, Any]) -> Any:
         key = (cls, *fields.values())
@@ -127,7 +123,7 @@ class Shard(Placement):
     multiple_of: int
 
     def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
-        if not isinstance(dim, int):
+        if not isinstance(dim, int) or isinstance(dim, bool):
             raise ArgumentTypeError(f"Shard: dim must be an int, got {dim!r}")
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)
