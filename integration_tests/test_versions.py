@@ -54,5 +54,11 @@ def test_the_changelog_opens_with_the_version(layer: Any) -> None:
     assert headings[0].split()[1] == version(layer)
 
 
+def test_what_repeats_a_version_agrees(layers: Any, root: Any) -> None:
+    assert f"version: {version(layers[0])}\n" in (root / "CITATION.cff").read_text()
+    ruff = re.search(r"^ruff==([\d.]+)", (root / "constraints.txt").read_text(), re.MULTILINE)
+    assert ruff and f"rev: v{ruff[1]}\n" in (root / ".pre-commit-config.yaml").read_text()
+
+
 def test_one_license(layer: Any, root: Any) -> None:
     assert (layer.home / "LICENSE").read_text() == (root / "LICENSE").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
 
@@ -15,10 +15,32 @@ from .pool import RankPool
 
 __all__ = ["launch"]
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@overload
 def launch(
+    fn: Callable[..., R],
+    nprocs: int | None = None,
+    *args: Any,
+    backend: str,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> list[R]: ...
+
+
+@overload
+def launch(
+    fn: Callable[..., R], nprocs: int | None = None, *args: Any, timeout: float | None, **kwargs: Any
+) -> list[R]: ...
+
+
+@overload
+def launch(fn: Callable[P, R], nprocs: int | None = None, *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+
+
+def launch(  # type: ignore[misc]  # a function with an argument named backend cannot be given it
     fn: Callable[..., R],
     nprocs: int | None = None,
     *args: Any,
