@@ -202,6 +202,7 @@ def docs(session: nox.Session) -> None:
     """The documentation, warnings as errors; result in docs/_build/html."""
     install(session, *STACK)
     session.run("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.run("python", "docs/links.py", "docs/_build/html")
 
 
 @nox.session

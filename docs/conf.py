@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 from shoal_mesh import __version__
 
 project = "shoal"
@@ -9,10 +12,29 @@ author = "The shoal authors"
 project_copyright = "2026, The shoal authors"
 release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "examples"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 3
+suppress_warnings = ["ref.python"]  # errors of one name in two packages: a docstring means its own
+default_role = "py:obj"  # `names` of docstrings are code, and links where the name is known
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# Names of torch and Python are links where their inventories can be read. Checks run without a network, so they are
+# asked for only on request: SHOAL_DOCS_ONLINE=1 nox -s docs, which the published site is built with.
+intersphinx_mapping = (
+    {"python": ("https://docs.python.org/3", None), "torch": ("https://docs.pytorch.org/docs/stable", None)}
+    if os.environ.get("SHOAL_DOCS_ONLINE")
+    else {}
+)
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -21,6 +43,22 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes stay in the class docstring: autodoc lists them as members already
 
-html_theme = "alabaster"
-html_theme_options = {"description": "Sharded tensors in four layers", "fixed_sidebar": True, "page_width": "1080px"}
+html_theme = "furo"
+html_title = f"shoal {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide-tables.css"]
 html_show_sourcelink = False
+
+
+def leaves_out(_app: object, what: str, name: str, member: Any, skip: bool, options: object) -> bool | None:
+    """Descriptors that only torch calls, and aliases of private classes, are no part of the reference."""
+    internal = name in INTERNAL or type(member).__name__ == "_ClassNamespace"
+    return True if internal else None
+
+
+INTERNAL = {"copied_view", "pending"}
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-skip-member", leaves_out)

@@ -1,5 +1,7 @@
 """For tests of distributed code: ranks that stay up between tests, a fake world, skip decorators.
 
+Example::
+
     @on_ranks(4)
     def test_sum() -> None:
         mesh = init_device_mesh("cpu", (4,))

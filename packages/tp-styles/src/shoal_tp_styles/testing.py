@@ -95,7 +95,7 @@ class MLP(nn.Module):
 
 
 class StackedMLP(nn.Module):
-    """Several `MLP`s, one after the other."""
+    """Several modules `MLP`, one after the other."""
 
     plan: ClassVar[dict[str, ParallelStyle]] = {f"layers.*.{name}": style for name, style in MLP.plan.items()}
 

@@ -21,8 +21,8 @@ def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = No
     where they are summed, divide the loss by the number of ranks.
 
     Args:
-        probabilities: (*tokens, experts) of this rank's tokens, after the softmax.
-        chosen: (*tokens, choices) the experts that each token goes to.
+        probabilities: `(*tokens, experts)` of this rank's tokens, after the softmax.
+        chosen: `(*tokens, choices)` the experts that each token goes to.
         along: a communicator, or (mesh, axes), whose ranks have tokens of their own; None: this rank has all tokens.
 
     Raises:

@@ -286,7 +286,7 @@ class LocalCall:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors (or `TensorMeta`s) in an argument or result, in order; lists are walked, None is skipped."""
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):

@@ -1,0 +1,162 @@
+"""Draws the figures of the pages into `docs/_static`: `python docs/draw.py`. Layouts are what `Spec` says they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
+from shoal_mesh import abstract_mesh
+
+HERE = Path(__file__).parent / "_static"
+COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3")
+INK = "#222222"
+
+
+def save(figure: Any, name: str) -> None:
+    """One PNG, the same bytes whenever the picture is the same."""
+    HERE.mkdir(exist_ok=True)
+    figure.savefig(HERE / f"{name}.png", dpi=130, metadata={"Software": None}, facecolor="white")
+    plt.close(figure)
+
+
+def draw_layouts() -> None:
+    """The same matrix under six pairs of placements of a 2 x 2 mesh."""
+    mesh = abstract_mesh((2, 2), ("data", "tensor"))
+    whole, rows, columns = Replicate(), Shard(0), Shard(1)
+    cases: tuple[tuple[Placement, Placement], ...] = (
+        (whole, whole),
+        (rows, whole),
+        (whole, columns),
+        (rows, columns),
+        (rows, rows),
+        (whole, Partial()),
+    )
+    figure, axes = plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
+    for axis, placements in zip(axes.flat, cases, strict=True):
+        spec = Spec(mesh, placements, (8, 6))
+        holders: dict[Any, list[int]] = {}
+        for coordinate in product(range(2), range(2)):
+            holders.setdefault(spec.box(coordinate), []).append(mesh.rank_at(coordinate))
+        for color, (((top, bottom), (left, right)), ranks) in zip(COLORS, holders.items(), strict=False):
+            axis.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=color, edgecolor="white", lw=3))
+            middle = ((left + right) / 2, (top + bottom) / 2)
+            note = "\nsum over tensor" if Partial() in placements else ""
+            axis.text(
+                *middle,
+                ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks)) + note,
+                ha="center",
+                va="center",
+                fontsize=9,
+            )
+        axis.set(xlim=(-0.1, 6.1), ylim=(8.1, -0.1), aspect="equal", xlabel="dim 1", ylabel="dim 0")
+        axis.set_xticks((0, 3, 6))
+        axis.set_yticks((0, 2, 4, 6, 8))
+        axis.set_title(f"[{', '.join(map(_short, placements))}]", fontsize=10, family="monospace")
+    figure.suptitle("An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=11)
+    save(figure, "layouts")
+
+
+def _short(placement: Placement) -> str:
+    return repr(placement).replace("dim=", "")
+
+
+def draw_mesh() -> None:
+    """A 2 x 4 mesh with the communicators of both axes."""
+    figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
+    for row in range(2):
+        axis.add_patch(Rectangle((-0.4, row - 0.32), 3.8, 0.64, fill=False, edgecolor="#1f78b4", lw=2))
+        for column in range(4):
+            axis.plot(column, row, "o", ms=30, color=COLORS[5])
+            axis.text(column, row, str(row * 4 + column), ha="center", va="center", fontsize=12)
+    for column in range(4):
+        axis.add_patch(Rectangle((column - 0.28, -0.45), 0.56, 1.9, fill=False, edgecolor="#e31a1c", lw=1.5, ls="--"))
+    axis.text(3.6, 0, 'mesh["tensor"] on ranks 0-3', color="#1f78b4", va="center")
+    axis.text(3.6, 1, 'mesh["tensor"] on ranks 4-7', color="#1f78b4", va="center")
+    axis.text(1.5, 1.65, 'mesh["data"]: four communicators of two ranks', color="#e31a1c", ha="center")
+    axis.set(xlim=(-0.6, 6.2), ylim=(1.9, -0.6))
+    axis.axis("off")
+    save(figure, "mesh")
+
+
+def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
+    """Boxes from left to right; the second text of each is what goes on to the next."""
+    figure, axis = plt.subplots(figsize=(2.3 * len(boxes), 1.9), layout="constrained")
+    for index, (text, goes_on) in enumerate(boxes):
+        color = COLORS[1] if text.startswith("*") else COLORS[5]
+        patch = FancyBboxPatch((index * 2.3, 0), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none")
+        axis.add_patch(patch)
+        axis.text(index * 2.3 + 0.75, 0.5, text.lstrip("*"), ha="center", va="center", fontsize=8, color=INK)
+        if index + 1 < len(boxes):
+            start, end = (index * 2.3 + 1.57, 0.5), (index * 2.3 + 2.24, 0.5)
+            axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
+            axis.text(index * 2.3 + 1.9, 0.62, goes_on, ha="center", fontsize=7, color=INK)
+    axis.set(xlim=(-0.2, 2.3 * len(boxes) - 0.6), ylim=(-0.15, 1.3))
+    axis.set_title(title, fontsize=9, loc="left")
+    axis.axis("off")
+    save(figure, name)
+
+
+FLOWS = {
+    "spec": (
+        "A layout is one immutable value: it decides every local shape, with no communication",
+        (
+            ("mesh\n(data=2, tensor=2)", ""),
+            ("placements\n[Shard(0), Replicate]", ""),
+            ("global shape\n(8, 6), float32", ""),
+            ("Spec\none object for\nequal layouts", ""),
+            ("box of a rank\nrows 0:4, columns 0:6", ""),
+        ),
+    ),
+    "plan": (
+        "Redistribution: a shortest path over layouts, then steps that ask nothing (orange: communicates)",
+        (
+            ("source\n[S(0), S(1)]", "search"),
+            ("candidate steps\nlatency + bytes /\nbandwidth", "cheapest"),
+            ("*Exchange\nover (data, tensor)", "run"),
+            ("target\n[R, S(0)]", ""),
+        ),
+    ),
+    "cache-hit": (
+        "An operator on DTensors that was seen before: no rule is asked",
+        (
+            ("x + y\non DTensors", ""),
+            ("key: operator,\nspecs, arguments", "hit"),
+            ("decision", "if any"),
+            ("*redistribute\ninputs", ""),
+            ("torch's kernel\non local shards", ""),
+            ("DTensor with\nthe known spec", ""),
+        ),
+    ),
+    "lowered-block": (
+        "A lowered feed-forward block: local tensors and one collective in forward",
+        (
+            ("x, replicated\n(tokens, 64)", ""),
+            ("column-wise\nLinear: own 64\nof 256 features", "sharded"),
+            ("GELU", "sharded"),
+            ("row-wise Linear:\nown part of sum", "partial"),
+            ("*all-reduce", ""),
+            ("y, replicated", ""),
+        ),
+    ),
+}
+
+
+def main() -> None:
+    """All figures."""
+    draw_layouts()
+    draw_mesh()
+    for name, (title, boxes) in FLOWS.items():
+        draw_flow(name, boxes, title)
+
+
+if __name__ == "__main__":
+    main()
