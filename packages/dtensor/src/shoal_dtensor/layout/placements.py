@@ -127,7 +127,7 @@ class Shard(Placement):
     multiple_of: int
 
     def __new__(cls, dim: int, *, sizes: Sequence[int] | None = None, multiple_of: int = 1) -> Shard:
-        if not isinstance(dim, int) or isinstance(dim, bool):
+        if not isinstance(dim, int):
             raise ArgumentTypeError(f"Shard: dim must be an int, got {dim!r}")
         if sizes is not None:
             sizes = tuple(int(size) for size in sizes)

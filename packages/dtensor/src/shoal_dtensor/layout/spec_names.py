@@ -20,7 +20,7 @@ class SpecNames:
 
     Attributes:
         dim_map: for each tensor dim the mesh axis that shards it first, -1 where none does.
-        num_shards_map: for each tensor dim into how many parts it is cut.
+        num_shards_map: for each tensor dim into how many parts it is divided.
         num_shards: number of different parts of the tensor.
         sums: mesh axes over which the values are still to be reduced.
     """
