@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,11 @@ def test_public_names_exist_and_are_listed_once(layer: Any) -> None:
     names = module.__all__
     assert len(names) == len(set(names))
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_no_two_files_of_a_layer_have_one_name(layer: Any) -> None:
+    names = sorted(path.name for path in layer.files if path.name != "__init__.py")
+    assert [one for one, other in pairwise(names) if one == other] == []
 
 
 def test_files_and_functions_stay_readable(layer: Any) -> None:

@@ -20,6 +20,7 @@ from .engine import (
     thread_object,
     with_step_hooks,
 )
+from .full_state_dicts import around_state_dicts
 from .operators import (
     Build,
     DataDependentError,
@@ -32,7 +33,6 @@ from .operators import (
     unmarked_writes,
     view_of,
 )
-from .state_dicts import around_state_dicts
 from .tensors import (
     BASE,
     FakeTensor,

@@ -17,9 +17,9 @@ from ..modules.embedding import ColumnEmbedding, RowEmbedding
 from ..modules.norm import Tokenwise, is_norm
 from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.module_sharding import ModuleSharding, Port
-from .embedding import InvariantColumnEmbedding, InvariantEmbedding, InvariantRowEmbedding
-from .linear import InvariantColumn, InvariantRow, InvariantWhole
+from .block_linear import InvariantColumn, InvariantRow, InvariantWhole
 from .replicated import InvariantTokenwise, InvariantTokenwiseWhole
+from .sample_embedding import InvariantColumnEmbedding, InvariantEmbedding, InvariantRowEmbedding
 
 __all__ = ["complete", "invariant_form"]
 
