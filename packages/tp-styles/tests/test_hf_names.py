@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_models import SIZES
 from shoal_dtensor import DTensor
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -35,20 +36,6 @@ def test_names_are_styles() -> None:
 
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-
-
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 67,  # uneven on two and on four ranks
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 # Family -> what its configuration needs beyond the sizes; the norms of Qwen3's heads, Phi-3's fused and gathered

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["build_model", "needs_hf", "save_plain", "token_batch"]
+__all__ = ["SIZES", "build_model", "needs_hf", "save_plain", "token_batch"]
 
 needs_hf = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("safetensors") is None,
     reason="transformers or safetensors is not installed",
 )
 
-_SIZES = {
+SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -38,7 +38,7 @@ def build_model(family: str = "Llama", **changes: Any) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     auto = transformers.AutoModelForCausalLM
     return auto.from_config(config, dtype=changes.get("dtype", torch.float64)).eval()
 

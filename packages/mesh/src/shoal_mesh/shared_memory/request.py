@@ -33,8 +33,7 @@ def describe(number: int) -> str:
     number, kind = divmod(number, 8)
     number, op = divmod(number, 8)
     count, root = divmod(number, 4096)
-    extra = f" {OPS[op]}" if op else f" from {root}" if KINDS[kind] == "broadcast" else ""
-    return f"{KINDS[kind]}{extra} of {count} x {str(DTYPES[dtype]).removeprefix('torch.')}"
+    return _in_words(kind, OPS[op], root, count, str(DTYPES[dtype]))
 
 
 @lru_cache(maxsize=4096)
@@ -50,6 +49,11 @@ def describe_announced(number: int) -> str:
     number, kind = divmod(number, 8)
     number, op = divmod(number, 16)
     count, root = divmod(number, 4096)
-    extra = f" {_ALL_OPS[op]}" if op else f" from {root}" if KINDS[kind] == "broadcast" else ""
-    of = "another dtype" if dtype == 31 else str(_ALL_DTYPES[dtype]).removeprefix("torch.")
-    return f"{KINDS[kind]}{extra} of {count or 'any number'} x {of}"
+    return _in_words(
+        kind, _ALL_OPS[op], root, count or "any number", "another dtype" if dtype == 31 else str(_ALL_DTYPES[dtype])
+    )
+
+
+def _in_words(kind: int, op: str, root: int, count: int | str, dtype: str) -> str:
+    extra = f" {op}" if op else f" from {root}" if KINDS[kind] == "broadcast" else ""
+    return f"{KINDS[kind]}{extra} of {count} x {dtype.removeprefix('torch.')}"

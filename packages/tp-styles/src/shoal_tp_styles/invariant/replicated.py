@@ -6,7 +6,7 @@ each of the blocks of S, and its gradient is the tree over blocks, then over ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +42,7 @@ class _Cells(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        cells = torch.stack(grads).view(-1, ctx.blocks, *grads[0].shape)
-        of_samples = tree_sum(cells.transpose(0, 1))
-        if ctx.comm is not None:
-            of_samples = all_reduce(of_samples, ctx.comm)
-        return tree_sum(of_samples), None, None, None
+        return _sum_of_cells(grads, ctx.comm, ctx.blocks), None, None, None
 
 
 class _PlusBias(Function):
@@ -64,10 +60,13 @@ class _PlusBias(Function):
         cells = [
             part.reshape(-1, part.shape[-1]).contiguous().sum(0) for s in grad for part in s.chunk(blocks, dim - 1)
         ]
-        of_samples = tree_sum(torch.stack(cells).view(-1, blocks, grad.shape[-1]).transpose(0, 1))
-        if comm is not None:
-            of_samples = all_reduce(of_samples, comm)
-        return grad, tree_sum(of_samples).to(dtype), None, None, None
+        return grad, _sum_of_cells(cells, comm, blocks).to(dtype), None, None, None
+
+
+def _sum_of_cells(cells: Sequence[Tensor], comm: Comm | None, blocks: int) -> Tensor:
+    """The tree over the blocks of each sample, then over ranks, then over samples; cells of a sample come together."""
+    of_samples = tree_sum(torch.stack([*cells]).view(-1, blocks, *cells[0].shape).transpose(0, 1))
+    return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
 
 
 def add_bias(lowered: Lowered, out: Tensor) -> Tensor:

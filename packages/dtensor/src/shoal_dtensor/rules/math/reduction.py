@@ -190,7 +190,7 @@ def _norms(decided: LocalCall) -> LocalFunction:
     Raises:
         OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
     """
-    order, op = float(decided.call["ord"]), decided.call.op
+    order, op = _order(decided.call), decided.call.op
     each = not 0 <= order < inf and any(0 in spec.local_shape for spec in decided.inputs)
     dtypes, neutral = [spec.dtype for spec in decided.outputs], 0.0 if order > 0 else inf
 
@@ -208,7 +208,7 @@ def _norms(decided: LocalCall) -> LocalFunction:
 
 def _norm_of_one(decided: LocalCall) -> LocalFunction:
     """The operator itself; raises as `_norms` does."""
-    order, op = float(decided.call["ord"] if "ord" in decided.call.bound else decided.call["p"] or 2), decided.call.op
+    order, op = _order(decided.call), decided.call.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_in_tree(op, order)
