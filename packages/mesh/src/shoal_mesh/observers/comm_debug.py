@@ -105,12 +105,12 @@ def packet_of(op: str) -> Any:
 class CommCounts(Counter[Any]):
     """How often each collective ran, by op packet of `_c10d_functional`; found by all its packets.
 
-    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` or `torch.ops.c10d.allreduce_`:
-    none of them may read as "never".
+    Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (where torch has registered that
+    namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never".
 
     Example:
         >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
-        >>> counts[torch.ops.c10d_functional.all_reduce], counts[torch.ops.c10d.allreduce_]
+        >>> counts[torch.ops._c10d_functional.all_reduce], counts[torch.ops.c10d.allreduce_]
         (2, 2)
     """
 
