@@ -222,3 +222,26 @@ def test_clipping_local_parts_takes_one_collective() -> None:
     spread[0].grad = torch.ones(spread[0].shape, dtype=spread[0].dtype)
     with pytest.raises(MixedTensorError, match="is a plain tensor of shape"):
         clip_grad_norm_(spread, 0.5)
+
+
+@pytest.mark.parametrize("placement", [R, S0, Shard(-1)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (3, 4), (2, 3, 4)], ids=str)
+@on_ranks(4)
+def test_weights_of_given_norm(shape: tuple[int, ...], placement: Placement) -> None:
+    """Torch's decomposition divides a vector by the norm of all of it instead of by its elements' absolute values."""
+    mesh = init_device_mesh("cpu", (4,))
+    for dim in (0, len(shape) - 1):
+        v = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        g = torch.norm_except_dim(v, 2, dim).mul(3)
+        plain = v.clone().requires_grad_(), g.clone().requires_grad_()
+        spread = (
+            distribute_tensor(v, mesh, [placement]).requires_grad_(),
+            distribute_tensor(g, mesh, [R]).requires_grad_(),
+        )
+        expected, got = torch._weight_norm(*plain, dim), torch._weight_norm(*spread, dim)
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+        expected.pow(3).sum().backward()
+        got.pow(3).sum().backward()
+        for one, many in zip(plain, spread, strict=True):
+            grad: Any = many.grad
+            torch.testing.assert_close(grad.full_tensor(), one.grad, rtol=1e-12, atol=1e-12)

@@ -167,7 +167,15 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
     if op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return op.decompose
+    if op is torch.ops.aten._weight_norm_interface.default:
+        return _weight_norm
     return decomposition_table.get(op)
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of norm `g` along `dim`, and the norm of `v`; torch's decomposition is wrong for vectors."""
+    norm = torch.norm_except_dim(v, 2, dim)
+    return v * (g / norm), norm
 
 
 def view_of(op: OpOverload) -> OpOverload | None:
