@@ -89,6 +89,28 @@ class Lowered(ABC):
         """Use another dict as the module's own."""
         self.params, self.traced_shards = params, TracedShards.of(params, delivered_shards)
 
+    def parameter(self, name: str) -> Any:
+        """One of the module's parameters; where it was replaced since by what is computed from others, the result.
+
+        `weight_norm`, pruning and parametrizations of an already parallel module do that.
+
+        Raises:
+            LayoutError: if the result is not sharded as the parameter was, or in compiled code.
+        """
+        if name in self.params:
+            return self.params[name]
+        tensor = getattr(self.module, name, None)
+        wanted = self.sharding.placements(name, self.mesh.shape)
+        if is_tracing() or not isinstance(tensor, DTensor) or tensor.placements != wanted:
+            got = tensor.placements if isinstance(tensor, DTensor) else type(tensor).__name__
+            raise LayoutError(
+                f"{self.sharding.style}: {name} of {type(self.module).__name__} is computed from other parameters "
+                "since its plan was applied (weight_norm, pruning, a parametrization); outside of compiled code the "
+                f"module reads a DTensor with {wanted} there, got {got}. Make the result permanent "
+                "(remove_parametrizations, remove_weight_norm, prune.remove), or leave the module out of the plan"
+            )
+        return tensor
+
     def local(self, *names: str, comm: Comm | None = None) -> dict[str, Tensor | None]:
         """`local_parameters` of some of the module's parameters.
 
@@ -97,9 +119,10 @@ class Lowered(ABC):
             comm: given where their local gradients are partial sums over an axis.
         """
         if not is_tracing():
-            return local_parameters({name: self.params[name] for name in names}, comm)
+            return local_parameters({name: self.parameter(name) for name in names}, comm)
         shards = self.traced_shards.local
-        return summed_gradients({name: shards[name] for name in names}, comm)
+        read = {name: shards[name] if name in shards else self.parameter(name) for name in names}
+        return summed_gradients(read, comm)
 
     def spec(self, name: str) -> Spec:
         """The spec of one of the module's parameters.
@@ -107,8 +130,8 @@ class Lowered(ABC):
         Raises:
             LayoutError: if it is not a DTensor (any more).
         """
-        spec: Spec | None = self.traced_shards.specs[name] if is_tracing() else None
-        return spec_of(self.params[name], name) if spec is None else spec
+        spec: Spec | None = self.traced_shards.specs.get(name) if is_tracing() else None
+        return spec_of(self.parameter(name), name) if spec is None else spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = copy.copy(self)

@@ -196,7 +196,10 @@ class ColumnLinear(Lowered):
         if type(input) is not Tensor or not self.plain or autocasting() or transforming():
             return self.finish(self.general(input))
         params = self.params
-        weight, bias = params["weight"], params["bias"]
+        try:
+            weight, bias = params["weight"], params["bias"]
+        except KeyError:  # one is computed since
+            return self.finish(self.general(input))
         if not torch.is_grad_enabled():
             return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
         if not input.requires_grad:
@@ -248,8 +251,7 @@ class ColumnLinear(Lowered):
 
     def general(self, input: Tensor) -> Tensor:
         """The local product for DTensor inputs, other layouts and autocast."""
-        params = self.params
-        weight, bias = params["weight"], params["bias"]
+        weight, bias = self.parameter("weight"), self.parameter("bias")
         spec_of(weight, "weight")
         dtype = autocast_dtype(input)
         if not isinstance(input, DTensor):

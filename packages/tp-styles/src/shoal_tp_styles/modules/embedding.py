@@ -128,7 +128,7 @@ class RowEmbedding(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
         tokens = replicated_tokens(self, input)
-        weight = self.params["weight"]
+        weight = self.parameter("weight")
         first = self.spec("weight").offset(0)
         if is_compiling():
             return partial_output(self, self.traced(tokens, first), None)

@@ -108,7 +108,7 @@ class FusedLowering(Lowered):
             locals_ = [self.local(name, comm=b.comm)[name] for b, name in zip(self.blocks, names, strict=True)]
             shards = [shard for shard in locals_ if shard is not None]
             return torch.cat(shards) if shards else None
-        params = [self.params[name] for name in names]
+        params = [self.parameter(name) for name in names]
         if params[0] is None:
             return None
         if not torch.is_grad_enabled():

@@ -59,6 +59,14 @@ TOKENWISE: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
 }
 
 
+# What these read of their module, in place of all of its parameters.
+READ: dict[Any, tuple[str, ...]] = {
+    _layer_norm: ("weight", "bias"),
+    _rms_norm: ("weight",),
+    _linear: ("weight", "bias"),
+}
+
+
 def _own_forward(module: Any, x: Tensor, p: Params) -> Tensor:
     """The module's own forward, with local shards in the place of its parameters during the call."""
     saved = dict(module._parameters)
@@ -99,7 +107,7 @@ class Tokenwise(Lowered):
             global_shape = (*input.shape,)
             input = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
         self.check_dim(input)
-        params = self.local(*self.params, comm=self.comm) if self.params else {}
+        params = self.local(*(READ.get(self.compute) or self.params), comm=self.comm)
         out = self.compute(self.module, input, params)
         if self.sharding.local_outputs:
             return out

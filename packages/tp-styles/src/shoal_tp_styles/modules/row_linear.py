@@ -153,7 +153,11 @@ class RowLinear(Lowered):
         if type(input) is not Tensor or not self.fast or autocasting() or transforming():
             return self.general(input)
         params = self.params
-        out: Tensor = _row_direct(input, params["weight"], params["bias"], self.comm, None)
+        try:
+            weight, bias = params["weight"], params["bias"]
+        except KeyError:  # one is computed since
+            return self.general(input)
+        out: Tensor = _row_direct(input, weight, bias, self.comm, None)
         return out
 
     def traced(self, input: Tensor) -> Tensor:
@@ -165,8 +169,7 @@ class RowLinear(Lowered):
 
     def general(self, input: Tensor) -> Tensor:
         """DTensor inputs, other layouts and autocast."""
-        params = self.params
-        weight, bias = params["weight"], params["bias"]
+        weight, bias = self.parameter("weight"), self.parameter("bias")
         spec = spec_of(weight, "weight")
         dtype = autocast_dtype(input)
         shape = list(input.shape)
