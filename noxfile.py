@@ -37,6 +37,7 @@ STACK = ("mesh", "dtensor", "tp-styles", "shard-api")  # bottom to top; the last
 BELOW = {"mesh": (), "dtensor": ("mesh",), "tp-styles": ("mesh", "dtensor"), "shard-api": ("mesh", "dtensor")}
 FAST = "not parity and not slow"
 GROUPS = ("runtime", "extras", "models", "test", "types", "lint", "docs", "build", "release")
+BESIDE_HF = ("accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")  # installed without what they depend on
 RANKS_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -292,7 +293,7 @@ def slow(session: nox.Session) -> None:
 def hugging_face(session: nox.Session) -> None:
     """The tests beside peft and accelerate, which no other session has."""
     install(session, *STACK)
-    session.install("--no-deps", "accelerate==1.15.0", "peft==0.21.2", "psutil==7.2.2")
+    session.install("--no-deps", *BESIDE_HF)
     files = [f"packages/tp-styles/tests/test_{name}.py" for name in ("adapters", "training")]
     pytest(session, *files)
 
@@ -309,6 +310,7 @@ def gpu(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """All benchmarks, or those named after `--`; reports in out/bench."""
     install(session, *STACK)
+    session.install("--no-deps", *BESIDE_HF, "torchtitan==0.2.2")  # rivals
     named = [arg for arg in session.posargs if not arg.startswith("-")]
     flags = [arg for arg in session.posargs if arg.startswith("-")]
     every = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))

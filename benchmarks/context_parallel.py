@@ -1,6 +1,6 @@
 """Attention of long sequences: peak memory per rank and time against length, one device and four ranks, in one run.
 
-    python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3]
+    python benchmarks/context_parallel.py [--lengths 1024 2048 4096 8192] [--rounds 3] [--plot FILE.png]
 
 Causal attention with grouped heads in float32, forward and backward, by each method over gloo ranks of one thread each,
 in the layout of head and tail; beside them the whole sequence on one of the ranks. Memory is what a step holds at most
@@ -83,11 +83,29 @@ def torch_runs(length: int) -> str:
     return "runs"
 
 
+def plot(rows: Sequence[tuple[int, str, float, float]], path: str) -> None:
+    """Memory against length, a line per method."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name in dict.fromkeys(row[1] for row in rows):
+        line = [(length, peak) for length, each, peak, _ in rows if each == name]
+        axis.plot(*zip(*line, strict=True), marker="o", label=name)
+    axis.set(xlabel="sequence length", ylabel=f"peak MiB per rank, of {RANKS}", xlim=(0, None), ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=130, metadata={"Software": None}, facecolor="white")
+
+
 def main() -> None:
     """Print every length and method."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", help="a PNG of memory against length")
     options = parser.parse_args()
     pool = rank_pool(RANKS)
     rows = []
@@ -98,6 +116,8 @@ def main() -> None:
             rows.append((length, name, peak / 2**20, ranks[0][name][1] * 1e3))
     print(f"torch's context_parallel on CPU: {pool.run(torch_runs, 1024, timeout=120)[0]}")
     report("context_parallel", ("length", "method", "peak MiB per rank", "ms"), rows)
+    if options.plot:
+        plot(rows, options.plot)
     pool.close()
 
 
