@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, rand
 from shoal_mesh import (
     Comm,
     RankError,
@@ -28,6 +28,7 @@ from shoal_mesh import (
     all_reduce,
     all_to_all_v,
     broadcast,
+    check_replicas,
     init_device_mesh,
     lockstep,
     purpose,
@@ -91,15 +92,54 @@ def _in_restart(alone: bool, comm: Comm) -> object:
 
 
 def _swapped(alone: bool, comm: Comm) -> None:
+    first, second = torch.ones(3), torch.zeros(3)
+    with lockstep(timeout=TIMEOUT):
+        if alone:
+            all_reduce(second, comm)
+        all_reduce(first, comm)
+        all_reduce(second, comm)
+
+
+def _swapped_in_a_loop(alone: bool, comm: Comm) -> None:
     with lockstep(timeout=TIMEOUT):
         for what in ("second", "first") if alone else ("first", "second"):
             with purpose(what):
                 all_reduce(torch.ones(3), comm)
 
 
+def _other_sharding(alone: bool, comm: Comm) -> None:
+    x = DTensor.from_local(torch.ones(3, 3), init_device_mesh("cpu", (3,)), [Shard(int(alone))])
+    with lockstep(timeout=TIMEOUT):
+        x.redistribute(placements=[Replicate()])
+
+
 def _leaves_lockstep(alone: bool, comm: Comm) -> object:
     with lockstep(timeout=TIMEOUT):
         return None if alone else all_reduce(torch.ones(3), comm)
+
+
+def _in_lockstep(fault: Fault) -> Fault:
+    def run(alone: bool, comm: Comm) -> object:
+        with lockstep(timeout=TIMEOUT):
+            return fault(alone, comm)
+
+    return run
+
+
+def _other_seed(alone: bool, comm: Comm) -> object:
+    mesh = init_device_mesh("cpu", (3,))
+    rand(6, device_mesh=mesh, placements=[Shard(0)])
+    torch.manual_seed(int(alone))
+    with lockstep(timeout=TIMEOUT):
+        return rand(6, device_mesh=mesh, placements=[Shard(0)])
+
+
+def _other_parameters(alone: bool, comm: Comm) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    model(torch.ones(4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.2 if alone else 0.1).step()
+    check_replicas(model.state_dict(), comm, "the model")
 
 
 def _large_and_small(alone: bool, comm: Comm) -> object:
@@ -141,7 +181,15 @@ SHARED: dict[str, Fault] = {
     "is killed before a redistribution": _in_redistribute,
     "is killed before restart_world": _in_restart,
     "swaps two equal collectives, in lockstep": _swapped,
+    "swaps two equal collectives of one line, in lockstep": _swapped_in_a_loop,
+    "has S(1) where the others have S(0), in lockstep": _other_sharding,
     "leaves the lockstep block": _leaves_lockstep,
+    "raises in the lockstep block": _in_lockstep(_raising(ValueError("wrong data"))),
+    "gathers 6 elements, the others 4, in lockstep": _in_lockstep(
+        lambda alone, comm: all_gather(torch.ones(6 if alone else 4), comm)
+    ),
+    "has another seed, in lockstep": _other_seed,
+    "has other parameters after a step": _other_parameters,
 }
 GLOO = (
     "is killed (SIGKILL)",
@@ -150,6 +198,10 @@ GLOO = (
     "stays away",
     "starts another collective",
     "has another shape",
+    "swaps two equal collectives, in lockstep",
+    "leaves the lockstep block",
+    "raises in the lockstep block",
+    "gathers 6 elements, the others 4, in lockstep",
 )
 CASES = [("shared memory", name, 1) for name in SHARED] + [("gloo", name, 1) for name in GLOO]
 CASES += [(transport, "is killed (SIGKILL)", 0) for transport in ("shared memory", "gloo")]
@@ -190,13 +242,18 @@ def observed(transport: str, name: str, culprit: int) -> dict[int, dict[str, Any
         return {rank: json.loads(Path(folder, str(rank)).read_text()) for rank in others}
 
 
+def mentions(text: str, rank: int) -> bool:
+    """Whether a text names a rank."""
+    return f"rank {rank}" in text or f"ranks [{rank}]" in text
+
+
 def row(transport: str, name: str, culprit: int) -> str:
     """A fault as a row of the table."""
     seen = list(observed(transport, name, culprit).values())
     errors = ", ".join(sorted({str(each["error"]) for each in seen})) or "-"
     seconds = max((float(str(each["seconds"])) for each in seen), default=0.0)
     named = "yes" if seen and all(each["ranks"] == [culprit] for each in seen) else "no"
-    if named == "no" and seen and all(f"rank {culprit}" in str(each["text"]) for each in seen):
+    if named == "no" and seen and all(mentions(str(each["text"]), culprit) for each in seen):
         named = "in the text"
     text = " ".join(str(seen[0]["text"]).split())[:150].replace("|", "/") if seen else "the ranks ended"
     return f"| rank {culprit} {name} | {transport} | {len(seen)} of 2 | {errors} | {seconds:.1f} | {named} | {text} |"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from integration_tests.fault_table import CASES, LIMIT, PAGE, observed
+from integration_tests.fault_table import CASES, LIMIT, PAGE, mentions, observed
 
 SOME = {"is killed (SIGKILL)", "has another shape", "raises ValueError"}
-TYPED = {"CollectiveError", "LockstepError", "MeshMismatchError", "PeerError"}
+TYPED = {"CollectiveError", "LockstepError", "MeshMismatchError", "PeerError", "RandomStateError"}
 # In gloo's thread, on whichever rank gets the message first: the other ranks name that one.
 ABORTS = ("gloo", "has another shape", 1)
 
@@ -26,7 +26,7 @@ def test_every_other_rank_raises_and_names_the_one_at_fault(case: tuple[str, str
     for each in seen.values():
         assert each["error"] in TYPED, each
         assert float(str(each["seconds"])) < LIMIT
-        assert each["ranks"] == [case[2]] or f"rank {case[2]}" in str(each["text"]) or "all ranks" in str(each["text"])
+        assert each["ranks"] == [case[2]] or mentions(str(each["text"]), case[2]) or "all ranks" in str(each["text"])
 
 
 def test_the_page_has_every_fault() -> None:

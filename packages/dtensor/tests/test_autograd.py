@@ -9,7 +9,7 @@ import torch
 
 from shoal_dtensor import DTensor, NoRuleError, Partial, Replicate, Shard, coalesce, distribute_tensor
 from shoal_dtensor.layout.placements import Placement
-from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh, lockstep
+from shoal_mesh import DeviceMesh, LockstepError, init_device_mesh, lockstep, restart_world
 from shoal_mesh.testing import fake_world, observed, on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -102,6 +102,7 @@ def test_lockstep_compares_what_a_redistribution_is_for() -> None:
         partial.redistribute(placements=[S0])
         with pytest.raises(LockstepError, match=r"redistribute .* -> Spec"):
             partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])
+    restart_world()
 
 
 @on_ranks(4)
@@ -112,6 +113,7 @@ def test_lockstep_compares_what_travels_together(count: int) -> None:
     with lockstep(timeout=10), pytest.raises(LockstepError, match=r"redistribute .* -> Spec"), coalesce():
         for partial in partials:
             partial.redistribute(placements=[S1 if mesh.get_rank() == 3 else S0])
+    restart_world()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which linearize imports

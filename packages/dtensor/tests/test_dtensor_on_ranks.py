@@ -38,7 +38,7 @@ from shoal_dtensor.errors import (
     NoRuleError,
     PlacementError,
 )
-from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh, lockstep
+from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh, lockstep, restart_world
 from shoal_mesh.testing import on_ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -363,6 +363,7 @@ def test_lockstep_errors_name_the_operator_that_communicates() -> None:
     operation = torch.mul if mesh.get_rank() == 0 else torch.add
     with lockstep(timeout=5), pytest.raises(LockstepError, match=r"aten\.(add|mul)"):
         operation(x, y)
+    restart_world()
 
 
 @on_ranks(4)

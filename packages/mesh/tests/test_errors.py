@@ -14,7 +14,7 @@ BUILTINS: dict[str, set[type[Exception]]] = {
     "CollectiveError": {ValueError, RuntimeError},
     "CollectiveTypeError": {TypeError, ValueError, RuntimeError},
     "DimError": {IndexError, ValueError, RuntimeError},
-    "LockstepError": {RuntimeError},
+    "LockstepError": {ValueError, RuntimeError},
     "MeshError": {ValueError, RuntimeError},
     "MeshMismatchError": {ValueError, RuntimeError},
     "MeshTypeError": {TypeError, ValueError, RuntimeError},

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,8 +17,9 @@ import torch
 
 from shoal_mesh import (
     Comm,
-    Event,
     LockstepError,
+    PeerError,
+    RankError,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -29,14 +35,33 @@ from shoal_mesh import (
     purpose,
     reduce_scatter,
     reduce_scatter_v,
+    restart_world,
     scatter,
 )
-from shoal_mesh.observers.lockstep import describe, difference
-from shoal_mesh.testing import fake_world, on_ranks
+from shoal_mesh.local_ranks.pool import RankPool
+from shoal_mesh.testing import fake_world, on_ranks, rank_pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _whole_groups() -> Iterator[None]:
+    """Errors break communicators: what runs after this file begins with new ones."""
+    yield
+    rank_pool(4).run(_renew)
+
+
+def _renew() -> None:
+    restart_world()
+
+
+def _new_comm() -> Comm:
+    """A communicator that no error of another test has broken."""
+    restart_world()
+    return init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
 
 
 @on_ranks(4)
 def test_ranks_in_step_pass() -> None:
+    restart_world()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with lockstep(timeout=20):
         assert all_reduce(torch.ones(2), (mesh, "tp")).eq(2).all()
@@ -50,13 +75,12 @@ def test_ranks_in_step_pass() -> None:
 
 @on_ranks(4)
 def test_different_collectives_are_named_on_every_rank() -> None:
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    rank = mesh.get_rank()
-    collective = all_gather if rank == 2 else all_reduce
+    comm = _new_comm()
+    collective = all_gather if comm.rank == 2 else all_reduce
     with lockstep(timeout=20):
-        all_reduce(torch.ones(2), (mesh, "tp"))
+        all_reduce(torch.ones(2), comm)
         with purpose("layer 3"), purpose("mm of weight"), pytest.raises(LockstepError, match="step 1 along") as caught:
-            collective(torch.ones(2), (mesh, "tp"))
+            collective(torch.ones(2), comm)
     text = str(caught.value)
     assert "  rank 2: all_gather_into_tensor float32 shape (2,), dim 0, for mm of weight; layer 3 (test_lockst" in text
     assert "  ranks 0, 1, 3: all_reduce sum float32 shape (2,), for mm of weight; layer 3 (test_lockstep.py:" in text
@@ -101,7 +125,7 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
 @pytest.mark.parametrize("name", _different(cast(Comm, SimpleNamespace(rank=0, size=4))))
 @on_ranks(4)
 def test_what_differs_on_one_rank_raises_on_all(name: str) -> None:
-    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    comm = _new_comm()
     call, text = _different(comm)[name]
     with pytest.raises(LockstepError, match="at step 0 along tp") as caught, lockstep(timeout=20):
         call()
@@ -112,7 +136,7 @@ def test_what_differs_on_one_rank_raises_on_all(name: str) -> None:
 @on_ranks(4)
 def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
     """S(0) on three ranks, S(1) on one: the same (2, 2) shards, the same all-gather of dim 0, another meaning."""
-    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    comm = _new_comm()
     layout = "S(1)" if comm.rank == 3 else "S(0)"
     with lockstep(timeout=20):
         with purpose(lambda: "redistribute S(0) -> R"):
@@ -127,7 +151,7 @@ def test_equal_bytes_of_different_shardings_differ_by_purpose() -> None:
 
 @on_ranks(4)
 def test_equal_collectives_that_are_swapped_differ_by_purpose() -> None:
-    comm = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)).comm(0)
+    comm = _new_comm()
     texts = ["gradient of weight", "gradient of bias"]
     with pytest.raises(LockstepError, match="step 0 along tp"), lockstep(timeout=20):
         for text in texts if comm.rank else reversed(texts):
@@ -138,7 +162,7 @@ def test_equal_collectives_that_are_swapped_differ_by_purpose() -> None:
 @on_ranks(4)
 def test_blocks_of_one_pair_of_ranks_are_in_step() -> None:
     """Ranks without any block do not know the dtype of the others."""
-    comm = init_device_mesh("cpu", (4,)).comm(0)
+    comm = _new_comm()
     block, out = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     with lockstep(timeout=20):
         all_to_all_blocks(
@@ -149,42 +173,78 @@ def test_blocks_of_one_pair_of_ranks_are_in_step() -> None:
     assert out.sum() == 3 * (comm.rank == 2)
 
 
-@pytest.mark.parametrize("change", ["op", "purpose", "same", "dtypes", "receives"])
-def test_descriptions_of_two_ranks(change: str) -> None:
-    def event(rank: int) -> Event:
-        differs = rank == 1
-        counts = (0, 3) if rank == 0 else (3, 0)
-        return Event(
-            "broadcast" if change == "op" and differs else "all_reduce",
-            None,
-            (torch.ones(2, dtype=torch.int if change == "dtypes" and differs else torch.float),),
-            same={"shape": (2 + (change == "same" and differs),)},
-            sends=counts,
-            receives=(4, 0) if change == "receives" and differs else counts,
-            purpose="b" if change == "purpose" and differs else "a",
-        )
-
-    assert difference({0: describe(event(0)), 3: describe(event(1))}).count("\n") == 1
+@on_ranks(4)
+def test_equal_collectives_of_different_lines_are_swapped_or_allowed() -> None:
+    comm = _new_comm()
+    with lockstep(timeout=20), pytest.raises(LockstepError, match="step 0 along tp") as caught:
+        if comm.rank == 3:
+            all_reduce(torch.ones(2), comm)
+        all_reduce(torch.zeros(2), comm)
+    assert caught.value.ranks == (3,)
+    assert len({line.split("(test_lockstep.py:")[1] for line in str(caught.value).split("\n")[1:]}) == 2
+    comm = _new_comm()
+    with lockstep(timeout=20, call_sites=False):
+        total = all_reduce(torch.ones(2), comm) if comm.rank else all_reduce(torch.zeros(2), comm)
+    assert total.eq(3).all()
 
 
 @on_ranks(4)
-def test_a_rank_that_never_comes_is_named() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rank = mesh.get_rank()
-    if rank == 3:
-        with lockstep():
-            all_reduce(torch.ones(2), (mesh, "dp"))
-        time.sleep(2)
-        return
-    everyone, waiting = mesh.comm(("dp", "tp")), mesh.comm("dp" if rank == 1 else "tp")
-    with lockstep(timeout=1):
-        all_reduce(torch.ones(2), (mesh, "dp"))
-        if rank == 0:  # it has nothing to do with rank 3 yet, and hears the alarm later
-            time.sleep(2.5)
-            waiting = everyone
-        with pytest.raises(LockstepError) as caught:
-            all_reduce(torch.ones(2), waiting)
-    assert "rank 3 has not come; last seen: left the lockstep block" in str(caught.value)
+def test_every_third_collective_is_compared() -> None:
+    comm = _new_comm()
+    with lockstep(timeout=20, every=3):
+        for step in range(6):
+            with purpose("swapped" if step == 4 and comm.rank == 1 else f"step {step}"):
+                all_reduce(torch.ones(2), comm)
+        with purpose(f"{comm.rank == 1}"), pytest.raises(LockstepError, match="at step 6 along tp") as caught:
+            all_reduce(torch.ones(2), comm)
+    assert caught.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("fault", ["leaves", "raises", "ends", "ends with the store", "is elsewhere"])
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+def test_a_rank_that_does_not_come_is_named(fault: str, transport: str) -> None:
+    culprit, dies = 0 if fault == "ends with the store" else 3, fault not in ("leaves", "is elsewhere")
+    with tempfile.TemporaryDirectory() as folder, RankPool(4) as pool:
+        with suppress(RankError):  # of the rank at fault
+            pool.run(_without_one, fault, transport, culprit, folder, timeout=30)
+        texts = {rank: Path(folder, str(rank)).read_text() for rank in range(4) if rank != culprit}
+    for text in texts.values():
+        kind, ranks, seconds, said = text.split("|", 3)
+        assert kind == "LockstepError" or (dies and kind == "PeerError"), text
+        assert ranks == str([culprit]), text
+        assert float(seconds) < 9, text
+        assert f"rank {culprit}" in said, text
+        if fault in ("leaves", "raises"):
+            assert ("ValueError: wrong data" in said) == (fault == "raises"), text
+            assert "ValueError" in said or "waits: all_reduce sum float32 shape (2,), for losses (test_lock" in said, (
+                text
+            )
+
+
+def _without_one(fault: str, transport: str, culprit: int, folder: str) -> None:
+    os.environ["SHOAL_SHARED_MEMORY"] = str(int(transport == "shared memory"))
+    restart_world(timeout=60)
+    comm = init_device_mesh("cpu", (4,)).comm(0)
+    all_reduce(torch.ones(1), comm)
+    start = time.monotonic()
+    try:
+        with lockstep(timeout=1.5), purpose("losses"):
+            if comm.rank == culprit:
+                _fail(fault)
+                return
+            all_reduce(torch.ones(2), comm)
+    except PeerError as error:
+        seen = f"{type(error).__name__}|{list(error.ranks)}|{time.monotonic() - start}|{error}"
+        Path(folder, str(comm.rank)).write_text(seen)
+
+
+def _fail(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("wrong data")
+    if fault.startswith("ends"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "is elsewhere":
+        time.sleep(5)
 
 
 def test_one_process_has_nobody_to_compare_with() -> None:

@@ -76,8 +76,8 @@ class PeerError(CollectiveError):
         return type(self), (str(self), self.ranks)
 
 
-class LockstepError(RuntimeError):
-    """Ranks were about to run different collectives, or one never came."""
+class LockstepError(PeerError):
+    """Ranks were about to run different collectives, one never came, or replicas differ; on all ranks."""
 
 
 class RankError(RuntimeError):

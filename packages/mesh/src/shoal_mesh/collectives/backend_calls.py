@@ -48,6 +48,7 @@ __all__ = [
     "background_lane",
     "blocks_in_index_order",
     "broadcast_",
+    "channel_over",
     "group_to_index",
     "in_index_order",
     "is_one_shot",
@@ -94,10 +95,10 @@ def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
         return None
     if turn_bytes and tensor.nbytes > turn_bytes:
         return None
-    return _channel_of(comm)
+    return channel_over(comm)
 
 
-def _channel_of(comm: Comm) -> Channel | None:
+def channel_over(comm: Comm) -> Channel | None:
     """The shared memory of a group of gloo."""
     group, channel = comm.group, comm.kept  # in this order: the group of a new world has no channel yet
     if type(channel) is tuple:
@@ -133,7 +134,7 @@ def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", r
         PeerError: one has.
     """
     if "cpu:gloo" in comm.backend and tensor.is_cpu:
-        channel = _channel_of(comm)
+        channel = channel_over(comm)
         if channel is not None:
             channel.peers.announce(announcement(kind, tensor.dtype, count, op, root))
 

@@ -114,7 +114,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             failure = _failure(error)
             answer = pickle.dumps((False, failure))
             if not failure.skip:
-                give_up(f"it raised {failure.kind}: {failure.message[:200]}")
+                give_up(f"raised {failure.kind}: {failure.message[:200]}")
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(answer)

@@ -13,7 +13,7 @@ from .channel import Channel
 from .peers import state_of
 from .segment import machine, processes_of
 
-__all__ = ["BackendWork"]
+__all__ = ["BackendWork", "lost_ranks"]
 
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
@@ -60,6 +60,9 @@ class BackendWork:
             if now - checked > _CHECK_SECONDS:
                 checked = now
                 channel.peers.check_others()
+                error = None if channel.peers.meanwhile is None else channel.peers.meanwhile(now - start)
+                if error is not None and not work.is_completed():
+                    raise channel.peers.fail_with(error)
 
 
 def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerError:
@@ -70,7 +73,7 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
     positions = _torch.group_ranks(group)
     ranks = sorted(positions, key=positions.__getitem__)
     me, deadline = ranks[group.rank()], time.monotonic() + _DEATH_SECONDS
-    while not (lost := _lost(group, ranks)) and time.monotonic() < deadline:
+    while not (lost := lost_ranks(group, ranks)) and time.monotonic() < deadline:
         time.sleep(0.02)
     culprits: tuple[int, ...] = tuple(lost)
     text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
@@ -90,7 +93,7 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
     return channel.fail(error, [positions[rank] for rank in culprits])
 
 
-def _lost(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
+def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
     """Ranks whose processes have ended or are stopped, and which of it, as far as this machine shows."""
     here, lost = machine(), {}
     for rank, (where, pid) in zip(ranks, processes_of(group), strict=False):

@@ -21,6 +21,7 @@ from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import CollectiveError, PeerError
 from .lane import Lane
+from .notices import NOTICE_WORDS, Notices
 from .peers import ANNOUNCED, BROKEN, LINE, REASON_BYTES, Peers
 from .segment import Segment, map_segment
 
@@ -41,6 +42,7 @@ class Channel:
         slot_bytes: what one rank can show in one turn.
         peers: the ranks.
         lanes: for what goes on in the background.
+        notices: what ranks in lockstep say that they are about to do.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Channel:
         announced = first + 2 * self.size * width + len(lanes) * LINE * self.size
         reasons = memoryview(segment.memory)[(head - self.size * REASON_BYTES // 8) * 8 : head * 8]
         self.peers = Peers(group, segment.pids, self._words, (self._flags[self.rank], *own), reasons, announced)
+        self.notices = Notices(self.peers, announced + (ANNOUNCED + LINE) * self.size, memoryview(segment.memory))
         self.lanes: dict[str, Lane] = {}
         for start, (name, (depth, size)) in zip(starts, lanes.items(), strict=True):
             end = at + depth * self.size * size
@@ -172,8 +175,8 @@ def _note_words(size: int) -> int:
 
 
 def _head_words(size: int) -> int:
-    """Words in front of the slots: lines of the token and the flags, notes, lines of lanes, announcements, reasons."""
-    of_rank = 2 * _note_words(size) + len(LANES) * LINE + LINE + ANNOUNCED + REASON_BYTES // 8
+    """Words in front of the slots: lines of the token and the flags, notes, lanes, announcements, notices, reasons."""
+    of_rank = 2 * _note_words(size) + len(LANES) * LINE + LINE + ANNOUNCED + NOTICE_WORDS + REASON_BYTES // 8
     return LINE * (1 + size) + of_rank * size
 
 
@@ -202,8 +205,8 @@ def give_up(reason: str) -> None:
     """Have the ranks that wait for this one, or come to, raise at once and not at their timeout.
 
     Args:
-        reason: what they repeat.
+        reason: what this rank did, for them to repeat.
     """
     for channel in list(_CHANNELS.values()):
         if channel is not None:
-            channel.fail(reason, [channel.rank])
+            channel.fail(f"rank {channel.peers.ranks[channel.rank]} {reason}", [channel.rank])

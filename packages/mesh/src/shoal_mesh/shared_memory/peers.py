@@ -7,12 +7,12 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .. import _torch
 from .._torch import ProcessGroup
-from ..errors import PeerError
+from ..errors import LockstepError, PeerError
 from .request import describe, describe_announced
 
 __all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "state_of"]
@@ -20,7 +20,7 @@ __all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
 BROKEN = 1 << 62  # what a rank that has given up writes: more than any word becomes
-REASON_BYTES = 1 << 10  # of each rank: why it has given up, for the others to repeat
+REASON_BYTES = 1 << 12  # of each rank: why it has given up, for the others to repeat
 ANNOUNCED = 16  # of each rank's last calls of the backend
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps, about half a millisecond
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks whether the others are alive
@@ -34,6 +34,7 @@ class Peers:
         rank, size: in the group.
         ranks: the global ranks, in the order of the group.
         words: what they share, as numbers.
+        meanwhile: what a rank that waits asks now and then, with the seconds that it has waited: an error to raise.
     """
 
     def __init__(
@@ -52,39 +53,50 @@ class Peers:
         self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []
         self._calls = 0
         self._failure: PeerError | None = None
+        self.meanwhile: Callable[[float], PeerError | None] | None = None
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
         if self._failure is not None:
-            raise PeerError(str(self._failure), self._failure.ranks)
+            raise type(self._failure)(str(self._failure), self._failure.ranks)
 
-    def fail(self, text: str, ranks: Sequence[int] = (), reason: str = "") -> PeerError:
+    def fail(
+        self, text: str, ranks: Sequence[int] = (), reason: str = "", kind: type[PeerError] = PeerError
+    ) -> PeerError:
         """The error that this and every later call raises, here and on the other ranks.
 
         Args:
             text: what it says here.
             ranks: positions in the group of those who are at fault.
             reason: what the others repeat, if not the text.
+            kind: the class of the error; the others raise a LockstepError as it is.
         """
         if self._failure is None:
-            self._failure = PeerError(text, tuple(self.ranks[rank] for rank in ranks))
-            kept = json.dumps([reason or text, list(ranks)]).encode()
+            self._failure = kind(text, tuple(self.ranks[rank] for rank in ranks))
+            said, as_it_is = reason or text, kind is LockstepError
+            kept = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(kept) > REASON_BYTES - 2:
-                kept = json.dumps([(reason or text)[: REASON_BYTES // 8] + " ...", list(ranks)[:32]]).encode()
+                kept = json.dumps([said[: REASON_BYTES // 8] + " ...", list(ranks)[:32], as_it_is]).encode()
             start = self.rank * REASON_BYTES
             self._reasons[start + 2 : start + 2 + len(kept)] = kept
             self._reasons[start : start + 2] = len(kept).to_bytes(2, "little")
             for word in self._own:
                 self.words[word] = BROKEN
-        return PeerError(str(self._failure), self._failure.ranks)
+        return type(self._failure)(str(self._failure), self._failure.ranks)
+
+    def fail_with(self, error: PeerError) -> PeerError:
+        """`fail` with the text and the ranks of an error."""
+        return self.fail(str(error), [self.ranks.index(rank) for rank in error.ranks], kind=type(error))
 
     def heard(self, rank: int) -> PeerError:
         """The error for a rank of the group that has given up; it says why."""
         start = rank * REASON_BYTES
         length = int.from_bytes(self._reasons[start : start + 2], "little")
-        reason, ranks = "see its error", [rank]
+        reason, ranks, as_it_is = "see its error", [rank], False
         if length:
-            reason, ranks = json.loads(bytes(self._reasons[start + 2 : start + 2 + length]))
+            reason, ranks, as_it_is = json.loads(bytes(self._reasons[start + 2 : start + 2 + length]))
+        if as_it_is:
+            return self.fail(reason, ranks, kind=LockstepError)
         name = self._name(rank)
         return self.fail(f"{name} has given up a collective in shared memory: {reason}", ranks, reason)
 
@@ -159,8 +171,11 @@ class Peers:
             checked, group, state = now, self._group(), state_of(self._pids[rank])
             if group is None or not _torch.is_live(group):
                 raise self.fail("the process group was destroyed while one of its collectives waited", [self.rank])
+            error = None if self.meanwhile is None else self.meanwhile(now - start)
             if self.words[word] >= value:
                 return
+            if error is not None:
+                raise self.fail_with(error)
             if state == "ended":
                 raise self.fail(f"{self._name(rank)} has ended while {me} waited for it in a collective", [rank])
             if self._announced and self.words[self._announced[rank]] > self._calls:

@@ -1,0 +1,49 @@
+"""Covers: fingerprints.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from shoal_mesh import Event
+from shoal_mesh.observers.fingerprints import agree, as_lines, statement
+
+
+def _event(rank: int, change: str) -> Event:
+    differs = rank == 1
+    counts = (0, 3) if rank == 0 else (3, 0)
+    return Event(
+        "broadcast" if change == "op" and differs else "all_reduce",
+        SimpleNamespace(rank=rank, size=2),
+        (torch.ones(2, dtype=torch.int if change == "dtypes" and differs else torch.float),),
+        same={"shape": (2 + (change == "same" and differs),)},
+        sends=counts,
+        receives=(4, 0) if change == "receives" and differs else counts,
+        purpose="b" if change == "purpose" and differs else "a",
+    )
+
+
+@pytest.mark.parametrize("change", ["op", "purpose", "same", "dtypes", "receives", ""])
+def test_descriptions_of_two_ranks(change: str) -> None:
+    (own, text), (other, other_text) = [statement(_event(rank, change), call_sites=True) for rank in (0, 1)]
+    assert agree([own, other]) == (change == "")
+    assert agree([own, None])
+    lines = as_lines({0: text.decode(), 3: other_text.decode()}).split("\n")
+    assert lines[0].startswith(
+        "  rank 0: sends [0, 3], receives [0, 3]: all_reduce float32 shape (2,), for a (test_fin"
+    )
+
+
+def test_a_rank_without_blocks_does_not_know_the_dtype() -> None:
+    own, _ = statement(_event(0, ""), call_sites=False)
+    assert agree([own, (own[0], 0, -own[2])])
+    assert not agree([own, (own[0], own[1] + 1, -own[2])])
+
+
+def test_lines_of_the_program_count_if_wanted() -> None:
+    first = [statement(_event(0, ""), call_sites=each)[0][0] for each in (True, False)]
+    second = [statement(_event(0, ""), call_sites=each)[0][0] for each in (True, False)]
+    assert first[0] != second[0]
+    assert first[1] == second[1]
