@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal_dtensor import DTensor, NoRuleError, Partial, Replicate, Shard, coalesce, distribute_tensor
 from shoal_dtensor.layout.placements import Placement
@@ -117,12 +119,40 @@ def test_lockstep_compares_what_travels_together(count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which linearize imports
-@pytest.mark.filterwarnings("ignore:.*_has_same_storage_numel")  # forward mode asks for it
 def test_recording_real_values_is_refused() -> None:
     """`linearize` returned what its record had computed from uninitialised tangents."""
     with fake_world(2):
         x = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
-        for _ in range(2):
+        closed_over = x + 1
+        for decided in (False, True):  # also where all decisions are remembered
             with pytest.raises(NoRuleError, match=r"torch\.func\.linearize"):
                 torch.func.linearize(torch.sin, x)
-        assert torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1].placements == (Shard(0),)
+            with pytest.raises(NoRuleError, match="pass make_fx every DTensor"):
+                make_fx(lambda y: y * closed_over.sin())(x)
+            graph = make_fx(lambda y, z: y * z.sin())(x, closed_over)
+            assert torch.equal(whole(graph(x + 3, x)), whole((x + 3).mul(x.sin()))), decided
+            x * closed_over.sin()
+
+
+FORWARD_MODE: dict[str, Callable[[Any], Any]] = {
+    "times a number": lambda x: x * 2.0 + x / 4.0,
+    "plus a number": lambda x: 1.0 - (x + 1.0),
+    "softmax": lambda x: x.softmax(0),
+    "product": lambda x: x @ x,
+    "views": lambda x: torch.cat([x.view(2, 8)[1:], x.t().reshape(2, 8)]),
+    "norm": lambda x: x.norm() + x.mean(),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FORWARD_MODE)
+@on_ranks(2)
+def test_forward_mode(name: str) -> None:
+    function, mesh = FORWARD_MODE[name], init_device_mesh("cpu", (2,))
+    x, t = torch.randn(2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for placement in (Shard(0), Shard(1), Replicate()):
+        sharded = [distribute_tensor(tensor, mesh, [placement]) for tensor in (x, t)]
+        for value, expected in zip(
+            torch.func.jvp(function, (sharded[0],), (sharded[1],)), torch.func.jvp(function, (x,), (t,)), strict=True
+        ):
+            torch.testing.assert_close(whole(value), expected)

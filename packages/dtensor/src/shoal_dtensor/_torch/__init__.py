@@ -1,7 +1,7 @@
 """The seam to torch: every private or unstable torch name that this package uses, by theme."""
 
 from .collectives import group_ranks, reduction_name
-from .compiling import is_recording, is_tracing, whole_when_compiled
+from .compiling import is_tracing, recorder, records_values, whole_when_compiled
 from .engine import (
     accumulating_leaf,
     adjusted_rate,
@@ -69,7 +69,6 @@ __all__ = [
     "follows_scheduler",
     "group_ranks",
     "in_backward",
-    "is_recording",
     "is_tracing",
     "is_transformed",
     "keep_scheduler_mark",
@@ -77,6 +76,8 @@ __all__ = [
     "mark_stepped",
     "orthogonalized",
     "pytree",
+    "recorder",
+    "records_values",
     "reduction_name",
     "results_of",
     "set_thread_object",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch._guards import detect_fake_mode
 
 __all__ = [
-    "is_recording",
     "is_tracing",
+    "recorder",
+    "records_values",
     "whole_when_compiled",
 ]
 
@@ -22,10 +23,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 
-def is_recording() -> bool:
-    """Whether torch.fx records what operators do on real tensors: `torch.func.linearize`, `make_fx`."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None:
-        return False
+# What records operators as nodes of a graph, None for most of the time; asked for each operator, so without Python.
+recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
+
+
+def records_values() -> bool:
+    """Whether a recorder sees real tensors: `torch.func.linearize`, `make_fx`."""
     return torch._guards.TracingContext.try_get() is None and detect_fake_mode() is None
 
 

@@ -16,7 +16,7 @@ from warnings import warn
 
 from shoal_mesh import purpose
 
-from .._torch import FakeTensor, OpOverload, around, is_recording
+from .._torch import FakeTensor, OpOverload, around, recorder, records_values
 from ..errors import NoRuleError
 from ..redistribute.execution.run_once import run_once, write_back
 from ..scopes import blocks, current, entered, own_scope
@@ -108,6 +108,8 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
         if kwargs:
             named = cache.readers.keywords(kwargs, key, types)
         key = tuple(key)
+    if recorder():
+        _check_recorded(op, local)
     try:
         decision = cache.decisions[key]
     except KeyError:
@@ -132,6 +134,15 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
     return _wrapped(cls, result, decision, args, kwargs)
 
 
+def _check_recorded(op: OpOverload, local: Sequence[Any]) -> None:
+    """Refuse an operator whose shards torch.fx would take for constants of its record."""
+    if records_values() and not any(isinstance(tensor, FakeTensor) for tensor in tensors_in(local)):
+        raise NoRuleError(
+            f"{op} on a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
+            f"hold the values of now. Use torch.func.jvp or torch.compile, or pass make_fx every DTensor as an input"
+        )
+
+
 def _new_op_cache(cls: Any, op: OpOverload) -> _OpCache:
     """An empty cache for an operator in the current scope."""
     scope = current()
@@ -146,16 +157,11 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     The decision is kept before the local call runs: if that raises, the next such call need not decide again.
     """
     cls, op, args, kwargs, local, named = call
-    if is_recording() and not any(isinstance(t, FakeTensor) for t in tensors_in(local)):
-        raise NoRuleError(
-            f"{op} on a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
-            f"hold the values of now. Use torch.func.jvp, or torch.compile"
-        )
     scope = current()
     tensors = enumerate(tensors_in([*args, *kwargs.values()]))
     copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     mixed = [entry for entry in key if type(entry) is Plain]
-    if mixed and op in OF_SHAPES:
+    if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
     by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
     if by_kind is not None:

@@ -30,14 +30,23 @@ from .communication_policy import notice_of
 __all__ = ["OF_SHAPES", "is_candidate", "values_read", "verify_replicated"]
 
 
-# Operators that read shapes alone: plain tensors beside DTensors need not be replicated.
-OF_SHAPES: Mapping[Any, Any] = {torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape}
+def _elements_spanned(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last of a tensor in its storage; of a DTensor, as on one device."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+
+
+# Operators that read shapes alone: plain tensors beside DTensors need not be replicated.  Forward AD calls them.
+OF_SHAPES: Mapping[Any, Any] = {
+    torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
+    torch.ops.aten._has_same_storage_numel.default: lambda *pair: len({*map(_elements_spanned, pair)}) == 1,
+}
 
 
 def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tensor], *, candidates: bool) -> None:
     """`R -> check`: refuse plain tensors unless all ranks of a mesh hold the same ones, as candidates.
 
-    Values that are not known yet (while tracing, on the meta device) are not compared.
+    Values that are not known yet (while tracing) are not compared; tensors on the meta device have none and pass.
 
     Args:
         mesh: of the DTensors beside them.
@@ -49,6 +58,8 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
         MixedTensorError: on every rank, if one of them is no candidate or differs, on any rank.
         CommunicationForbiddenError: if the ranks would have to compare them where communication is forbidden.
     """
+    if all(tensor.is_meta for tensor in tensors):
+        return
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
     unknown = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
     alone = unknown or mesh.size() == 1 or mesh.get_coordinate() is None
