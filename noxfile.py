@@ -294,7 +294,10 @@ def hugging_face(session: nox.Session) -> None:
     """The tests beside peft and accelerate, which no other session has."""
     install(session, *STACK)
     session.install("--no-deps", *BESIDE_HF)
-    files = [f"packages/tp-styles/tests/test_{name}.py" for name in ("adapters", "training")]
+    files = [
+        f"packages/tp-styles/tests/test_{name}.py"
+        for name in ("adapters", "methods", "training", "trainer_checkpoints")
+    ]
     pytest(session, *files)
 
 

@@ -14,15 +14,7 @@ from hf_models import build_model, needs_hf, save_plain, token_batch
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, abstract_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import (
-    CheckpointError,
-    LayoutError,
-    PlanError,
-    UnsupportedModuleError,
-    hf,
-    parallelize_module,
-    unparallelize_module,
-)
+from shoal_tp_styles import CheckpointError, LayoutError, PlanError, hf
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
@@ -86,27 +78,6 @@ def test_missing_parameters_are_initialized_as_on_one_device(tmp_path: Path) -> 
     torch.manual_seed(3)
     single = Classifier.from_pretrained(home)
     torch.testing.assert_close(model(token_batch()).logits, single(token_batch()).logits)
-
-
-@on_ranks(2, timeout=200)
-def test_saved_by_its_own_method_resized_and_refused(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    single = build_model()
-    home = save_plain(single, tmp_path)
-    model = hf.from_pretrained(home, all_ranks())
-    model.save_pretrained(home / "again")
-    again = AutoModelForCausalLM.from_pretrained(home / "again")
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in single.state_dict().items())
-    for call in (model.generate_batch, model.resize_token_embeddings):
-        with pytest.raises(UnsupportedModuleError, match=r"of a parallel model: .*(use generate|unparallelize_module)"):
-            call(71)
-    unparallelize_module(model)
-    model.resize_token_embeddings(71, mean_resizing=False)
-    parallelize_module(model, all_ranks(), dict(single.tp_plan))
-    single.resize_token_embeddings(71, mean_resizing=False)
-    assert model.lm_head.weight.shape == (71, 32)
-    torch.testing.assert_close(model(token_batch()).logits[..., :67], single(token_batch()).logits[..., :67])
 
 
 @on_ranks(2, timeout=200)

@@ -102,8 +102,6 @@ def test_accelerate() -> None:
 def test_refusals_name_the_way_out() -> None:
     with pytest.raises(PlanError, match=r"has 2 processes .* inside `with hf.single_process"):
         hf.prepare_accelerator(SimpleNamespace(num_processes=2))
-    with pytest.raises(PlanError, match=r"save_strategy is steps, .* call save_sharded"):
-        hf.prepare_trainer(SimpleNamespace(args=SimpleNamespace(save_strategy="steps")))
 
 
 def test_the_world_is_hidden_inside_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,11 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..apply.loading import Loaded, Reader, load_sharded, reader_of
-from ..apply.saving import save_sharded
-from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning, UnsupportedModuleError
+from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning
 from ..plan.resolve import Plan
 from .checkpoint_files import find_files, source_of
 from .conversions import Converted
+from .methods import stand_in
 
 __all__ = ["from_pretrained", "plan_of"]
 
@@ -85,35 +84,15 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         loaded = load_sharded(model, converted, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh.device_type)
-    _finish(model, home)
+    _finish(model, home, mesh)
     return (model, loaded) if output_loading_info else model
 
 
-_UNSUPPORTED = {
-    "generate_batch": "its cache has as many heads as the configuration says, not this rank's; use generate()",
-    "resize_token_embeddings": "call unparallelize_module(model) first, resize, and parallelize_module again",
-}
-
-
-def _finish(model: Any, home: Path) -> None:
+def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
     if model.can_generate() and (home / "generation_config.json").exists():
         model.generation_config = type(model.generation_config).from_pretrained(home)
     model.eval()
-    model.save_pretrained = partial(_save_pretrained, model)
-    for name in _UNSUPPORTED:
-        setattr(model, name, partial(_unless_parallel, model, name))
-
-
-def _unless_parallel(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for a method of the model, which is called as long as the model is not parallel."""
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        raise UnsupportedModuleError(f"{name} of a parallel model: {_UNSUPPORTED[name]}")
-    return getattr(type(model), name)(model, *args, **kwargs)
-
-
-def _save_pretrained(model: Any, save_directory: str | PathLike[str], *_: Any, **__: Any) -> None:
-    """Stands in for the model's own, which would have every rank write its shards as the whole."""
-    save_sharded(model, save_directory)
+    stand_in(model, mesh)
 
 
 def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:

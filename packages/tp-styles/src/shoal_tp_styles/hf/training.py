@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal_dtensor import clip_grad_norm_
 
 from ..errors import PlanError
+from .trainer_checkpoints import checkpoint_shards
 
 __all__ = ["prepare_accelerator", "prepare_trainer", "single_process"]
 
@@ -57,23 +58,19 @@ def prepare_accelerator(accelerator: Any) -> Any:
 def prepare_trainer(trainer: Any) -> Any:
     """A `Trainer` of transformers for a parallel model.
 
-    Gradients are clipped by the norm over all shards. Losses, schedules, accumulation, checkpointing of activations and
-    fused optimizers need nothing.
+    Gradients are clipped by the norm over all shards.  Checkpoints hold the shards of all ranks: models as
+    `save_sharded` writes them, optimizers as torch.distributed.checkpoint does; `train(resume_from_checkpoint=...)`
+    reads them, on any number of ranks.  Losses, schedules, accumulation, checkpointing of activations and fused
+    optimizers need nothing.
 
     Args:
         trainer: made, with its `TrainingArguments`, inside `single_process()`; changed in place.
 
     Raises:
-        PlanError: if its arguments are distributed, or it saves checkpoints by itself, which all ranks would write
-            over each other.
+        PlanError: if its arguments are distributed.
     """
-    if trainer.args.save_strategy != "no":
-        raise PlanError(
-            f"prepare_trainer: save_strategy is {trainer.args.save_strategy}, with which every rank writes the "
-            "optimizer over that of the others; pass save_strategy='no', and call save_sharded(model, directory) and "
-            "torch.distributed.checkpoint.save of get_optimizer_state_dict, in a TrainerCallback or after train()"
-        )
     prepare_accelerator(trainer.accelerator)
+    checkpoint_shards(trainer)
     return trainer
 
 
