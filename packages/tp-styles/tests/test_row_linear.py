@@ -13,6 +13,7 @@ from shoal_dtensor import Replicate, Shard
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
+    LayoutError,
     RowwiseParallel,
     parallelize_module,
 )
@@ -89,3 +90,12 @@ def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str
     assert full.grad is not None
     torch.testing.assert_close(x.grad, own_shard(full.grad, 1))
     assert_same_gradients(module, single)
+
+
+@on_ranks(2)
+def test_an_input_with_all_features_is_told_from_a_shard() -> None:
+    layer: Any = parallelize_module(nn.Linear(6, 4), all_ranks(), RowwiseParallel())
+    with pytest.raises(LayoutError, match=r"3 of 6 features.*got shape \(2, 6\).*input_layouts=Replicate"):
+        layer(torch.ones(2, 6))
+    with pytest.raises(RuntimeError, match="dtype"):  # other errors stay torch's
+        layer(torch.ones(2, 3, dtype=torch.float64))

@@ -19,6 +19,7 @@ from shoal_tp_styles import (
     DeclaredStyle,
     HeadParallel,
     LayoutError,
+    LayoutTypeError,
     ModuleSharding,
     Port,
     PrepareModuleInput,
@@ -176,3 +177,25 @@ def test_what_is_assigned_to_a_style_counts_for_later_modules() -> None:
     assert first(x).shape == (2, 2)
     assert (second(x).shape, second(x).placements) == ((2, 4), (Replicate(),))
     assert third(x).shape == (4, 3)
+
+
+@pytest.mark.parametrize("wrong", ["Replicate", Replicate, 3, {"x": Shard(0)}, [Shard(0), "R"], torch.ones(2)], ids=str)
+def test_layouts_that_are_no_placements_are_refused_where_they_are_given(wrong: Any) -> None:
+    both: dict[str, Any] = {"output_layouts": Replicate(), "desired_output_layouts": Replicate()}
+    for make in (
+        lambda: ColwiseParallel(output_layouts=wrong),
+        lambda: RowwiseParallel(input_layouts=wrong),
+        lambda: HeadParallel(output_layouts=wrong),
+        lambda: PrepareModuleOutput(**both | {"desired_output_layouts": wrong}),
+        lambda: setattr(ColwiseParallel(), "input_layouts", wrong),
+        lambda: PrepareModuleInput(input_kwarg_layouts={"x": wrong}, desired_input_kwarg_layouts={"x": Replicate()}),
+    ):
+        with pytest.raises(LayoutTypeError, match="takes a placement"):
+            make()
+
+
+def test_a_placement_of_torch_is_named() -> None:
+    from torch.distributed.tensor import Replicate as Theirs
+
+    with pytest.raises(LayoutTypeError, match="use those of shoal_dtensor"):
+        ColwiseParallel(input_layouts=Theirs())  # type: ignore[arg-type]

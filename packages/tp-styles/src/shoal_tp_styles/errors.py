@@ -6,6 +6,7 @@ __all__ = [
     "CheckpointError",
     "LayoutCountError",
     "LayoutError",
+    "LayoutTypeError",
     "PlanError",
     "SecondOrderError",
     "StyleError",
@@ -30,6 +31,10 @@ class LayoutError(StyleError, ValueError, RuntimeError):
 
 class LayoutCountError(LayoutError, AssertionError):
     """Layouts and desired layouts of a style are not as many."""
+
+
+class LayoutTypeError(LayoutError, TypeError):
+    """What was given as a layout of a style is no placement."""
 
 
 class TiedWeightError(PlanError):

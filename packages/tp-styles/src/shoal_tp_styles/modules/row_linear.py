@@ -34,6 +34,7 @@ from .._torch import (
     transforming,
     unwatched,
 )
+from ..errors import LayoutError
 from ..lowering.boundary import from_local, local_input, local_output, output_dtensor
 from ..lowering.collective_functions import (
     ShardedDim,
@@ -157,8 +158,22 @@ class RowLinear(Lowered):
             weight, bias = params["weight"], params["bias"]
         except KeyError:  # one is computed since
             return self.general(input)
-        out: Tensor = _row_direct(input, weight, bias, self.comm, None)
+        try:
+            out: Tensor = _row_direct(input, weight, bias, self.comm, None)
+        except RuntimeError:
+            self.check_features(input, spec_of(weight, "weight"))
+            raise
         return out
+
+    def check_features(self, input: Tensor, spec: Spec) -> None:
+        """Raise LayoutError if an input does not hold this rank's features."""
+        held = spec.local_shape[1]
+        if input.ndim == 0 or input.shape[-1] != held:
+            raise LayoutError(
+                f"{self.sharding.style}: a plain input is this rank's shard, with {held} of {spec.shape[1]} features "
+                f"in its last dim, got shape {tuple(input.shape)}. Give input_layouts=Replicate() if every rank holds "
+                "all of them, or shard the module before it with ColwiseParallel()"
+            )
 
     def traced(self, input: Tensor) -> Tensor:
         """The forward in terms that torch.compile follows."""

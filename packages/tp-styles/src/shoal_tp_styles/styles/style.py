@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from shoal_dtensor import Placement
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import apply_sharding
-from ..errors import LayoutError, StyleError, UnsupportedModuleError
+from ..errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
 from ..sharding.module_sharding import ModuleSharding
 
 __all__ = ["DeclaredStyle", "LayoutField", "ParallelStyle", "unsupported"]
@@ -131,6 +132,11 @@ class DeclaredStyle(ParallelStyle):
                 "_apply(module, device_mesh), which changes the module itself"
             )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.endswith("layouts"):
+            _check_layouts(type(self).__name__, name, value)
+        super().__setattr__(name, value)
+
     def __repr__(self) -> str:
         shown = {f.name: self.given(f.name) for f in fields(self) if f.repr and self.given(f.name) != f.default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -163,6 +169,21 @@ class DeclaredStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         sharding = self.sharding(module)
         return apply_sharding(module, sharding, device_mesh, src_data_rank=self.src_data_rank, lower=self.lower)
+
+
+def _check_layouts(style: str, name: str, given: object) -> None:
+    entries: tuple[object, ...] = (given,)
+    if name.endswith("kwarg_layouts") and isinstance(given, Mapping):
+        entries = tuple(given.values())
+    elif isinstance(given, list | tuple):
+        entries = tuple(given)
+    wrong = [entry for entry in entries if entry is not None and not isinstance(entry, Placement)]
+    if wrong:
+        of_torch = " (of torch: use those of shoal_dtensor)" if type(wrong[0]).__module__.startswith("torch") else ""
+        raise LayoutTypeError(
+            f"{style}: {name} takes a placement such as Replicate() or Shard(-1), a tuple of them, or for keyword "
+            f"inputs a dict of them, got {type(wrong[0]).__name__} {wrong[0]!r:.60}{of_torch}"
+        )
 
 
 def unsupported(style: str, module: nn.Module, supported: tuple[type[nn.Module], ...]) -> UnsupportedModuleError:
