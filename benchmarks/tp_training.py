@@ -11,7 +11,7 @@ processor time of every phase on rank 0.
 
 By hand: plain tensors, all-reduces in `autograd.Function`s.  shoal: `parallelize_module` and `local_step`.
 dispatched: the same, with optimizers that step through DTensor dispatch.  overlapped: the same, with the reductions of
-row-wise layers in two chunks beside their products.
+row-wise layers in two chunks beside their products.  invariant: the same bits on any number of ranks.
 
 The candidates take turns within a round.  The ratio is that of the best rounds; in brackets the median of the rounds'
 own ratios.  Compare ratios of one run only, and look at the load: four ranks on two cores wait for each other.
@@ -25,6 +25,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from tp_modules import Block, block_plan, hand_block
 from shoal_dtensor import local_step
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, invariant_arithmetic, parallelize_module
 
 # name -> dim, hidden, heads, layers, batch, length, steps in a round
 SIZES = {
@@ -66,18 +67,26 @@ def models(dim: int, hidden: int, heads: int, layers: int) -> dict[str, nn.Modul
         plan(torch_tp.ColwiseParallel, torch_tp.RowwiseParallel),
         plan(ColwiseParallel, RowwiseParallel),
     )
+    with mode("invariant"):
+        invariant = parallelize_module(plain(), ours, our_plan)
     return {
         "by hand": hand,
         "torch": torch_tp.parallelize_module(plain(), theirs, torch_plan),
         "shoal": parallelize_module(plain(), ours, our_plan),
         "dispatched": parallelize_module(plain(), ours, our_plan),
         "overlapped": parallelize_module(plain(), ours, plan(ColwiseParallel, lambda: RowwiseParallel().overlapped(2))),
+        "invariant": invariant,
     }
+
+
+def mode(name: str) -> AbstractContextManager[Any]:
+    """What the program of a candidate runs in."""
+    return invariant_arithmetic() if name == "invariant" else nullcontext()
 
 
 def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """AdamW; one for each kind of parameters where DTensors and plain tensors do not go into one foreach call."""
-    if name in ("shoal", "overlapped"):
+    if name in ("shoal", "overlapped", "invariant"):
         return [local_step(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))]
     kinds: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():
@@ -107,7 +116,15 @@ def phases(name: str, model: nn.Module, x: Tensor) -> Phases:
         for optimizer in adam:
             optimizer.step()
 
-    return {"zero_grad": zero, "forward": forward, "loss": loss, "backward": backward, "step": step}
+    def within(run: Callable[[], None]) -> Callable[[], None]:
+        def in_mode() -> None:
+            with mode(name):
+                run()
+
+        return in_mode
+
+    parts = {"zero_grad": zero, "forward": forward, "loss": loss, "backward": backward, "step": step}
+    return {part: within(run) for part, run in parts.items()} if name == "invariant" else parts
 
 
 def local_parameters(model: nn.Module) -> list[Tensor]:
@@ -188,7 +205,8 @@ def run(size: str, rounds: int) -> dict[str, dict[str, Any]]:
     works = {}
     for name, model in models(dim, hidden, heads, layers).items():
         work = works[name] = phases(name, model, x)
-        found[name] = {"saved": saved_bytes(model, x)}
+        with mode(name):
+            found[name] = {"saved": saved_bytes(model, x)}
         found[name]["parameters"] = sum(p.numel() * p.element_size() for p in local_parameters(model))
         for _ in range(3):
             for each in work.values():

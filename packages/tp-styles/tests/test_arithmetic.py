@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
-from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
+from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -30,6 +32,7 @@ from shoal_tp_styles import (
     replicate,
 )
 from shoal_tp_styles.arithmetic import current_arithmetic
+from shoal_tp_styles.invariant.measured import Measured
 from shoal_tp_styles.lowering.lowered import lowered_of
 
 VOCAB, WIDTH, HEADS, SEQUENCE, BATCH = 32, 32, 8, 16, 8
@@ -148,6 +151,39 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
         tokens = torch.randint(VOCAB, (5, 7))
         together = whole(model(tokens))
         assert torch.equal(together[2:3], whole(model(tokens[2:3])))
+
+
+def test_faster_forms_are_used_where_they_have_the_same_bits() -> None:
+    calls: list[str] = []
+
+    def sums(name: str, order: int) -> Any:
+        def compute(blocks: int, x: Tensor) -> Tensor:
+            calls.append(name)
+            total: Tensor = reduce(torch.add, x if order > 0 else x.flip(0))
+            return total
+
+        return compute
+
+    measured = Measured(sums("definition", 1), (sums("backwards", -1), sums("forwards", 1)))
+    x = torch.randn(100, 7)
+    assert torch.equal(measured(1, x), reduce(torch.add, x))
+    assert calls == ["definition", "backwards", "forwards", "forwards"]
+    measured(1, x)
+    assert calls[4:] == ["forwards"]
+
+
+@on_ranks(2)
+def test_it_sends_what_the_ordinary_mode_sends() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    counts = []
+    for mode in (nullcontext, invariant_arithmetic):
+        with mode():
+            model = parallelize_module(Attention(), mesh, {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()})
+            x = torch.randn(2, 8, WIDTH, requires_grad=True) * 1
+            with CommDebugMode() as counted:
+                model(x).sum().backward()
+            counts.append(counted.get_total_counts())
+    assert counts == [2, 2]
 
 
 def form_of(module: nn.Module) -> str:

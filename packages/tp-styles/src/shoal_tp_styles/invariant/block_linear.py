@@ -7,116 +7,120 @@ With 8 blocks, samples b and blocks j:
     both      dW[j] = tree over b of the sample's product
 
 The upper part of the trees over j are the collectives of `ports`, those of the trees over b the reduction over data
-axes. Every reader of an activation reduces its own gradient: the sum over readers comes after that over ranks.
+axes. Readers of one activation (q, k and v) add their products in each block j, and reduce the sum once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.functional import linear
 
-from .._torch import apply, autocast_dtype
-from ..errors import StyleError
+from shoal_dtensor import DTensor, local_shard
+from shoal_mesh import Comm, all_reduce_
+
+from .._torch import apply, autocast_dtype, backward_number
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import first_order_only
 from ..lowering.ports import partial_output, replicated_input, sharded_input
+from ..lowering.shared_input import find_token, keep_token
 from ..modules.column_linear import ColumnLinear
 from ..modules.linear_gradients import cast
 from ..modules.row_linear import RowLinear
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
-from .block_sums import contiguous_block, own_blocks, tree_of
-from .replicated import add_bias
+from .block_sums import own_blocks
+from .products import bias_gradient, spread, summed, weight_gradient
+from .replicated import Cells, add_bias, cells_of, sum_of_cells
 
 __all__ = ["InvariantColumn", "InvariantRow", "InvariantWhole"]
 
 
+class _Readers:
+    """The layers that read one activation: what each adds to its gradient in a backward pass, by its place.
+
+    Attributes:
+        comm: over which the gradient is summed; None where the input's port does it.
+        count: of readers so far.
+    """
+
+    __slots__ = ("_terms", "comm", "count")
+
+    def __init__(self, comm: Comm | None) -> None:
+        self.comm, self.count = comm, 0
+        self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
+
+    def add(self, place: int, grad: Tensor, weight: Tensor) -> None:
+        self._terms[place] = backward_number(), (grad, weight)
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """The factors of this pass, in order of the forward; earlier ones may have left theirs."""
+        terms, self._terms = self._terms, {}
+        return [factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()]
+
+
 class _Columns(Function):
-    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), in `blocks` blocks of N."""
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), in `blocks` blocks of N; and x again.
+
+    Other readers of x read the latter. Their products are part of the first one's gradient, and it runs after them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int) -> Tensor:
+    def forward(  # noqa: PLR0913  # torch's interface
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, readers: _Readers, place: int
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
-        ctx.blocks = blocks
-        rows = _blocks_of(weight, blocks, 0)
-        biases = [None] * blocks if bias is None else _blocks_of(bias, blocks, 0)
-        samples = [contiguous_block(sample) for sample in x]
-        products = [torch.cat([linear(s, w, b) for w, b in zip(rows, biases, strict=True)], -1) for s in samples]
-        return torch.stack(products) if products else linear(x, weight, bias)
+        ctx.blocks, ctx.readers, ctx.place = blocks, readers, place
+        ctx.set_materialize_grads(False)
+        return spread(x, weight, 0, blocks, bias), x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
         first_order_only()
         x, weight = ctx.saved_tensors
-        blocks: int = ctx.blocks
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        rows = _blocks_of(weight, blocks, 0)
-        parts = [_blocks_of(sample, blocks, -1) for sample in grad]
+        needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
         dx = dw = db = None
-        if needs_x:
-            sums = [tree_of(blocks, lambda j, p=part: p[j].matmul(rows[j])) for part in parts]  # type: ignore[misc]
-            dx = torch.stack(sums) if sums else torch.zeros_like(x)
-        if needs_weight:
-            samples = [_matrix(sample) for sample in x]
-            dw = torch.cat([_over_samples(parts, j, lambda p, i: p.t().mm(samples[i])) for j in range(blocks)])
-        if needs_bias:
-            db = torch.cat([_over_samples(parts, j, lambda p, i: p.sum(0)) for j in range(blocks)])
-        return dx, dw, db, None
+        if grad is not None:
+            ctx.readers.add(ctx.place, grad, weight)
+            dw = weight_gradient(grad, x, 0, ctx.blocks) if needs_weight else None
+            db = bias_gradient(grad, ctx.blocks) if needs_bias else None
+        factors = ctx.readers.take() if ctx.place == 0 else []
+        if needs_x and factors:
+            dx = summed(factors, 0, ctx.blocks)
+            if ctx.readers.comm is not None:
+                all_reduce_(dx, ctx.readers.comm)
+        return dx, dw, db, None, None, None
 
 
 class _Rows(Function):
-    """x: (B, ..., K), W: (N, K) -> (B, ..., N), the sum over `blocks` blocks of K."""
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), the sum over `blocks` blocks of K, and over a communicator.
+
+    The gradient of b is a `sum_of_cells` of `cells`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int) -> Tensor:
+    def forward(  # noqa: PLR0913  # torch's interface
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, comm: Comm | None, cells: Cells | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.blocks = blocks
-        columns = _blocks_of(weight, blocks, 1)
-        sums = []
-        for sample in x:
-            parts = _blocks_of(sample, blocks, -1)
-            sums.append(tree_of(blocks, lambda j, p=parts: linear(p[j], columns[j])))  # type: ignore[misc]  # a default
-        return torch.stack(sums) if sums else linear(x, weight)
+        ctx.blocks, ctx.cells = blocks, cells
+        out = summed([(x, weight)], 1, blocks)
+        if comm is not None:
+            all_reduce_(out, comm)
+        return out if bias is None else out.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         x, weight = ctx.saved_tensors
-        blocks: int = ctx.blocks
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        columns = _blocks_of(weight, blocks, 1)
-        samples = [contiguous_block(sample) for sample in grad]
-        dx = dw = None
-        if needs_x:
-            rows = [torch.cat([sample.matmul(column) for column in columns], -1) for sample in samples]
-            dx = torch.stack(rows) if rows else torch.zeros_like(x)
-        if needs_weight:
-            parts = [_blocks_of(sample, blocks, -1) for sample in x]
-            turned = [_matrix(sample).t() for sample in samples]
-            dw = torch.cat([_over_samples(parts, j, lambda p, i: turned[i].mm(p)) for j in range(blocks)], 1)
-        return dx, dw, None
-
-
-def _blocks_of(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
-    return [contiguous_block(block) for block in tensor.chunk(blocks, dim)]
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    """(..., k) -> (rows, k)."""
-    return contiguous_block(tensor.reshape(-1, tensor.shape[-1]))
-
-
-def _over_samples(parts: list[list[Tensor]], block: int, product: Any) -> Tensor:
-    """The tree over samples of a product of one block of each."""
-    if not parts:
-        raise StyleError("invariant_arithmetic: a rank without any sample has no sum over samples")
-    return tree_of(len(parts), lambda i: product(_matrix(parts[i][block]), i))
+        needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
+        dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
+        db = sum_of_cells(grad, *ctx.cells) if needs_bias else None
+        return dx, dw, db, None, None, None
 
 
 class InvariantColumn(ColumnLinear):
@@ -128,20 +132,39 @@ class InvariantColumn(ColumnLinear):
         super().resolve()
         self.blocks = own_blocks(self, "weight", 0)
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        for collective in super().collectives(call):
-            yield replace(collective, once_for=None) if collective.backward else collective
-
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:
             return self(input.unsqueeze(0)).squeeze(0)
         dtype = autocast_dtype(input)
         local: Any = self.local("weight", "bias")
         weight, bias = cast(local["weight"], dtype), cast(local["bias"], dtype)
+        x, readers = self.read(input, dtype)
+        out, again = apply(_Columns, x, weight, bias, self.blocks, readers, readers.count)
+        if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
+            again.readers = readers
+            keep_token(_held(input), self.reading(dtype), again)
+        readers.count += 1
+        return self.finish(out)
+
+    def read(self, input: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, _Readers]:
+        """The replicated input and its readers: of the first of them, where one has read it before."""
+        found = find_token(_held(input), self.reading(dtype), grad=True, in_tree=True)
+        if found is not None and torch.is_grad_enabled():
+            readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
+            return found, readers
         # Cast first: the gradient is reduced in the dtype in which its blocks are added.
-        x = replicated_input(self, input if dtype is None else input.to(dtype))
-        return self.finish(apply(_Columns, x, weight, bias, self.blocks))
+        x = input if dtype is None else input.to(dtype)
+        if self.port_in.layout.is_replicate() and not isinstance(x, DTensor):
+            return x, _Readers(self.comm)
+        return replicated_input(self, x), _Readers(None)
+
+    def reading(self, dtype: torch.dtype | None) -> Hashable:
+        """What readers that share a gradient have in common."""
+        return self.comm, self.port_in.layout, dtype, self.blocks
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class InvariantRow(RowLinear):
@@ -157,9 +180,17 @@ class InvariantRow(RowLinear):
         if input.ndim == 1:
             return self(input.unsqueeze(0)).squeeze(0)
         dtype = autocast_dtype(input)
-        weight = cast(self.local("weight")["weight"], dtype)
-        x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
-        partial: Tensor = apply(_Rows, cast(x, dtype), weight, self.blocks)
+        reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        local = self.local("weight", "bias") if reduced else self.local("weight")
+        weight: Any = cast(local["weight"], dtype)
+        x: Any = cast(sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1)), dtype)
+        if reduced:
+            bias = cast(local["bias"], dtype)
+            out: Tensor = apply(
+                _Rows, x, weight, bias, self.blocks, self.comm, cells_of(self, x) if bias is not None else None
+            )
+            return out
+        partial: Tensor = apply(_Rows, x, weight, None, self.blocks, None, None)
         return add_bias(self, partial_output(self, partial, None))
 
 
@@ -178,5 +209,6 @@ class InvariantWhole(Lowered):
         dtype = autocast_dtype(input)
         local: Any = self.local("weight", "bias")
         x, weight, bias = (cast(tensor, dtype) for tensor in (input, local["weight"], local["bias"]))
-        out: Tensor = apply(_Columns, x, weight, bias, 1)
+        out: Tensor
+        out, _ = apply(_Columns, x, weight, bias, 1, _Readers(None), 0)
         return out

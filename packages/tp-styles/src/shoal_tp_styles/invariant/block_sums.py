@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..arithmetic import InvariantArithmetic, current_arithmetic
 from ..errors import StyleError
 from ..lowering.lowered import Lowered
 
-__all__ = ["contiguous_block", "entered", "own_blocks", "tree_of"]
+__all__ = ["contiguous_block", "entered", "own_blocks", "tree_of", "tree_of_products"]
+
+_Term = Callable[[int, list[Tensor]], Tensor]
+_Add = Callable[[Tensor, int, list[Tensor]], Tensor]
 
 # Kernels of matrix products look at where an operand begins; fresh memory of torch begins at multiples of this.
 _ALIGNMENT = 64
@@ -33,19 +37,55 @@ def tree_of(count: int, term: Callable[[int], Tensor]) -> Tensor:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
         tensor([3.])
     """
-    if count % 2 == 0:
-        half = count // 2
-        return tree_of(half, term).add_(tree_of(half, lambda i: term(half + i)))
-    return _padded(0, 1 << (count - 1).bit_length(), count, term)
+    return _tree(0, count, lambda i, free: term(i), lambda total, i, free: total.add_(term(i)), [])
 
 
-def _padded(start: int, width: int, count: int, term: Callable[[int], Tensor]) -> Tensor:
-    """The tree over terms `start` to `start + width`, those from `count` on being zeros, which change no sum."""
-    if width == 1:
-        return term(start)
-    half = width // 2
-    left = _padded(start, half, count, term)
-    return left if start + half >= count else left.add_(_padded(start + half, half, count, term))
+def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused: bool) -> Tensor:
+    """The `tree_sum` of terms, each a sum of products of matrices in order; memory of terms is used again.
+
+    Args:
+        terms: the factors of the products of each term.
+        fused: whether kernels add products to what is there.
+    """
+
+    def plus(total: Tensor, pair: tuple[Tensor, Tensor], free: list[Tensor]) -> Tensor:
+        if fused:
+            return total.addmm_(*pair)
+        free.append(product(pair, free))
+        return total.add_(free[-1])
+
+    def product(pair: tuple[Tensor, Tensor], free: list[Tensor]) -> Tensor:
+        return torch.mm(*pair, out=free.pop()) if free else torch.mm(*pair)
+
+    def term(i: int, free: list[Tensor]) -> Tensor:
+        first, *others = terms[i]
+        total = product(first, free)
+        for pair in others:
+            plus(total, pair, free)
+        return total
+
+    def add(total: Tensor, i: int, free: list[Tensor]) -> Tensor:
+        if len(terms[i]) == 1:
+            return plus(total, terms[i][0], free)
+        free.append(term(i, free))
+        return total.add_(free[-1])
+
+    return _tree(0, len(terms), term, add, [])
+
+
+def _tree(start: int, count: int, term: _Term, add: _Add, free: list[Tensor]) -> Tensor:
+    """The tree over `count` terms from `start` on; `free` is memory of terms that have been added."""
+    if count == 1:
+        return term(start, free)
+    # An odd number is filled up with zeros, which change no sum, to a power of two.
+    left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
+    total = _tree(start, left, term, add, free)
+    if count - left == 1:
+        return add(total, start + left, free)
+    right = _tree(start + left, count - left, term, add, free)
+    total.add_(right)
+    free.append(right)
+    return total
 
 
 def entered() -> InvariantArithmetic:

@@ -1,72 +1,87 @@
 """Modules with replicated parameters: gradients are sums over samples and over blocks of a dim that may be sharded.
 
-A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D). Either way it runs once for each sample and
-each of the blocks of S, and its gradient is the tree over blocks, then over ranks, then over samples.
+A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D), and treats every token alone. The gradients
+of its parameters are computed for every token, summed in each of the blocks of S of each sample, and added in the tree
+over blocks, then over ranks, then over samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm, all_reduce, tree_sum
 
 from .._torch import apply
+from ..errors import UnsupportedModuleError
 from ..lowering.boundary import from_local, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import first_order_only
-from ..modules.norm import Tokenwise
+from ..modules.norm import Params, Tokenwise
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
-from .block_sums import entered
+from .block_sums import contiguous_block, entered
+from .measured import Measured
 
-__all__ = ["InvariantTokenwise", "InvariantTokenwiseWhole", "add_bias"]
+__all__ = ["Cells", "InvariantTokenwise", "InvariantTokenwiseWhole", "add_bias", "cells_of", "sum_of_cells"]
+
+Cells = tuple[Comm | None, int, int]
+"""Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here."""
 
 SEQUENCE_DIM = 1
 """The dim that is divided into blocks where nothing is sharded: the default of SequenceParallel."""
 
 
-class _Cells(Function):
-    """A parameter, for each of `samples` x `blocks` cells; the gradients of the cells are summed, over ranks too."""
+class _ForTokens(Function):
+    """A parameter (D...), expanded to all tokens of x: (B, ..., D...); its gradients are summed in cells."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, comm: Comm | None, samples: int, blocks: int) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.blocks = comm, blocks
-        return tuple(parameter.detach() for _ in range(samples * blocks))
+    def forward(ctx: Any, parameter: Tensor, shape: torch.Size, cells: Cells) -> Tensor:
+        ctx.cells, ctx.shape = cells, parameter.shape
+        return parameter.detach().expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        return _sum_of_cells(grads, ctx.comm, ctx.blocks), None, None, None
+        shape = ctx.shape
+        return sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape), None, None
 
 
 class _PlusBias(Function):
-    """x + bias, whose gradient is summed as those of `_Cells`."""
+    """x + bias, whose gradient is summed in cells."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
-        ctx.sums = comm, dim, blocks, bias.dtype
+    def forward(ctx: Any, x: Tensor, bias: Tensor, cells: Cells) -> Tensor:
+        ctx.cells = cells
         return x + bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        comm, dim, blocks, dtype = ctx.sums
-        cells = [
-            part.reshape(-1, part.shape[-1]).contiguous().sum(0) for s in grad for part in s.chunk(blocks, dim - 1)
-        ]
-        return grad, _sum_of_cells(cells, comm, blocks).to(dtype), None, None, None
+        return grad, sum_of_cells(grad, *ctx.cells), None
 
 
-def _sum_of_cells(cells: Sequence[Tensor], comm: Comm | None, blocks: int) -> Tensor:
-    """The tree over the blocks of each sample, then over ranks, then over samples; cells of a sample come together."""
-    of_samples = tree_sum(torch.stack([*cells]).view(-1, blocks, *cells[0].shape).transpose(0, 1))
+def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
+    """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
+    if dim > 1:
+        grad = grad.movedim(dim, 1)
+    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
+    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))
     return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
+
+
+def _sums_one_by_one(blocks: int, cells: Tensor) -> Tensor:
+    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
+    return torch.stack(sums).view(*cells.shape[:2], -1)
+
+
+_CELL_SUMS = Measured(_sums_one_by_one, (lambda _, cells: cells.sum(2),))
 
 
 def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
@@ -75,40 +90,65 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
     if bias is None:
         return out
     local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
-    dim, comm, blocks = _cut(lowered, local)
-    plus: Tensor = apply(_PlusBias, local, bias.to(local.dtype), comm, dim, blocks)
+    plus: Tensor = apply(_PlusBias, local, bias.to(local.dtype), cells_of(lowered, local))
     return from_local(plus, out.placements[0], lowered.mesh, out.shape) if isinstance(out, DTensor) else plus
 
 
-def _cut(lowered: Lowered, local: Tensor) -> tuple[int, Comm | None, int]:
+def cells_of(lowered: Lowered, local: Tensor) -> Cells:
     """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
     arithmetic, layout = entered(), lowered.port_out.desired
     dim = getattr(layout, "dim", SEQUENCE_DIM)
     dim = dim + local.ndim if dim < 0 else dim
     if not layout.is_replicate():
         what = f"{lowered.sharding.style}: dim {dim} of the activation"
-        return dim, lowered.comm, arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what)
+        return lowered.comm, dim, arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what)
     if local.ndim < 3 or local.shape[dim] % arithmetic.blocks:  # nothing that could be sharded
-        return dim, None, 1
-    return dim, None, arithmetic.blocks
+        return None, dim, 1
+    return None, dim, arithmetic.blocks
 
 
-def _in_cells(lowered: Tokenwise, x: Tensor) -> Tensor:
-    """The module's forward, cell by cell."""
-    dim, comm, blocks = _cut(lowered, x)
+def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    return _affine(functional.layer_norm(_wide(x), module.normalized_shape, None, None, module.eps), x, p)
+
+
+def _rms_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    return _affine(functional.rms_norm(_wide(x), module.normalized_shape, None, eps), x, p)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _affine(normal: Tensor, x: Tensor, p: Params) -> Tensor:
+    """Weights and biases have an entry for every token here, which no kernel of a norm takes."""
+    weight, bias = p["weight"], p.get("bias")
+    out = normal if weight is None else normal * weight
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+_NORMS: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+}
+
+
+def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
+    """The module's forward, whose parameters have an entry for every token."""
+    cells = cells_of(lowered, x)
     names = [name for name, param in lowered.params.items() if param is not None]
     local: Any = lowered.local(*names) if names else {}
-    cells = [
-        cell for sample in x.chunk(x.shape[0]) for cell in (sample.chunk(blocks, dim) if blocks > 1 else (sample,))
-    ]
-    copies = {name: apply(_Cells, local[name], comm, x.shape[0], blocks) for name in names}
+    tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
     absent = dict.fromkeys(lowered.params.keys() - names)
-    outs = [
-        lowered.compute(lowered.module, cell.contiguous(), {name: copies[name][i] for name in names} | absent)
-        for i, cell in enumerate(cells)
-    ]
-    rows = [torch.cat(outs[i : i + blocks], dim) for i in range(0, len(outs), blocks)] if blocks > 1 else outs
-    return torch.cat(rows)
+    compute = _NORMS.get(type(lowered.module), lowered.compute)
+    try:
+        return compute(lowered.module, x, tokens | absent)
+    except RuntimeError as error:
+        shapes = {name: tuple(param.shape) for name, param in local.items()}
+        raise UnsupportedModuleError(
+            f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its forward fails with an "
+            f"entry of its parameters {shapes} for every token: {error}"
+        ) from error
 
 
 class InvariantTokenwise(Tokenwise):
@@ -120,7 +160,7 @@ class InvariantTokenwise(Tokenwise):
         shape = tuple(input.shape) if isinstance(input, DTensor) else None
         x = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired) if shape else input
         self.check_dim(x)
-        out = _in_cells(self, x) if x.numel() else self.compute(self.module, x, self.local(*self.params))
+        out = _normalized(self, x) if x.numel() else self.compute(self.module, x, self.local(*self.params))
         return out if self.sharding.local_outputs else from_local(out, self.port_in.desired, self.mesh, shape)
 
 
@@ -134,4 +174,4 @@ class InvariantTokenwiseWhole(Tokenwise):
         yield from ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        return _in_cells(self, input)
+        return _normalized(self, input)

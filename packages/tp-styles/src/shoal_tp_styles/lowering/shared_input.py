@@ -50,15 +50,16 @@ class _Token:
         return None
 
 
-def find_token(tensor: Tensor, key: Hashable, grad: bool) -> Tensor | None:
+def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
     """The token that an earlier reader with the same key left on the tensor, if it still holds.
 
     Args:
         tensor: what the module was called with.
         key: communicator, layout and dtype of the reading.
         grad: whether the token must carry a gradient.
+        in_tree: whether readers add their partials up block by block, as those inside `sums_in_tree` have to.
     """
-    if sums_are_in_tree():  # each reader's partials are added up over the ranks before those of others
+    if sums_are_in_tree() and not in_tree:
         return None
     entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
     if entry is None or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):

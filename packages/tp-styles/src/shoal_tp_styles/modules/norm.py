@@ -22,7 +22,7 @@ from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 
-__all__ = ["TOKENWISE", "ChannelGroups", "Tokenwise", "is_norm"]
+__all__ = ["TOKENWISE", "ChannelGroups", "Params", "Tokenwise", "is_norm"]
 
 Params = dict[str, Tensor | None]
 
