@@ -171,14 +171,21 @@ def test_what_a_user_attached_goes_along_when_a_module_is_distributed() -> None:
         module = nn.Linear(2, 2, bias=False)
         weight: Any = module.weight
         weight.mine = 5
-        weight.register_hook(lambda grad: seen.append("hook"))
-        weight.register_post_accumulate_grad_hook(lambda leaf: seen.append("after"))
+        handles = [
+            weight.register_hook(lambda grad: seen.append("hook")),
+            weight.register_post_accumulate_grad_hook(lambda leaf: seen.append("after")),
+        ]
         mesh = init_device_mesh("cpu", (1,))
         distribute_module(module, mesh)
-        module(distribute_tensor(torch.ones(1, 2), mesh)).sum().backward()
+        for expected in (["hook", "after"], ["after"], []):  # old handles remove what went along
+            seen.clear()
+            module(distribute_tensor(torch.ones(1, 2), mesh)).sum().backward()
+            assert seen == expected
+            for handle in handles[:1]:
+                handle.remove()
+            del handles[:1]
         weight = module.weight
         assert weight.mine == 5
-    assert seen == ["hook", "after"]
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])

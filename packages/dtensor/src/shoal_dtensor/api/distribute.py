@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -206,7 +207,15 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, shared: dict[int, Any]) -> N
 def _attach(plain: Any, replicated: Any) -> None:
     """What a user has attached to a plain tensor, attributes and hooks, for the DTensor that replaces it."""
     vars(replicated).update({name: value for name, value in vars(plain).items() if name not in vars(replicated)})
-    for hook in (plain._backward_hooks or {}).values():
-        replicated.register_hook(hook)
-    for hook in (plain._post_accumulate_grad_hooks or {}).values():
-        replicated.register_post_accumulate_grad_hook(hook)
+    for table, register in (
+        (plain._backward_hooks, replicated.register_hook),
+        (plain._post_accumulate_grad_hooks, replicated.register_post_accumulate_grad_hook),
+    ):
+        for key in table or ():
+            register(partial(_while_registered, table, key))
+
+
+def _while_registered(hooks: Mapping[int, Any], key: int, tensor: Any) -> Any:
+    """Run a hook of another tensor, unless its handle has removed it."""
+    hook = hooks.get(key)
+    return None if hook is None else hook(tensor)
