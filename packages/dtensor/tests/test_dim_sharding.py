@@ -129,7 +129,7 @@ def test_a_given_order_comes_before_the_strided_spelling() -> None:
         ([Shard(0)], "one placement for each of the 2 axes"),
         ([Shard(2), Replicate()], "the tensor has 2 dims"),
         ([StridedShard(0, split_factor=3), Shard(0)], "no leading part"),
-        (["S(0)", Replicate()], "expected Shard, Replicate or Partial"),
+        (["S(0)", Replicate()], r"expected Shard, Replicate or Partial of shoal_dtensor, got 'S.0.' .builtins.str"),
     ],
 )
 def test_misfits_are_named(placements: list[Placement], message: str) -> None:

@@ -20,7 +20,9 @@ from shoal_tp_styles import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    context_parallel_attention,
     parallelize_module,
+    preview,
     unparallelize_module,
 )
 from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer, all_ranks, transformer_plan
@@ -137,3 +139,20 @@ def test_a_shared_module_is_made_parallel_under_one_of_its_names() -> None:
 def test_a_module_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match=r"expected module to be an nn\.Module, got str"):
         parallelize_module("model", abstract_mesh((2,)), {"up": "colwise"})  # type: ignore[type-var]  # wrong on purpose
+
+
+X = torch.zeros(1, 2, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda mesh: parallelize_module(nn.Linear(3, 4), mesh, "colwise"),
+        lambda mesh: preview(nn.Linear(3, 4), ColwiseParallel(), mesh, X),
+        lambda mesh: context_parallel_attention(X, X, X, mesh),
+    ],
+    ids=["parallelize_module", "preview", "context_parallel_attention"],
+)
+def test_what_is_no_mesh_is_refused_with_the_conversion(call: Any) -> None:
+    with pytest.raises(LayoutError, match=r"device_mesh is builtins.str; make one .*interop.mesh_from_torch"):
+        call("tp")

@@ -299,7 +299,10 @@ def normalize_placements(
     strided: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Placement):
-            raise PlacementError(f"mesh axis {axis}: expected Shard, Replicate or Partial, got {placement!r}")
+            raise PlacementError(  # torch's placements have the same names
+                f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got {placement!r} "
+                f"({type(placement).__module__}.{type(placement).__qualname__})"
+            )
         if isinstance(placement, Shard | StridedShard):
             dim = placement.dim + ndim if placement.dim < 0 else placement.dim
             if not 0 <= dim < ndim:

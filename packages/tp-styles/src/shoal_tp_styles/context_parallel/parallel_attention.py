@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh
 
-from ..errors import LayoutError, UnsupportedAttentionError
+from ..errors import LayoutError, UnsupportedAttentionError, check_mesh
 from ..sharding.module_sharding import OwnOptions
 from .attention_mask import AttentionMask, Documents
 from .block_attention import BlockKernel
@@ -134,6 +134,7 @@ def axis_of(mesh: DeviceMesh) -> Comm:
     Raises:
         LayoutError: if it has several.
     """
+    check_mesh("context parallelism", mesh)
     if mesh.ndim != 1:
         raise LayoutError(
             f"context parallelism acts on one mesh axis, the mesh has "

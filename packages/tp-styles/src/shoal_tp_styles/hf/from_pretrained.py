@@ -19,7 +19,7 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..apply.loading import Loaded, Reader, load_sharded, reader_of
-from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning
+from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning, check_mesh
 from ..plan.resolve import Plan
 from .checkpoint_files import find_files, source_of
 from .conversions import Converted
@@ -136,12 +136,8 @@ def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
     return dict(found)
 
 
-def _tensor_axis(mesh: Any) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(
-            f"from_pretrained: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
-            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
-        )
+def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
+    check_mesh("from_pretrained", mesh)
     if mesh.ndim == 1:
         return mesh
     if "tp" not in (mesh.mesh_dim_names or ()):

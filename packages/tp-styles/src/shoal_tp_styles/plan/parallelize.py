@@ -12,7 +12,7 @@ from shoal_mesh import DeviceMesh, current_mesh
 from ..apply.apply import complete_forms, plain_module
 from ..apply.owners import check_styled, given_back
 from ..draws.region import unwatch_draws, watch_draws
-from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
+from ..errors import LayoutError, PlanError, UnmatchedPlanWarning, check_mesh
 from .resolve import AutoPlan, Plan, resolve
 
 __all__ = ["parallelize_module", "unparallelize_module"]
@@ -86,6 +86,7 @@ def _mesh(given: DeviceMesh | None) -> DeviceMesh:
     mesh = given if given is not None else current_mesh()
     if mesh is None:
         raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+    check_mesh("parallelize_module", mesh)
     return mesh
 
 

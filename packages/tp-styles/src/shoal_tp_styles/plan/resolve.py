@@ -14,7 +14,7 @@ from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..apply.owners import check_styled, given_back, in_turns
-from ..errors import LayoutError, PlanError, TiedWeightError
+from ..errors import LayoutError, PlanError, TiedWeightError, check_mesh
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
@@ -307,8 +307,9 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     """The mesh on which a style acts: one axis, or those that it names.
 
     Raises:
-        LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks.
+        LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks, or is torch's.
     """
+    check_mesh(str(style), mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if style.axis is None:
         if mesh.ndim == 1:
