@@ -57,13 +57,14 @@ assert not strays, f"the copy imported the original: {strays}"
 def rewrite(folder: Path, tests: bool = False) -> None:
     """Put the host's prefix before every import of a layer, those of docstring examples too.
 
-    Tests may also say `import shoal_mesh`, with or without `as`.
+    Tests may also say `import shoal_mesh`, with or without `as`, and name modules to replace something in them.
     """
     for path in folder.rglob("*.py"):
         text = re.sub(r"^(\s*(?:>>> )?)from (shoal_\w+)", rf"\1from {HOST}.\2", path.read_text(), flags=re.MULTILINE)
         if tests:
             text = re.sub(r"^(\s*)import (shoal_\w+)$", rf"\1import {HOST}.\2 as \2", text, flags=re.MULTILINE)
             text = re.sub(r"^(\s*)import (shoal_\w+ as)", rf"\1import {HOST}.\2", text, flags=re.MULTILINE)
+            text = re.sub(r"((?:setattr|import_module)\(\s*\")(shoal_\w+\.)", rf"\1{HOST}.\2", text)
         path.write_text(text)
 
 

@@ -176,7 +176,7 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(("forward", ",".join(under_way))))
         block.register_full_backward_pre_hook(lambda *_: seen.append(("backward", ",".join(under_way))))
-    where = "shoal_tp_styles.data_parallel"
+    where = fully_shard.__module__.rpartition(".")[0]
     with (
         patch(f"{where}.unit.redistribute_shards", recorded),
         patch(f"{where}.reduction.redistribute_shards", recorded),
