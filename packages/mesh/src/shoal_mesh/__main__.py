@@ -8,7 +8,11 @@ from importlib import import_module
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = {"env": "environment", "topology": "measured_links"}  # what a user types -> the module
+COMMANDS = {
+    "env": "environment",
+    "postmortem": "postmortem",
+    "topology": "measured_links",
+}  # what a user types -> the module
 
 
 def main(argv: list[str] | None = None) -> int:

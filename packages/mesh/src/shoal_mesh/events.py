@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar, Token
+from contextvars import Token
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
+from .shared_memory.recorder import PURPOSES, Text
 
 __all__ = [
     "Event",
@@ -31,8 +32,6 @@ __all__ = [
 ]
 
 R = TypeVar("R")
-Text = str | Callable[[], str]
-_purposes: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
 
 
 class purpose:  # used as a function, as contextlib's suppress is
@@ -62,16 +61,16 @@ class purpose:  # used as a function, as contextlib's suppress is
         self._token: Token[tuple[Text, ...]] | None = None
 
     def __enter__(self) -> None:
-        self._token = _purposes.set((*_purposes.get(), self._text))
+        self._token = PURPOSES.set((*PURPOSES.get(), self._text))
 
     def __exit__(self, *_: object) -> None:
         assert self._token is not None, "entered"
-        _purposes.reset(self._token)
+        PURPOSES.reset(self._token)
 
 
 def _current_purpose() -> str:
     """The purposes of the enclosing blocks, innermost first."""
-    return "; ".join(text if isinstance(text, str) else text() for text in reversed(_purposes.get()))
+    return "; ".join(text if isinstance(text, str) else text() for text in reversed(PURPOSES.get()))
 
 
 @dataclass(slots=True)

@@ -203,6 +203,7 @@ class Plan:
         floor: seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less,
             0.0 if nothing is known (between meshes, and where a strided dim is gathered first).
         collectives: number of steps that communicate.
+        purpose: what its collectives are for, in words.
     """
 
     src: Spec
@@ -213,9 +214,11 @@ class Plan:
     peak_bytes: int
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)
+    purpose: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
+        object.__setattr__(self, "purpose", f"redistribute {self.src!r} -> {self.dst!r}")
 
     @property
     def slices(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from shoal_mesh import check_replicas, in_lockstep, purpose
+from shoal_mesh import check_replicas, purpose
 
 from .._torch import apply, is_transformed, make_wrapper
 from ..dispatch.communication_policy import obey
@@ -58,13 +58,11 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
 
 
 def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
-    """A DTensor of the local tensor that arrives; in lockstep the ranks compare what it is for."""
+    """A DTensor of the local tensor that arrives; debug modes and the recorder read what it is for."""
     if not way.steps:
         return wrap(cls, local, way.dst)
-    if in_lockstep():
-        with purpose(f"redistribute {way.src!r} -> {way.dst!r}"):
-            return _arriving(cls, tensor, way, local, async_op)
-    return _arriving(cls, tensor, way, local, async_op)
+    with purpose(way.purpose):
+        return _arriving(cls, tensor, way, local, async_op)
 
 
 def _arriving(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:

@@ -34,6 +34,7 @@ from ..shared_memory import exchange
 from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
 from ..shared_memory.lane import Lane
+from ..shared_memory.recorder import record
 from ..shared_memory.request import DTYPES, OPS, announcement
 from .wire import PLAIN, REDUCE, in_memory
 
@@ -133,6 +134,7 @@ def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", r
     Raises:
         PeerError: one has.
     """
+    record(comm.name, (kind, tensor.dtype, count, op, root))
     if "cpu:gloo" in comm.backend and tensor.is_cpu:
         channel = channel_over(comm)
         if channel is not None:

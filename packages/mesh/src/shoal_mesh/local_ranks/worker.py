@@ -80,6 +80,7 @@ def _run_rank(rank: int, size: int, address: str, log: str | None, trace: str) -
             os.dup2(out, 2)
         with open(trace, "w") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            os.environ.setdefault("SHOAL_POSTMORTEM", "0")  # the pool reports what every rank did
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
             connection = Client(
                 address, family="AF_UNIX"

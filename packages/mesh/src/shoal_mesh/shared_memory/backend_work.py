@@ -10,7 +10,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Work
 from ..errors import PeerError
 from .channel import Channel
-from .peers import state_of
+from .peers import state_of, written_down
 from .segment import machine, processes_of
 
 __all__ = ["BackendWork", "lost_ranks"]
@@ -89,7 +89,7 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
             text = "all ranks have reported it: they started different collectives, or the network is slow"
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
     if channel is None:
-        return PeerError(error, culprits)
+        return PeerError(error + written_down(me, error, culprits, {}), culprits)
     return channel.fail(error, [positions[rank] for rank in culprits])
 
 

@@ -23,6 +23,8 @@ from ..errors import CollectiveError, PeerError
 from .lane import Lane
 from .notices import NOTICE_WORDS, Notices
 from .peers import ANNOUNCED, BROKEN, LINE, REASON_BYTES, Peers
+from .recorder import record
+from .request import describe
 from .segment import Segment, map_segment
 
 __all__ = ["LANES", "SLOT_BYTES", "Channel", "Turn", "channel_of", "give_up"]
@@ -69,7 +71,8 @@ class Channel:
             end = at + depth * self.size * size
             self.lanes[name], at = Lane(self.peers, start, data[at:end].view(depth, self.size, size)), end
         self._views: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
-        self._turn = 0
+        self._turn, self._name = 0, _torch.group_name(group)
+        self.peers.last_seen = self._last_seen
         self._open: Turn | None = None
 
     def begin(self, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
@@ -96,6 +99,7 @@ class Channel:
             read: called once all slots can be read.
             notes: up to 1 + size numbers for the others (`noted`).
         """
+        record(self._name, request)
         self._turn += 1
         words, own = self._words, self._notes[self._turn & 1][self.rank]
         words[own] = request
@@ -122,6 +126,15 @@ class Channel:
     def has_met(self) -> bool:
         """Whether `meet` would not wait."""
         return all(self._words[flag] >= self._turn for flag, _ in self._others)
+
+    def _last_seen(self) -> dict[int, str]:
+        """The last turn of each rank, by its number in the group."""
+        seen = {}
+        for rank, flag in enumerate(self._flags):
+            turn = self._words[flag]
+            what = describe(self._words[self._notes[turn & 1][rank]]) if 0 < turn < BROKEN else ""
+            seen[rank] = f"turn {turn} of group {self._name}: {what}" if what else "before its first turn, or given up"
+        return seen
 
     def close_turn(self) -> None:
         """The open turn has been read."""

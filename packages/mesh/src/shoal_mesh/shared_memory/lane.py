@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import _torch
 from ..errors import CollectiveError
 from .peers import BROKEN, LINE, Peers
+from .recorder import record
 
 __all__ = ["FREE", "Lane", "Running"]
 
@@ -56,6 +57,7 @@ class Lane:
 
     def show(self, request: int) -> None:
         """Show the own slot, and what this rank is doing."""
+        record(self.peers.name, request)
         self._turn += 1
         words, line = self.peers.words, self._lines[self.rank]
         words[line + 2 + (self._turn & 1)] = request

@@ -13,9 +13,10 @@ from pathlib import Path
 from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
+from .recorder import dump
 from .request import describe, describe_announced
 
-__all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "state_of"]
+__all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "state_of", "written_down"]
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
@@ -33,8 +34,10 @@ class Peers:
     Attributes:
         rank, size: in the group.
         ranks: the global ranks, in the order of the group.
+        name: of the group.
         words: what they share, as numbers.
         meanwhile: what a rank that waits asks now and then, with the seconds that it has waited: an error to raise.
+        last_seen: what this one sees of the others, by their number in the group.
     """
 
     def __init__(
@@ -48,11 +51,13 @@ class Peers:
     ) -> None:
         self.rank, self.size, self.words = group.rank(), group.size(), words
         self.ranks = sorted(_torch.group_ranks(group), key=_torch.group_ranks(group).__getitem__)
+        self.name = _torch.group_name(group)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
         self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
         self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []
         self._calls = 0
         self._failure: PeerError | None = None
+        self.last_seen: Callable[[], dict[int, str]] = dict
         self.meanwhile: Callable[[float], PeerError | None] | None = None
 
     def check(self) -> None:
@@ -72,7 +77,9 @@ class Peers:
             kind: the class of the error; the others raise a LockstepError as it is.
         """
         if self._failure is None:
-            self._failure = kind(text, tuple(self.ranks[rank] for rank in ranks))
+            culprits = tuple(self.ranks[rank] for rank in ranks)
+            seen = {self.ranks[rank]: said for rank, said in self.last_seen().items()}
+            self._failure = kind(text + written_down(self.ranks[self.rank], text, culprits, seen), culprits)
             said, as_it_is = reason or text, kind is LockstepError
             kept = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(kept) > REASON_BYTES - 2:
@@ -202,6 +209,13 @@ class Peers:
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
+
+
+def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[int, str]) -> str:
+    """What to add to an error once the recorder has been written to a file; '' where it is not."""
+    world = _torch.default_group()
+    size = rank + 1 if world is None else world.size()
+    return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen}, describe)
 
 
 def minority(values: Mapping[int, object]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ this rank holds, so all ranks merge alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shoal_mesh import is_observed, purpose
+from shoal_mesh import purpose
 
 from ...errors import RedistributeError
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
@@ -225,8 +225,7 @@ def run_all(plans: Sequence[Plan], locals_: Sequence[Tensor]) -> list[Tensor]:
 
 def _announced(plans: Sequence[Plan]) -> AbstractContextManager[None]:
     """Inside the block, observers of collectives see what they are for."""
-    text = "; ".join([f"redistribute {plan.src!r} -> {plan.dst!r}" for plan in plans]) if is_observed() else ""
-    return purpose(text) if text else nullcontext()
+    return purpose("; ".join([plan.purpose for plan in plans]))
 
 
 def key_of(task: Task, step: Step) -> object:
