@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_modules import Block, block_plan
 from tp_training import SIZES, peak_bytes, saved_bytes
 
-from shoal_dtensor import local_step, redistribute_shards
+from shoal_dtensor import redistribute_shards
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import rank_pool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
@@ -109,7 +109,6 @@ def phases(name: str, model: nn.Module, x: Tensor) -> tuple[dict[str, Any], Call
     """What a step consists of, and what this rank holds after one."""
     parameters = list(model.parameters())
     adam = torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
-    adam = local_step(adam) if "shoal" in name else adam
     held: dict[str, Tensor] = {}
 
     def forward() -> None:

@@ -29,7 +29,7 @@ import torch.distributed.tensor.parallel as torch_tp
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, clip_grad_norm_, local_step
+from shoal_dtensor import DTensor, clip_grad_norm_
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -47,7 +47,6 @@ BARS = {
     "block forward": 1.15,
     "block forward+backward": 1.3,
     "adamw step": 1.3,
-    "adamw local_step": 1.3,
     "clip_grad_norm_": 1.3,
     "torch.nn.utils clip": math.inf,  # the same through dispatch: for information
 }
@@ -175,12 +174,10 @@ def parallel_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for linear in linears for param in linear.parameters()]
 
 
-def optimizer_step(model: nn.Module, *, local: bool = False) -> Callable[[], Any]:
-    """One AdamW step (foreach) of the parallel parameters; shoal's through dispatch, or on local parts."""
+def optimizer_step(model: nn.Module) -> Callable[[], Any]:
+    """One AdamW step (foreach) of the parallel parameters."""
     params = parallel_parameters(model)
     adam = torch.optim.AdamW(params, lr=1e-3, foreach=True)
-    if local and isinstance(params[0], DTensor):
-        local_step(adam)
     adam.step()
     return adam.step
 
@@ -241,7 +238,6 @@ def rows(repeats: int) -> dict[str, dict[str, float]]:
         "block forward": {name: forward(block, x_block) for name, (_, block) in models.items()},
         "block forward+backward": {name: step(block, x_block) for name, (_, block) in models.items()},
         "adamw step": {name: optimizer_step(block) for name, (_, block) in models.items()},
-        "adamw local_step": {name: optimizer_step(block, local=True) for name, (_, block) in models.items()},
         "clip_grad_norm_": {name: clip(block) for name, (_, block) in models.items()},
         "torch.nn.utils clip": {name: clip(block, dispatched=True) for name, (_, block) in models.items()},
     }

@@ -9,9 +9,8 @@ Beside tokens per second it prints, per rank, the bytes of the distinct storages
 the peak of what a step allocates (gradients, activations, temporaries; from torch's profiler), and the milliseconds of
 processor time of every phase on rank 0.
 
-By hand: plain tensors, all-reduces in `autograd.Function`s.  shoal: `parallelize_module` and `local_step`.
-dispatched: the same, with optimizers that step through DTensor dispatch.  overlapped: the same, with the reductions of
-row-wise layers in two chunks beside their products.  invariant: the same bits on any number of ranks.
+By hand: plain tensors, all-reduces in `autograd.Function`s.  shoal: `parallelize_module`.  overlapped: the same, with
+the reductions of row-wise layers in two chunks beside their products.  invariant: the same bits on any number of ranks.
 
 The candidates take turns within a round.  The ratio is that of the best rounds; in brackets the median of the rounds'
 own ratios.  Compare ratios of one run only, and look at the load: four ranks on two cores wait for each other.
@@ -36,7 +35,6 @@ import torch.distributed.tensor.parallel as torch_tp
 from torch import Tensor, nn
 from tp_modules import Block, block_plan, hand_block
 
-from shoal_dtensor import local_step
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, invariant_arithmetic, parallelize_module
@@ -73,7 +71,6 @@ def models(dim: int, hidden: int, heads: int, layers: int) -> dict[str, nn.Modul
         "by hand": hand,
         "torch": torch_tp.parallelize_module(plain(), theirs, torch_plan),
         "shoal": parallelize_module(plain(), ours, our_plan),
-        "dispatched": parallelize_module(plain(), ours, our_plan),
         "overlapped": parallelize_module(plain(), ours, plan(ColwiseParallel, lambda: RowwiseParallel().overlapped(2))),
         "invariant": invariant,
     }
@@ -87,7 +84,7 @@ def mode(name: str) -> AbstractContextManager[Any]:
 def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     """AdamW; one for each kind of parameters where DTensors and plain tensors do not go into one foreach call."""
     if name in ("shoal", "overlapped", "invariant"):
-        return [local_step(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))]
+        return [torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)]
     kinds: dict[bool, list[nn.Parameter]] = {}
     for param in model.parameters():
         kinds.setdefault(type(param.data) is Tensor, []).append(param)

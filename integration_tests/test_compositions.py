@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_, local_step
+from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -110,7 +110,7 @@ class Trained:
         count = (4 if "Interleaved" in schedule else 2) if piped else 1
         step = 2 if piped else 1
         self.parts = [parallel(Part(copy.deepcopy(model), i, count), mesh) for i in range(self.at, count, step)]
-        self.optimizers = [local_step(torch.optim.AdamW(part.parameters(), lr=0.01)) for part in self.parts]
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=0.01) for part in self.parts]
         self.last = self.parts[-1].last
         if not piped:
             return

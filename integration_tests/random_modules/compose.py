@@ -95,7 +95,6 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
         "average": 0.1,
         "groups": 0.15,
         "schedule": 0.1,
-        "local": 0.35,
     }
     found = [name for name, share in drawn.items() if r.random() < share]
     if "functional" in found and "tie" in found:
@@ -121,8 +120,6 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
 
 def _optimizer(r: Random, program: Program) -> str:
     name = r.choice(["SGD", "Adam", "AdamW", *OPTIMIZERS])
-    if program.has("local") and name not in ELEMENTWISE:
-        name = "AdamW"
     if name == "LBFGS" and (program.has("groups") or program.has("state") or program.has("copy")):
         name = "Adafactor"
     if program.plan == "parallelize" and name not in ELEMENTWISE and r.random() < 0.8:
@@ -142,11 +139,8 @@ def _unmixed(program: Program) -> Program:
     """The program with the ways that are for plain parameters beside DTensors."""
     features = tuple("clip:ours" if f in ("clip:foreach", "clip:value", "clip:1") else f for f in program.features)
     optimizer = program.optimizer
-    if "foreach=True" in optimizer or "fused=True" in optimizer:
-        if any(f".{name}(" in optimizer for name in ELEMENTWISE):
-            features = (*(f for f in features if f != "local"), "local")
-        else:
-            optimizer = optimizer.replace(", foreach=True", "")
+    if not any(f".{name}(" in optimizer for name in ELEMENTWISE):
+        optimizer = optimizer.replace(", foreach=True", "")
     return replace(program, features=features, optimizer=optimizer)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shoal_dtensor
-from shoal_dtensor import DTensor, deferred_gradients, local_step
+from shoal_dtensor import DTensor, deferred_gradients
 from shoal_mesh import DeviceMesh
 
 __all__ = ["FEATURES", "run"]
@@ -38,7 +38,6 @@ FEATURES = {
     "grad": "gradients come from torch.autograd.grad",
     "closure": "the optimizer is given a closure",
     "average": "an AveragedModel follows",
-    "local": "local_step(optimizer)",
     "groups": "two parameter groups",
     "schedule": "a learning rate schedule",
 }
@@ -107,8 +106,7 @@ class Run:
         groups: list[Any] = parameters
         if self.program.has("groups") and len(parameters) > 1:
             groups = [{"params": parameters[::2], "lr": 0.01}, {"params": parameters[1::2]}]
-        made = eval(self.program.optimizer, {"torch": torch, "groups": groups})
-        return local_step(made) if self.mesh is not None and self.program.has("local") else made
+        return eval(self.program.optimizer, {"torch": torch, "groups": groups})
 
     def batch(self, step: int) -> tuple[Any, Any]:
         """Inputs and targets, the same for both trainings."""

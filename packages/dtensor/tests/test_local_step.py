@@ -1,13 +1,12 @@
 """Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
 
-Covers: optim/{local_step,muon,step_of_muon}.py.
+Covers: optim/{local_step,muon}.py.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import warnings
 from typing import Any
 
@@ -24,9 +23,10 @@ from shoal_dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    implicit_replication,
     local_step,
 )
-from shoal_dtensor.optim.local_step import ELEMENTWISE
+from shoal_dtensor.optim.local_step import ELEMENTWISE, _twins
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -83,7 +83,7 @@ def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
     plain, spread = parameters()
     more: dict[str, Any] = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
     one = KINDS[kind](plain, lr=0.1, foreach=foreach, **more)  # type: ignore[call-arg]  # every one of them has both
-    other = local_step(KINDS[kind](spread, lr=0.1, foreach=foreach, **more))  # type: ignore[call-arg]  # as above
+    other = KINDS[kind](spread, lr=0.1, foreach=foreach, **more)  # type: ignore[call-arg]  # as above
     for _ in range(3):
         give_gradients(plain, spread)
         with CommDebugMode() as comm:
@@ -98,7 +98,7 @@ def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
 def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
     plain, spread = parameters()
     one = torch.optim.AdamW(plain, lr=0.1, foreach=True)
-    other = local_step(torch.optim.AdamW(spread, lr=0.1, foreach=True))
+    other = torch.optim.AdamW(spread, lr=0.1, foreach=True)
     give_gradients(plain, spread)
     one.step(), other.step()
     saved = other.state_dict()
@@ -107,7 +107,7 @@ def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
     moved = [m.redistribute(placements=[Replicate()]) for m in moments]
     for i, moment in enumerate(moved):
         saved["state"][i]["exp_avg"] = moment
-    fresh = local_step(torch.optim.AdamW(spread, lr=0.1, foreach=True))
+    fresh = torch.optim.AdamW(spread, lr=0.1, foreach=True)
     fresh.load_state_dict(saved)
     give_gradients(plain, spread)
     one.step(), fresh.step()
@@ -123,7 +123,7 @@ def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
 @on_ranks(4)
 def test_a_state_taken_away_starts_anew() -> None:
     plain, spread = parameters()
-    one, other = torch.optim.Adam(plain, lr=0.1), local_step(torch.optim.Adam(spread, lr=0.1))
+    one, other = torch.optim.Adam(plain, lr=0.1), torch.optim.Adam(spread, lr=0.1)
     give_gradients(plain, spread)
     one.step(), other.step()
     for optimizer, param in ((one, plain[0]), (other, spread[0]), (one, plain[3]), (other, spread[3])):
@@ -136,7 +136,7 @@ def test_a_state_taken_away_starts_anew() -> None:
 @on_ranks(4)
 def test_parameters_that_moved_or_have_no_gradient() -> None:
     plain, spread = parameters()
-    one, other = torch.optim.AdamW(plain, lr=0.1), local_step(torch.optim.AdamW(spread, lr=0.1))
+    one, other = torch.optim.AdamW(plain, lr=0.1), torch.optim.AdamW(spread, lr=0.1)
     give_gradients(plain, spread)
     plain[1].grad = spread[1].grad = None
     one.step(), other.step()
@@ -158,7 +158,6 @@ def test_hooks_schedulers_and_closures_meet_dtensors() -> None:
     other = torch.optim.AdamW(spread, lr=0.1)
     seen: list[type] = []
     other.register_step_pre_hook(lambda o, *_: seen.append(type(o.param_groups[0]["params"][0])))
-    other = local_step(other)
     other.register_step_post_hook(lambda o, *_: seen.append(type(o.state[o.param_groups[0]["params"][0]]["exp_avg"])))
     schedule = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
 
@@ -179,7 +178,7 @@ def test_hooks_schedulers_and_closures_meet_dtensors() -> None:
 @on_ranks(4)
 def test_a_step_that_fails_leaves_dtensors() -> None:
     plain, spread = parameters()
-    other = local_step(torch.optim.AdamW(spread, lr=0.1))
+    other = torch.optim.AdamW(spread, lr=0.1)
     give_gradients(plain, spread)
     other.param_groups[0]["betas"] = None
     with pytest.raises(TypeError):
@@ -193,7 +192,7 @@ def test_a_step_that_fails_leaves_dtensors() -> None:
 
 
 @on_ranks(4)
-def test_what_is_refused() -> None:
+def test_what_dispatch_alone_can_do() -> None:
     _, spread = parameters()
 
     class Mine(torch.optim.AdamW):
@@ -203,35 +202,54 @@ def test_what_is_refused() -> None:
         local_step(Mine(spread))
     with pytest.raises(OptimizerError, match="LBFGS"):
         local_step(torch.optim.LBFGS(spread[:1]))
-    with pytest.raises(OptimizerError, match="once"):
-        local_step(local_step(torch.optim.SGD(spread)))
-    partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh(), [Partial()]))
-    partial.grad = torch.ones_like(partial)
-    with pytest.raises(PlacementError, match="partial"):
-        local_step(torch.optim.SGD([partial])).step()
-    replicated = nn.Parameter(DTensor.from_local(torch.ones(2), mesh(), [Replicate()]))
+    replicated: Any = nn.Parameter(DTensor.from_local(torch.ones(2), mesh(), [Replicate()]))
     replicated.grad = torch.ones(2)
-    with pytest.raises(MixedTensorError, match=r"gradient of a DTensor parameter is a plain tensor of shape \(2,\)"):
-        local_step(torch.optim.SGD([replicated])).step()
-    adam = local_step(torch.optim.Adam(spread[:1]))
+    optimizer = local_step(torch.optim.SGD([replicated], lr=0.5))
+    with pytest.raises(MixedTensorError, match="plain tensor"):
+        optimizer.step()
+    with implicit_replication():
+        optimizer.step()
+    assert torch.equal(whole(replicated.detach()), torch.full((2,), 0.5))
+    adam = torch.optim.Adam(spread[:1])
     adam.state[spread[0]] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(7, 3), "exp_avg_sq": torch.ones(7, 3)}
     spread[0].grad = torch.ones_like(spread[0])
-    with pytest.raises(MixedTensorError, match="exp_avg"):
+    with pytest.raises(MixedTensorError, match="plain tensor"):
         adam.step()
 
 
 @on_ranks(2)
-def test_a_copy_steps_through_dispatch() -> None:
-    _, spread = parameters()
-    copy = pickle.loads(pickle.dumps(local_step(torch.optim.SGD(spread[2:3], lr=0.1))))
-    assert "step" not in vars(copy)
+def test_state_that_is_replaced_or_written_counts() -> None:
+    plain, spread = parameters()
+    one, other = torch.optim.AdamW(plain, lr=0.1), torch.optim.AdamW(spread, lr=0.1)
+    for turn in range(3):
+        give_gradients(plain, spread)
+        one.step(), other.step()
+        for optimizer, params in ((one, plain), (other, spread)):
+            for param in params:
+                state = optimizer.state[param]
+                state["exp_avg"] = state["exp_avg"] * 0.5
+                state["exp_avg_sq"].mul_(2)
+                state["step"].add_(turn)
+    assert_same(one, other)
+
+
+@on_ranks(2)
+def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    for _ in range(3):
+        weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
+        weight.grad = torch.ones_like(weight)
+        optimizer.param_groups[0]["params"] = [weight]
+        optimizer.step()
+        optimizer.state.clear()
+    assert len(_twins[optimizer].known) == 1
 
 
 @pytest.mark.parametrize("kernels", ["fused", "foreach"])
 @on_ranks(2)
 def test_a_step_counts_as_a_write(kernels: str) -> None:
     weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
-    optimizer = local_step(torch.optim.AdamW([weight], **{kernels: True}))  # type: ignore[arg-type]  # one of two
+    optimizer = torch.optim.AdamW([weight], **{kernels: True})  # type: ignore[arg-type]  # one of two
     loss = (weight * weight).sum()
     weight.grad = torch.ones_like(weight)
     before = weight.to_local()._version
@@ -250,7 +268,7 @@ def matrices(shape: tuple[int, ...], placements: Any) -> tuple[list[Any], list[A
     return plain, [*spread, nn.Parameter(plain[-1].detach().clone())]
 
 
-@pytest.mark.parametrize("way", ["as torch makes it", "local_step", "a scheduler's"])
+@pytest.mark.parametrize("way", ["as torch makes it", "a scheduler's"])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @on_ranks(4)
@@ -262,9 +280,7 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, w
         torch.optim.Muon(params, lr=0.1, nesterov=nesterov, adjust_lr_fn="match_rms_adamw")
         for params in (plain, spread)
     ]
-    if way == "local_step":
-        local_step(optimizers[1])
-    elif way == "a scheduler's":
+    if way == "a scheduler's":
         torch.optim.lr_scheduler.ConstantLR(optimizers[1], 1.0)
     for _ in range(3):
         for one, other in zip(plain, spread, strict=True):
@@ -307,19 +323,12 @@ def test_a_step_of_muon_computes_its_closure_first_and_calls_hooks_once() -> Non
         optimizer.step()
 
 
-@pytest.mark.parametrize("first", ["scheduler", "local_step"])
 @on_ranks(2)
-def test_schedulers_before_and_after(first: str) -> None:
+def test_schedulers_see_the_steps() -> None:
     plain, spread = parameters()
     optimizers = [torch.optim.AdamW(params, lr=0.1) for params in (plain, spread)]
-    if first == "local_step":
-        local_step(optimizers[1])
     schedulers: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
-    if first == "scheduler":
-        local_step(optimizers[1])
     schedulers += [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
-    with pytest.raises(OptimizerError, match="step of its own"):
-        local_step(optimizers[1])
     for _ in range(3):
         give_gradients(plain, spread)
         with CommDebugMode() as counted, warnings.catch_warnings(action="error"):

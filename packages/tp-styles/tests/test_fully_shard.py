@@ -30,7 +30,7 @@ from data_parallel_model import (
     same_weights,
     train_alike,
 )
-from shoal_dtensor import DTensor, Replicate, Shard, local_shard, local_step
+from shoal_dtensor import DTensor, Replicate, Shard, local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -60,14 +60,11 @@ def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(4, 1), (2, 2)])
-@pytest.mark.parametrize("optimizer", ["foreach", "local_step"])
 @on_ranks(4)
-def test_training_is_that_of_one_device(data: int, tensor: int, optimizer: str) -> None:
+def test_training_is_that_of_one_device(data: int, tensor: int) -> None:
     mesh = mesh_of(data, tensor)
     plain, model = pair(mesh)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
-    if optimizer == "local_step":
-        local_step(optimizers[1])
     train_alike(plain, model, mesh, optimizers)
 
 

@@ -27,7 +27,7 @@ from data_parallel_model import (
     same_weights,
     train_alike,
 )
-from shoal_dtensor import Shard, distribute_tensor, get_state_dict, local_step, set_state_dict
+from shoal_dtensor import Shard, distribute_tensor, get_state_dict, set_state_dict
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.differentiable import all_gather, reduce_scatter
 from shoal_mesh.testing import on_ranks
@@ -91,7 +91,7 @@ def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any, data: int
     shard(model, mesh["data"])
     optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, model)]
     assert len(optimizers[1].param_groups[0]["params"]) == 8
-    train_alike(plain, model, mesh, [optimizers[0], local_step(optimizers[1])])
+    train_alike(plain, model, mesh, optimizers)
 
 
 @on_ranks(4)

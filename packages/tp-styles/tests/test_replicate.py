@@ -30,10 +30,10 @@ from data_parallel_model import (
     same_gradients,
     train_alike,
 )
-from shoal_dtensor import DTensor, Shard, distribute_tensor, local_shard, local_step
+from shoal_dtensor import DTensor, Shard, distribute_tensor, local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
 from shoal_mesh.testing import observed, on_ranks
-from shoal_tp_styles import LayoutError, ReplicateModule, StyleError, fully_shard, parallelize_module, replicate
+from shoal_tp_styles import LayoutError, StyleError, fully_shard, parallelize_module, replicate
 
 SMALL = 1000  # bytes: of the model's 17,000 in float64, about one weight each
 
@@ -56,8 +56,6 @@ def test_training_is_that_of_one_device(data: int, tensor: int, bucket_bytes: in
     plain, model = models(mesh)
     parameters = list(model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=tensor == 1) for m in (plain, model)]
-    if tensor > 1:
-        local_step(optimizers[1])
     replicate(model, mesh["data"], bucket_bytes=bucket_bytes)  # after the optimizer was made: parameters stay
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     train_alike(plain, model, mesh, optimizers)
@@ -255,10 +253,9 @@ def test_reduced_in_another_dtype() -> None:
 # --- sharded optimizer state ------------------------------------------------------------------------------------------
 
 
-def adamw(foreach: bool | None = None, fused: bool | None = None, local: bool = False) -> Any:
+def adamw(foreach: bool | None = None, fused: bool | None = None) -> Any:
     def make(model: nn.Module) -> Any:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach, fused=fused)
-        return local_step(optimizer) if local and isinstance(model, ReplicateModule) else optimizer
+        return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=foreach, fused=fused)
 
     return make
 
@@ -267,8 +264,6 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": adamw(),
     "AdamW, one by one": adamw(foreach=False),
     "AdamW, fused": adamw(fused=True),
-    "AdamW, local": adamw(local=True),
-    "AdamW, local and fused": adamw(fused=True, local=True),
     "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
 }

@@ -64,15 +64,14 @@ from .layout.torch_names import (
 )
 from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
-from .optim.local_step import local_step
-from .optim.step_of_muon import install_step_of_muon
+from .optim.local_step import install_local_step, local_step
 from .redistribute.execution.coalesce import coalesce
 from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor
 from .tensor.shard_access import local_shard, safe_globals
 
-Spec.at_first += [install_in_torch, install_step_of_muon]
+Spec.at_first += [install_in_torch, install_local_step]
 
 __all__ = [
     "ArgumentTypeError",

@@ -17,17 +17,12 @@ __all__ = [
     "apply",
     "at_end_of_backward",
     "backward_number",
-    "bare_step",
     "before_optimizer_steps",
-    "follows_scheduler",
     "in_backward",
     "is_transformed",
-    "keep_scheduler_mark",
-    "mark_stepped",
     "orthogonalized",
     "set_thread_object",
     "thread_object",
-    "with_step_hooks",
 ]
 
 
@@ -94,17 +89,6 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
 
 
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
-    """The step of an optimizer's class without what torch puts around it: a profiler range and the step hooks."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps
-
-
-def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step with a profiler range and the optimizer's step hooks around it, as torch's own steps have."""
-    return torch.optim.Optimizer.profile_hook_step(step)
-
-
 def before_optimizer_steps(hook: Callable[[Any, Any, Any], Any]) -> None:
     """Have a hook called before the step of every optimizer, with the optimizer and the arguments of its step."""
     register_optimizer_step_pre_hook(hook)
@@ -120,18 +104,3 @@ def orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 def adjusted_rate(rate: float, group: dict[str, Any], shape: torch.Size) -> float:
     """Muon's learning rate for a matrix of a shape."""
     return torch.optim._muon._adjust_lr(rate, group["adjust_lr_fn"], shape)
-
-
-def follows_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a learning rate scheduler has wrapped the optimizer's step to see that it is called."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
-
-
-def keep_scheduler_mark(step: Any) -> None:
-    """Have a step count as one that a scheduler has wrapped, so that the next one does not wrap it again."""
-    step._wrapped_by_lr_sched = True
-
-
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning rate schedulers that the optimizer has been stepped."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # set by schedulers

@@ -96,11 +96,10 @@ def _advice() -> str:
     )
 
 
-# Operators over the parameters or gradients of a model that has both kinds: what takes both.
+# Operators over the gradients of a model that has both kinds: what takes both.
 _CLIP = "; for gradients of both kinds, shoal_dtensor.clip_grad_norm_"
 _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
-    **dict.fromkeys(("_fused_", "_foreach_"), "; for an optimizer of both kinds, shoal_dtensor.local_step"),
 }
 
 

@@ -1,30 +1,30 @@
-"""`local_step`: an optimizer that steps on the local shards of its DTensors, at the speed of plain tensors.
+"""Steps of torch's optimizers on the local shards of DTensors, at the speed of plain tensors: a hook before steps.
 
 torch's optimizers reach DTensors operator by operator: ten list operators a step, each of which unwraps every
 parameter, gradient and state.  Where an update is element by element, the local shards alone give the same numbers.
-So for the time of a step the optimizer is given them, plain parameters beside them in the same lists, and afterwards
-has DTensors again: in its parameter groups, its state and its state dict.
+So torch's step is given a stand-in for its optimizer, which has them in its parameter groups and its state, plain
+parameters beside them in the same lists; the optimizer itself has DTensors all the time.  A step of Muon multiplies
+matrices; it is `muon_step`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import bare_step, count_write, follows_scheduler, keep_scheduler_mark, mark_stepped, with_step_hooks
+from .._torch import before_optimizer_steps, count_write
 from ..dispatch.results import wrap
-from ..errors import MixedTensorError, OptimizerError, PlacementError
-from ..layout.spec import Spec
+from ..errors import OptimizerError
 from ..tensor.dtensor import DTensor
 
-__all__ = ["ELEMENTWISE", "local_step"]
+__all__ = ["ELEMENTWISE", "install_local_step", "local_step"]
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
 
@@ -43,29 +43,26 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """Optimizers whose update of an element depends on that element's parameter, gradient and state alone."""
 
-_MARK = "_shoal_local_step"
+_KINDS = frozenset({*ELEMENTWISE, torch.optim.Muon})
 
 # State that is one number per parameter, and stays plain.
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def local_step(optimizer: O) -> O:
-    """The same optimizer, whose `step` runs on local shards; the numbers and the state dict are those of before.
+    """The optimizer itself, if its steps work on local shards of DTensors; otherwise an error.
 
-    It communicates nothing. A Muon of DTensors stays as it is and needs no `local_step`: it gathers the update of each
-    matrix, one collective for many. An LR scheduler may be made before or after.
-
-    It also lets DTensors and plain tensors share an optimizer with `foreach=True` or `fused=True`.  A copy of the
-    optimizer (deepcopy, pickle) steps through dispatch again.
+    Nothing else is needed: torch's optimizers do that as they are. A step communicates nothing (Muon's gathers the
+    update of each matrix, one collective for many), the numbers and the state dict are those of DTensors, and DTensors
+    and plain tensors may share an optimizer. What dispatch alone can do goes through dispatch, operator by operator:
+    compiled and differentiable steps, partial parameters, plain gradients or states of DTensors, subclasses.
 
     Args:
-        optimizer: changed in place.
+        optimizer: any.
 
     Raises:
         OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`; subclasses may differ) and
-            it is no Muon, or its step was replaced before.
-        PlacementError: (at a step) if a parameter is partial.
-        MixedTensorError: (at a step) if a gradient or a loaded state is plain where the parameter is a DTensor.
+            it is no Muon.
 
     Example:
         >>> import torch
@@ -81,43 +78,17 @@ def local_step(optimizer: O) -> O:
         ...     weight.to_local(), optimizer.state[weight]["exp_avg"].placements
         (tensor([0.5000, 0.5000], grad_fn=<ToLocalBackward>), (Shard(dim=0),))
     """
-    _check(optimizer)
-    if type(optimizer) is torch.optim.Muon:
-        return optimizer
-    scheduled, run, twins = follows_scheduler(optimizer), bare_step(optimizer), _Twins()
-
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if scheduled:
-            mark_stepped(self)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with twins.in_place_of_dtensors(self):
-            run(self)
-        return loss
-
-    hooked = with_step_hooks(step)
-    setattr(hooked, _MARK, True)
-    if scheduled:
-        keep_scheduler_mark(hooked)
-    optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]  # as LRScheduler does
+    if type(optimizer) not in _KINDS:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise OptimizerError(
+            f"local_step: the update of {type(optimizer).__name__} is not known to be element by element; known are "
+            f"{names} and Muon, and no subclasses. It works on DTensors through dispatch as it is"
+        )
     return optimizer
 
 
-def _check(optimizer: Optimizer) -> None:
-    """Raise OptimizerError if the optimizer cannot step on local shards."""
-    if type(optimizer) not in (*ELEMENTWISE, torch.optim.Muon):
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise OptimizerError(
-            f"local_step: the update of {type(optimizer).__name__} is not known to be element by element; it takes "
-            f"{names}, Muon, and no subclasses. Without it the optimizer works on DTensors through dispatch"
-        )
-    if hasattr(optimizer.step, _MARK) or ("step" in vars(optimizer) and not follows_scheduler(optimizer)):
-        raise OptimizerError(
-            "local_step: this optimizer has a step of its own already (set by hand, or by local_step itself); call "
-            "local_step once, on an optimizer as torch makes it"
-        )
+class _UnfitError(Exception):
+    """A parameter, gradient or state that has no local shard of its own to step on."""
 
 
 class _Twin:
@@ -126,48 +97,48 @@ class _Twin:
     Attributes:
         outer: the state that users see; None while there is none.
         inner: the same, local.
-        values: identities of the values of `inner` when `outer` was made of it.
+        seen: identities of the values of `outer` when `inner` was made of it, or it of `inner`.
+        values: likewise those of `inner`.
     """
 
-    __slots__ = ("inner", "local", "outer", "param", "spec", "values")
+    __slots__ = ("inner", "local", "outer", "param", "seen", "spec", "values")
 
     def __init__(self, param: DTensor) -> None:
         if param._spec.partials:
-            raise PlacementError(
-                f"local_step: a parameter has placements {param.placements}; a partial value has no elements of "
-                "its own. Redistribute it to Replicate or Shard"
-            )
+            raise _UnfitError
         self.param, self.local, self.spec = param, param._local_tensor, param._spec
         self.outer: dict[str, Any] | None = None
         self.inner: dict[str, Any] = {}
+        self.seen: tuple[int, ...] = ()
         self.values: tuple[int, ...] = ()
 
     def enter(self, outer: dict[str, Any]) -> None:
         """Take over a state that was loaded, or set by hand."""
         self.inner = {name: self._local(name, value) for name, value in outer.items()}
         moved = any(isinstance(v, DTensor) and not v._spec.same_layout(self.spec) for v in outer.values())
-        self.outer, self.values = outer, () if moved else tuple(map(id, self.inner.values()))
+        self.outer, self.seen = outer, tuple(map(id, outer.values()))
+        self.values = () if moved else tuple(map(id, self.inner.values()))
 
     def leave(self, inner: dict[str, Any]) -> dict[str, Any]:
         """The face of DTensors of what a step left."""
         self.inner, self.values = inner, tuple(map(id, inner.values()))
         self.outer = {name: self._global(name, value) for name, value in inner.items()}
+        self.seen = tuple(map(id, self.outer.values()))
         return self.outer
 
-    def gradient(self, grad: Any) -> Tensor:
-        """The local shard of a gradient that is not in the parameter's layout, redistributed to it."""
-        moved = grad.redistribute(self.spec.mesh, self.spec.placements, shard_order=self.spec.shard_order)
-        local: Tensor = moved._local_tensor
+    def shard(self, value: Any) -> Tensor:
+        """The local shard of a gradient or state, redistributed to the parameter's layout if it is in another."""
+        spec = value._spec
+        if spec is not self.spec and not spec.same_layout(self.spec):
+            value = value.redistribute(self.spec.mesh, self.spec.placements, shard_order=self.spec.shard_order)
+        local: Tensor = value._local_tensor
         return local
 
     def _local(self, name: str, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return value._local_tensor if value._spec.same_layout(self.spec) else self.gradient(value)
+            return self.shard(value)
         if isinstance(value, Tensor) and value.ndim and name not in _NUMBERS:
-            raise MixedTensorError(
-                f"local_step: the state {name!r} of a DTensor parameter is a plain tensor of shape "
-                f"{tuple(value.shape)}; load it as a DTensor in the parameter's placements, {self.spec.placements}"
-            )
+            raise _UnfitError
         return value
 
     def _global(self, name: str, value: Any) -> Any:
@@ -177,13 +148,35 @@ class _Twin:
 
 
 class _Twins:
-    """The twins of an optimizer's DTensor parameters, and the state that it has inside of a step."""
+    """The twins of an optimizer's DTensor parameters, and the state that its stand-in has."""
 
     __slots__ = ("inside", "known")
 
     def __init__(self) -> None:
         self.known: dict[int, _Twin] = {}  # by id: a twin holds its parameter
         self.inside: Any = defaultdict(dict)
+
+    def groups(self, optimizer: Optimizer, stand_in: Any) -> Iterator[dict[str, Any]]:
+        """The parameter groups for a step, of local shards; those of dispatch if there is no shard to step on."""
+        lists, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+        try:
+            shards = [[self.enter(param, state) for param in params] for params in lists]
+        except _UnfitError:
+            self.known.clear()
+            self.inside.clear()
+            stand_in.state = state
+            yield from optimizer.param_groups
+            return
+        stand_in.state = self.inside
+        try:
+            for group, params in zip(optimizer.param_groups, shards, strict=True):
+                yield {**group, "params": params}
+        finally:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                for param in params:
+                    self.leave(param, state)
+                self.count_writes(params, fused=bool(group.get("fused")))
+            self.forget_others(lists)
 
     def of(self, param: DTensor) -> _Twin:
         """The twin of a parameter as it is now."""
@@ -204,23 +197,14 @@ class _Twins:
             return param
         twin, grad = self.of(param), param.grad
         local = twin.local
-        if outer is not twin.outer:
+        if outer is not twin.outer or (outer is not None and tuple(map(id, outer.values())) != twin.seen):
             twin.outer = None
             if outer is not None:
                 twin.enter(outer)
             self._set(local, None if outer is None else twin.inner)
-        if grad is None:
-            local.grad = None
-        else:
-            shards: Any = grad
-            spec: Spec | None = getattr(grad, "_spec", None)
-            if spec is None:
-                raise MixedTensorError(
-                    f"local_step: the gradient of a DTensor parameter is a plain tensor of shape {tuple(grad.shape)}; "
-                    f"make it a DTensor: distribute_tensor or DTensor.from_local, placements {twin.spec.placements}"
-                )
-            same = spec is twin.spec or spec.same_layout(twin.spec)
-            local.grad = shards._local_tensor if same else twin.gradient(shards)
+        if grad is not None and not isinstance(grad, DTensor):
+            raise _UnfitError
+        local.grad = None if grad is None else twin.shard(grad)
         return local
 
     def leave(self, param: Tensor, state: Any) -> None:
@@ -242,27 +226,63 @@ class _Twins:
         stepped = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
         count_write(stepped + [param._local_tensor for param in stepped] if fused else stepped)
 
+    def forget_others(self, lists: Sequence[Sequence[Tensor]]) -> None:
+        """Let parameters go that the optimizer no longer has."""
+        if len(self.known) > sum(map(len, lists)):
+            kept = {id(param) for params in lists for param in params}
+            for twin in [self.known.pop(key) for key in self.known.keys() - kept]:
+                self.inside.pop(twin.local, None)
+
     def _set(self, key: Tensor, state: dict[str, Any] | None) -> None:
         if state is None:
             self.inside.pop(key, None)
         else:
             self.inside[key] = state
 
-    @contextmanager
-    def in_place_of_dtensors(self, optimizer: Optimizer) -> Iterator[None]:
-        """For the time of the block, the optimizer has local shards in place of its DTensors."""
-        groups, state = optimizer.param_groups, optimizer.state
-        lists = [group["params"] for group in groups]
-        inside = [[self.enter(param, state) for param in params] for params in lists]
-        try:
-            for group, params in zip(groups, inside, strict=True):
-                group["params"] = params
-            optimizer.state = self.inside
-            yield
-        finally:
-            optimizer.state = state
-            for group, params in zip(groups, lists, strict=True):
-                group["params"] = params
-                for param in params:
-                    self.leave(param, state)
-                self.count_writes(params, fused=bool(group.get("fused")))
+
+_twins: WeakKeyDictionary[Optimizer, _Twins] = WeakKeyDictionary()
+
+
+class _Groups:
+    """Parameter groups that are made when a step asks for them: after its closure, which may replace gradients."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], Iterator[dict[str, Any]]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._make()
+
+
+def _groups_of_muon(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """No groups: what there was to do is done."""
+    from .muon import muon_step  # here: few optimizers are Muon
+
+    muon_step(optimizer)
+    return iter(())
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """The arguments of a step, with a stand-in for an optimizer of DTensors; None leaves them."""
+    kind = type(optimizer)
+    if kind not in _KINDS or torch.compiler.is_compiling():
+        return None
+    if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+        return None
+    stand_in = object.__new__(kind)
+    vars(stand_in).update(vars(optimizer))
+    if kind is torch.optim.Muon:
+        make = partial(_groups_of_muon, optimizer)
+    elif any(group.get("differentiable") or isinstance(group["lr"], DTensor) for group in optimizer.param_groups):
+        return None
+    else:
+        twins = _twins.get(optimizer) or _twins.setdefault(optimizer, _Twins())
+        make = partial(twins.groups, optimizer, stand_in)
+    stand_in.param_groups = _Groups(make)
+    return (stand_in, *args[1:]), kwargs
+
+
+def install_local_step() -> None:
+    """Have the hook called before every optimizer's step."""
+    before_optimizer_steps(_before_step)
