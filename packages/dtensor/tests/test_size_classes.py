@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -60,6 +61,21 @@ CALLS: list[tuple[Any, ...]] = [
     (aten.where.ScalarOther, ("ab", BOOL), "ab", 1.0),
     (aten._to_copy.default, "ab", {"dtype": F16}),
     (aten.threshold_backward.default, "ab", "ab", 0),
+]
+
+
+# Of reshapes: source, target, and a unit in which the first dim of the source is counted.
+RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
+    ((4, 6), (-1, 6), 1),
+    ((6,), (-1, 2, 3), 1),
+    ((6,), (-1, 3), 1),
+    ((2,), (-1, 3), 3),
+    ((3, 4), (-1, 2, 4), 2),
+    ((1, 4), (-1, 4), 1),
+    ((4, 6), (-1, 4, 3, 2), 1),
+    ((), (-1, 4), 4),
+    ((4,), (-1,), 1),
+    ((4, 5), (4, -1), 4),
 ]
 
 
@@ -154,6 +170,22 @@ def test_the_class_decides_as_each_shape_does(call: tuple[Any, ...]) -> None:
     assert known > 5, "classes were of use"
 
 
+@pytest.mark.parametrize("op", [aten.view.default, aten._unsafe_view.default])
+@pytest.mark.parametrize(("rest", "target", "unit"), RESHAPES)
+def test_the_class_of_a_reshape_decides_as_each_shape_does(
+    op: Any, rest: tuple[int, ...], target: tuple[int, ...], unit: int
+) -> None:
+    known = 0
+    for mesh in MESHES:
+        choices = [Replicate(), Partial(), *(Shard(d) for d in range(len(rest) + 1))]
+        for placements in product(choices, repeat=mesh.ndim):
+            for first in (8, 4, 6, 12, 1, 3, 16, 0, 24, 32):
+                shape = (first * unit, *rest)
+                meta = TensorMeta(shape, contiguous_stride(shape), F32)
+                known += check(op, [meta, [*target]], {}, [placements], mesh)
+    assert known > 5, "classes were of use"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_class_decides_as_each_shape_does_for_every_operator() -> None:
@@ -243,4 +275,4 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
     x = Spec(MESHES[1], [Shard(0)], (40, 6))
     assert decide(aten.add.Tensor, [x, x], {}, PLAIN).outputs == (x,)  # type: ignore[union-attr]  # a simple one
     with pytest.raises(AssertionError):
-        decide(aten.view.default, [x, [-1, 3]], {}, PLAIN)
+        decide(aten.slice.Tensor, [x, 0, 1, 20], {}, PLAIN)

@@ -8,12 +8,16 @@ each output dim has, in which memory order, without a meta kernel (of many opera
 
 A sharding is remembered beside it if nothing moves in it, for inputs that are sharded as `torch.chunk` does it: then
 no price had a say, and outputs get the same placements.  All else is assigned for each shape.
+
+Reshapes are classes of their own, of calls that differ in the first dim only: (8, 4, 6) -> (32, 6) is (9, 4, 6) ->
+(36, 6).  Both first dims are the same number of units, however large, so what becomes of every dim is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +48,14 @@ class SizeClass(NamedTuple):
         layout: what decides about the sharding besides; None if it is to be assigned for each shape.
         numbers: the number of every size, ascending; 0 and 1 are their own.
         device_type: where the operator will run.
+        reshaped: the output of a reshape; None of other operators.
     """
 
     key: tuple[Any, ...]
     layout: tuple[Any, ...] | None
     numbers: Mapping[int, int]
     device_type: str
+    reshaped: TensorMeta | None = None
 
 
 class KnownClass:
@@ -85,6 +91,8 @@ class KnownClass:
 
     def outputs(self, call: SizeClass) -> tuple[TensorMeta, ...]:
         """Global shape, stride and dtype of every output of a call."""
+        if call.reshaped is not None:
+            return (call.reshaped,)
         sizes, metas = (*call.numbers,), []
         for numbers, order, dtype in self._outputs:
             shape = tuple([sizes[i] for i in numbers])
@@ -98,7 +106,7 @@ class KnownClass:
             return None
         specs = []
         for (placements, origins), meta in zip(layouts, outputs, strict=True):
-            by_dim = {dim: inputs[i].dim_shardings[d] for dim, (i, d) in origins.items()}
+            by_dim = {dim: _of_length(inputs[i].dim_shardings[d], meta.shape[dim]) for dim, (i, d) in origins.items()}
             specs.append(Spec.sharded(inputs[0].mesh, placements, meta, by_dim))
         return tuple(specs)
 
@@ -106,19 +114,26 @@ class KnownClass:
         """Keep a sharding in which nothing moves for the calls of this class in the same layout."""
         if call.layout is None or call.layout in self._layouts:
             return
-        origins = [_origins(spec, inputs) for spec in outputs]
+        origins = [_origins(spec, inputs, reshaped=call.reshaped is not None) for spec in outputs]
         if len(self._layouts) < MAX_LAYOUTS and None not in origins:
             placements = [spec.placements for spec in outputs]
             self._layouts[call.layout] = [(p, o) for p, o in zip(placements, origins, strict=True) if o is not None]
 
 
-def _origins(spec: Spec, inputs: Sequence[Spec]) -> dict[int, tuple[int, int]] | None:
+def _of_length(sharding: Any, length: int) -> Any:
+    """The same sharding of another number of elements, in units of which both have equally many."""
+    units = gcd(sharding.length, length)
+    return sharding.divided(sharding.length // units).scaled(length // units) if sharding.length != length else sharding
+
+
+def _origins(spec: Spec, inputs: Sequence[Spec], *, reshaped: bool) -> dict[int, tuple[int, int]] | None:
     """For each sharded dim of an output an input and its dim that are sharded likewise; None if there is none."""
     found: dict[int, tuple[int, int]] = {}
     for dim, sharding in enumerate(spec.dim_shardings):
         alike = ((i, d) for i, one in enumerate(inputs) for d, s in enumerate(one.dim_shardings) if s == sharding)
         if sharding.axes:
-            found[dim] = next(alike, (-1, -1))
+            scaled = reshaped and dim == 0 and inputs[0].dim_shardings[0].axes == sharding.axes
+            found[dim] = (0, 0) if scaled else next(alike, (-1, -1))
     return found if _is_plain(spec) and (-1, -1) not in found.values() else None
 
 
@@ -146,7 +161,10 @@ def known_class(
     if call.key not in _known:
         if len(_known) >= MAX_CLASSES:
             del _known[next(iter(_known))]
-        _known[call.key] = _shown(op, rule.sizes or (), call, args, kwargs, build)
+        reshape = call.reshaped is not None
+        _known[call.key] = (
+            KnownClass(op, build, (), {}) if reshape else _shown(op, rule.sizes or (), call, args, kwargs, build)
+        )
     return _known[call.key]
 
 
@@ -177,6 +195,8 @@ def _shown(
 
 def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SizeClass | None:
     """The class of a call, its tensors given as specs; None if each shape is a case of its own."""
+    if rule.reshapes and len(args) == 2 and not kwargs:
+        return _class_of_reshape(op, *args)
     if rule.sizes is None or schema_of(op).is_random:
         return None
     numbers: dict[int, int] = {0: 0, 1: 1}
@@ -203,6 +223,27 @@ def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[st
             key += (name, type(value), value if rule.by_value or type(value) not in _NUMBERS else None)
     key.append(device_type)
     return SizeClass(tuple(key), None if layout is None else tuple(layout), numbers, device_type)
+
+
+def _class_of_reshape(op: OpOverload, source: Spec, sizes: Sequence[int]) -> SizeClass | None:
+    """The class of a reshape: all sizes but the first of both shapes, whose ratio is that of the others' products."""
+    count, given, first = prod(source.shape), prod(sizes), source.shape[:1]
+    if not (first and given and source.even and _is_plain(source) and all(type(n) is int for n in sizes)):
+        return None
+    target = tuple([count // -given if n == -1 else n for n in sizes])
+    units = gcd(first[0], *target[:1])
+    if (
+        min(target, default=0) < 1
+        or prod(target) != count
+        or units < 2
+        or memory_order(source.shape, source.stride) != ()
+    ):
+        return None
+    if units % source.dim_sharding(0).shards:
+        return None
+    key = (op, source.shape[1:], target[1:], source.dtype)
+    layout = (source.mesh, source.placements, source.shard_order)
+    return SizeClass(key, layout, {}, "", TensorMeta(target, contiguous_stride(target), source.dtype))
 
 
 def _is_plain(spec: Spec) -> bool:

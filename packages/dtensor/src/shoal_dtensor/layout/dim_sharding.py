@@ -187,6 +187,10 @@ class DimSharding:
 
     def outer(self, count: int) -> DimSharding:
         """The sharding by the `count` outermost axes alone."""
+        if count == len(self.axes):
+            return self
+        if not count:
+            return DimSharding.chunks((), (), self.length, self.length)
         axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
         if self.ragged is None:
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)

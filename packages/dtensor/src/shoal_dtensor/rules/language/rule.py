@@ -82,6 +82,7 @@ class Rule:
         sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
             outputs have sizes of their inputs: the names of arguments that are lists of sizes. Outputs, and shardings
             in which nothing moves, are then decided once for all such shapes. None where sizes matter otherwise.
+        reshapes: whether it is a reshape, of a tensor to sizes: its shardings are then decided once for all first dims.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
@@ -93,6 +94,7 @@ class Rule:
     unordered: bool = False
     skip_empty: bool = False
     sizes: tuple[str, ...] | None = None
+    reshapes: bool = False
 
     def rows_of(self, call: OpCall) -> list[Row]:
         """The rows for a call.

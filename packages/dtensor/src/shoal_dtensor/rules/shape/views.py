@@ -7,6 +7,7 @@ has no row is gathered by the propagator, which marks the result as no view of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_in")
 
 
-_RESHAPE = rearrangement(view, _view)
+_RESHAPE = replace(rearrangement(view, _view), reshapes=True)
 _SQUEEZE = rearrangement(squeeze, _squeeze)
 
 VIEWS: Table = {
