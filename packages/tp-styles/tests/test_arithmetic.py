@@ -24,6 +24,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
     StyleError,
+    TiedWeightError,
     UnsupportedModuleError,
     fully_shard,
     invariant_arithmetic,
@@ -227,6 +228,19 @@ def test_what_has_no_form_is_refused(module: nn.Module, style: Any, named: str) 
         mesh = init_device_mesh("cpu", (2,))
         with pytest.raises(UnsupportedModuleError, match=named):
             parallelize_module(module, mesh, style)
+
+
+@pytest.mark.parametrize("over_data", [replicate, fully_shard])
+def test_tied_weights_over_data_are_refused(over_data: Any) -> None:
+    def tied() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+        return model
+
+    with fake_world(2), invariant_arithmetic():
+        over_data(tied(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "data"))["data"])
+        with pytest.raises(TiedWeightError, match=r"'0.weight' and '1.weight' are one parameter"):
+            over_data(tied(), init_device_mesh("cpu", (2,)))
 
 
 def test_sizes_and_blocks_that_do_not_fit_are_refused() -> None:

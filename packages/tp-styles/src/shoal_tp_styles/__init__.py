@@ -23,6 +23,7 @@ from .errors import (
     UnmatchedPlanWarning,
     UnsupportedAttentionError,
     UnsupportedModuleError,
+    VariantArithmeticError,
 )
 from .losses import sampling as choose
 from .losses.loss_parallel import loss_parallel
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from .data_parallel.fully_shard import fully_shard
     from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .data_parallel.replicate import ReplicateModule, replicate
+    from .invariant.self_check import check_arithmetic
     from .plan.auto import auto_plan, format_plan
     from .plan.preview import Preview, preview
     from .plan.propose import Candidate, Proposal, propose
@@ -112,11 +114,13 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedAttentionError",
     "UnsupportedModuleError",
+    "VariantArithmeticError",
     "Verification",
     "Vocab",
     "__version__",
     "adapter_parameters",
     "auto_plan",
+    "check_arithmetic",
     "choose",
     "context_parallel",
     "context_parallel_attention",
@@ -160,6 +164,7 @@ _LATER = {
         ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
         ".data_parallel.replicate": ("ReplicateModule", "replicate"),
         ".hf": ("hf",),
+        ".invariant.self_check": ("check_arithmetic",),
         ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),
         ".plan.propose": ("Candidate", "Proposal", "propose"),

@@ -14,6 +14,7 @@ __all__ = [
     "UnmatchedPlanWarning",
     "UnsupportedAttentionError",
     "UnsupportedModuleError",
+    "VariantArithmeticError",
     "check_mesh",
 ]
 
@@ -56,6 +57,10 @@ class CheckpointError(StyleError, RuntimeError):
 
 class SecondOrderError(StyleError, RuntimeError):
     """A lowered module was differentiated twice; its backward is not differentiable."""
+
+
+class VariantArithmeticError(StyleError, RuntimeError):
+    """Operators of this device have other bits on other numbers of ranks; the message names them."""
 
 
 class UnmatchedPlanWarning(UserWarning):

@@ -97,17 +97,25 @@ def apply_sharding(
     return module
 
 
-def complete_forms(mesh: DeviceMesh, *modules: nn.Module) -> None:
+def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: bool = False) -> None:
     """Inside `invariant_arithmetic`, give modules that no style shards the forms that it needs.
+
+    Args:
+        mesh: of the style, or of the data axes.
+        modules: the modules.
+        over_data: whether gradients are to be summed over the mesh.
 
     Raises:
         UnsupportedModuleError: if there is none for one of them.
+        TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
     """
     if current_arithmetic() is not None:
-        from ..invariant.forms import complete
+        from ..invariant.forms import complete, refuse_tied
 
         for module in modules:
             complete(module, mesh)
+            if over_data and mesh.size() > 1:
+                refuse_tied(module)
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:

@@ -99,7 +99,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
 
 def _install(state: Replicas, module: nn.Module) -> None:
-    complete_forms(state.axes.mesh, module)
+    complete_forms(state.axes.mesh, module, over_data=True)
     register_owner(state)
     state.attach(module)
     vars(module)[_STATE] = state

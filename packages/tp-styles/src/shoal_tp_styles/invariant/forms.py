@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shoal_dtensor import Replicate
 from shoal_mesh import DeviceMesh
 
 from ..arithmetic import COMPLETION
-from ..errors import UnsupportedModuleError
+from ..errors import TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered, lowered_of, set_lowered
 from ..modules.column_linear import ColumnLinear
@@ -20,8 +21,9 @@ from ..sharding.module_sharding import ModuleSharding, Port
 from .block_linear import InvariantColumn, InvariantRow, InvariantWhole
 from .replicated import InvariantTokenwise, InvariantTokenwiseWhole
 from .sample_embedding import InvariantColumnEmbedding, InvariantEmbedding, InvariantRowEmbedding
+from .self_check import check_device
 
-__all__ = ["complete", "invariant_form"]
+__all__ = ["complete", "invariant_form", "refuse_tied"]
 
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
@@ -61,7 +63,11 @@ def complete(module: nn.Module, mesh: DeviceMesh) -> None:
 
     Raises:
         UnsupportedModuleError: if there is none for a module, by its path.
+        VariantArithmeticError: if the self-check of the device finds operators that are not invariant.
     """
+    for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
+        if device != "meta":
+            check_device(device, dtype, torch.get_num_threads())
     along = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
     for path, owner in module.named_modules():
         around = lowered_of(owner)
@@ -79,6 +85,24 @@ def complete(module: nn.Module, mesh: DeviceMesh) -> None:
             around.inner = completed
         else:
             set_lowered(owner, completed)
+
+
+def refuse_tied(module: nn.Module) -> None:
+    """Refuse parameters that several modules share, whose gradients are summed over data ranks.
+
+    Raises:
+        TiedWeightError: naming them.
+    """
+    first: dict[nn.Parameter, str] = {}
+    for path, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            place = f"{path}.{name}" if path else name
+            if param is not None and first.setdefault(param, place) != place:
+                raise TiedWeightError(
+                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its gradients are added "
+                    "on each rank before they are summed over data ranks, in another order than on one. Untie them "
+                    "(tie_word_embeddings=False), or use one data rank"
+                )
 
 
 def _computes_on_its_own(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from ..errors import UnsupportedModuleError
 from ..lowering.boundary import from_local, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import first_order_only
+from ..lowering.ports import nbytes
 from ..modules.norm import Params, Tokenwise
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
@@ -155,6 +156,12 @@ class InvariantTokenwise(Tokenwise):
     """A norm on this rank's shard of the sequence, in cells."""
 
     __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        for param in call.module.parameters():
+            if param.requires_grad:  # the sums of each sample
+                yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
 
     def __call__(self, input: Tensor) -> Tensor:
         shape = tuple(input.shape) if isinstance(input, DTensor) else None

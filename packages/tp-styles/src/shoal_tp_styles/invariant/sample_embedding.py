@@ -20,7 +20,7 @@ from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .block_sums import tree_of
 
-__all__ = ["InvariantColumnEmbedding", "InvariantEmbedding", "InvariantRowEmbedding"]
+__all__ = ["InvariantColumnEmbedding", "InvariantEmbedding", "InvariantRowEmbedding", "embedding_gradient"]
 
 
 class _Lookup(Function):
@@ -41,13 +41,19 @@ class _Lookup(Function):
         (own,) = ctx.saved_tensors
         rows, padding = ctx.table
         tokens, grads = (own.unsqueeze(0), grad.unsqueeze(0)) if own.ndim < 2 else (own, grad)
+        return None, embedding_gradient(grads, tokens, rows, padding), None, None
 
-        def of_sample(i: int) -> Tensor:
-            grad_of = torch.ops.aten.embedding_dense_backward
-            dense: Tensor = grad_of(grads[i].contiguous(), tokens[i], rows + 1, padding, False)
-            return dense[:rows]
 
-        return None, tree_of(len(tokens), of_sample), None, None
+def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """(B, ..., D), (B, ...) -> (rows, D): the tree over samples; token `rows` counts for none."""
+
+    def of_sample(i: int) -> Tensor:
+        dense: Tensor = torch.ops.aten.embedding_dense_backward(
+            grads[i].contiguous(), tokens[i], rows + 1, padding, False
+        )
+        return dense[:rows]
+
+    return tree_of(len(tokens), of_sample)
 
 
 def _look_up(lowered: Lowered, tokens: Tensor, first: int) -> Tensor:

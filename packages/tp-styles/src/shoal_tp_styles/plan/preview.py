@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh, Link, topology_of
 
+from ..arithmetic import current_arithmetic
 from ..lowering.boundary import Boundary
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, shard_sizes
@@ -144,6 +145,10 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
             row.by_dispatch = True
             continue
         lowering = use.sharding.lowering or Boundary
+        if current_arithmetic() is not None:
+            from ..invariant.forms import invariant_form  # few programs enter the mode
+
+            lowering = invariant_form(lowering, use.sharding, use.module)
         if use.sharding.distributes:
             row.by_dispatch = lowering is Boundary
             row.parameter_bytes = sum(
