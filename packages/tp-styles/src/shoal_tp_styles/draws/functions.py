@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -120,11 +121,19 @@ def _innermost(lowered: Lowered | None) -> Lowered | None:
     return lowered
 
 
-def _functions(values: Sequence[Any]) -> Iterator[FunctionType]:
+def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """The functions among values, and those that a method, a property, a partial call or a container leads to."""
     for value in values:
-        function = getattr(value, "__func__", getattr(value, "fget", value))
-        if isinstance(function, FunctionType) and function.__name__ != "__init__":
-            yield function
+        if isinstance(value, FunctionType):
+            if value.__name__ != "__init__":
+                yield value
+        elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
+            yield from _functions(getattr(value, name, None) for name in ("__func__", "fget", "func"))
+        elif isinstance(value, list | tuple | set | dict):
+            each = value.values() if isinstance(value, dict) else value
+            yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
+        elif not isinstance(value, nn.Module) and isinstance(call := vars(type(value)).get("__call__"), FunctionType):
+            yield call
 
 
 def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]) -> bool:
@@ -138,14 +147,20 @@ def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]
         codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
         if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
             return True
-        called = (function.__globals__.get(name) for name in code.co_names)
-        if any(_draws(each, children, seen) for each in called if isinstance(each, FunctionType)):
+        named = [function.__globals__.get(name) for name in code.co_names]
+        modules = [each for each in named if isinstance(each, ModuleType) and not each.__name__.startswith("torch")]
+        named += (vars(module).get(name) for module in modules for name in code.co_names)
+        if any(_draws(each, children, seen) for each in _functions(named)):
             return True
     return False
 
 
 def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
     """The names that a function's code uses, but for those of child modules: these are asked themselves."""
+    for names in code.co_consts:  # names of keyword arguments are constants
+        yield from (name for name in names if isinstance(name, str)) if isinstance(names, tuple) else ()
+    if _passes_dropout(code):
+        yield "dropout_p"
     of_local = False  # whether the attribute is one of a local variable, such as `self`
     for instruction in get_instructions(code):
         name = instruction.argval
@@ -156,5 +171,18 @@ def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
         of_local = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
         if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
             yield name
-        elif isinstance(name, tuple):  # names of keyword arguments
-            yield from (item for item in name if isinstance(item, str))
+
+
+def _passes_dropout(code: CodeType) -> bool:
+    """Whether code names attention and makes some call with as many positional arguments as reach its dropout."""
+    at, named = _BY_ARGUMENT["scaled_dot_product_attention"], 0
+    for instruction in get_instructions(code) if "scaled_dot_product_attention" in code.co_names else ():
+        if instruction.opname == "KW_NAMES" and instruction.arg is not None:
+            named = len(code.co_consts[instruction.arg])
+        elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, tuple):
+            named = len(instruction.argval)
+        elif instruction.opname in ("CALL", "CALL_KW") and instruction.arg is not None:
+            if instruction.arg - named > at:
+                return True
+            named = 0
+    return False
