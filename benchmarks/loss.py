@@ -31,7 +31,7 @@ from shoal_mesh import init_device_mesh, launch
 from shoal_tp_styles.losses import cross_entropy, linear_cross_entropy
 
 RANKS = 2
-SIZES = {"4,096 x 512 -> 32,768": (4096, 512, 32768), "1,024 x 256 -> 131,072": (1024, 256, 131072)}
+SIZES = {"2,048 x 256 -> 32,768": (2048, 256, 32768), "512 x 256 -> 131,072": (512, 256, 131072)}
 
 
 def step(loss_of: Callable[[Any, Any], Tensor], x: Any, head: Any) -> Callable[[], None]:
@@ -79,7 +79,7 @@ def measure(rows: int, features: int, classes: int) -> dict[str, tuple[float, in
     works = rivals(rows, features, classes)
     for work in works.values():
         work["step"]()
-    seconds = in_turns(works, 1, 5)
+    seconds = in_turns(works, 1, 3)
     return {name: (min(seconds[name]), peak_bytes({"zero_grad": dist.barrier, **work})) for name, work in works.items()}
 
 
