@@ -5,6 +5,7 @@ Covers: lowering/parameters.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh.testing import on_ranks
@@ -111,6 +113,56 @@ def test_gradients_accumulate_over_passes_and_over_uses() -> None:
     (module(x).square().sum() + module(x).square().sum()).backward()
     for name, grad in grads(module).items():
         assert torch.equal(grad.to_local(), 2 * once[name])
+
+
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """The most elements that a product has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and type(out) is Tensor:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_gradients_accumulate_in_the_dtype_that_is_chosen(kind: str) -> None:
+    make, style, shape = KINDS[kind]
+    single = make().bfloat16()
+    module = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    plain = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    for param in module.parameters():
+        param.grad_dtype = torch.float32
+    sums: dict[str, Any] = {}
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(shape, dtype=torch.bfloat16) if shape else torch.arange(6) % 9
+        for each in (module, plain):
+            each(x).square().sum().backward()
+        for name, param in plain.named_parameters():
+            sums[name] = sums.get(name, 0) + param.grad.to_local().float()
+            param.grad = None
+    for name, param in module.named_parameters():
+        assert param.grad.dtype is torch.float32
+        assert torch.equal(param.grad.to_local(), sums[name])
+
+
+@on_ranks(2)
+def test_a_gradient_of_another_dtype_needs_no_product_of_its_size() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "_BLOCK_BYTES", 2**10)
+        module = parallelize_module(nn.Linear(64, 128).bfloat16(), all_ranks(), ColwiseParallel())
+        module.weight.grad_dtype = torch.float32
+        for _ in range(2):
+            out = module(torch.ones(3, 64, dtype=torch.bfloat16)).sum()
+            with Products() as products:  # type: ignore[no-untyped-call]  # as above
+                out.backward()
+            assert products.most == 2**10 // 2
+    grad: Any = module.weight.grad
+    assert torch.equal(grad.to_local(), torch.full((64, 64), 6.0))
 
 
 @pytest.mark.parametrize("after", [False, True])

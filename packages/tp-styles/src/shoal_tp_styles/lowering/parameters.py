@@ -33,6 +33,7 @@ from .compile import local_traced
 __all__ = [
     "GradRoute",
     "deliver_grad",
+    "deliver_product",
     "delivered_shards",
     "first_order_only",
     "grad_hooked",
@@ -44,6 +45,7 @@ __all__ = [
 
 # What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd.
 GradRoute = Literal["unused", "accumulate", "return"]
+_BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another dtype
 
 
 def first_order_only() -> None:
@@ -96,12 +98,51 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     if route == "accumulate" and param.spec is spec:
         accumulated = param.grad
         if accumulated is None:
-            param.grad = DTensor.__new__(DTensor, local, spec)
+            _set_grad(param, spec, local)
             return None
-        if type(accumulated) is DTensor and accumulated.spec is spec and not accumulated.requires_grad:
+        if _adds_to(accumulated, spec):
             local_shard(accumulated).add_(local)
             return None
     return DTensor.__new__(DTensor, local, spec)
+
+
+def deliver_product(route: GradRoute, param: Any, spec: Spec, left: Tensor, right: Tensor) -> DTensor | None:
+    """`deliver_grad` of `left @ right`.  Where `.grad` has another dtype, some rows at a time, never all as one tensor.
+
+    Args:
+        route: what `grad_route` answered, not "unused".
+        param: the parameter.
+        spec: its spec in the forward.
+        left: (rows of the local shard, samples).
+        right: (samples, columns of the local shard).
+    """
+    if route == "accumulate" and param.spec is spec:
+        if param.grad is None and param.grad_dtype not in (spec.dtype, None):
+            zeros = left.new_zeros(left.shape[0], right.shape[1], dtype=param.grad_dtype)
+            param.grad = DTensor.__new__(DTensor, zeros, spec.with_(dtype=zeros.dtype))
+        accumulated = param.grad
+        if accumulated is not None and accumulated.dtype is not spec.dtype and _adds_to(accumulated, spec):
+            rows = max(1, _BLOCK_BYTES // max(1, right.shape[1] * right.element_size()))
+            for total, block in zip(torch.split(local_shard(accumulated), rows), torch.split(left, rows), strict=True):
+                total.add_(block.mm(right))
+            return None
+    return deliver_grad(route, param, spec, left.mm(right))
+
+
+def _set_grad(param: Any, spec: Spec, local: Tensor) -> None:
+    """The first gradient, in the dtype that `param.grad_dtype` asks for."""
+    try:  # asking costs more than being refused where nobody has chosen a dtype
+        param.grad = DTensor.__new__(DTensor, local, spec)
+    except RuntimeError:
+        dtype = param.grad_dtype
+        param.grad = DTensor.__new__(DTensor, local.to(dtype), spec.with_(dtype=dtype))
+
+
+def _adds_to(accumulated: Tensor, spec: Spec) -> bool:
+    """Whether a local gradient of this spec is added to the local shard of `.grad`, in the dtype of that."""
+    if type(accumulated) is not DTensor or accumulated.requires_grad:
+        return False
+    return accumulated.spec is spec or accumulated.spec is spec.with_(dtype=accumulated.dtype)
 
 
 class _DeliveredShards(Function):

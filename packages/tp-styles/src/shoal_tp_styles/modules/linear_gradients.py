@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal_dtensor import DTensor
 
-from ..lowering.parameters import deliver_grad, grad_route
+from ..lowering.parameters import deliver_grad, deliver_product, grad_route
 
 __all__ = ["cast", "note_parameters", "save_operands", "weight_grads"]
 
@@ -48,7 +48,7 @@ def weight_grads(ctx: Any, grad: Tensor, x: Tensor) -> tuple[DTensor | None, DTe
         if route != "unused":
             if x.ndim != 2:
                 x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-            weight_grad = deliver_grad(route, weight, weight_spec, grad.t().mm(x))
+            weight_grad = deliver_product(route, weight, weight_spec, grad.t(), x)
     if needs_bias:
         route = grad_route(edges[2][0], bias)
         if route != "unused":
