@@ -15,6 +15,7 @@ from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     LayoutError,
     RowwiseParallel,
+    UnsupportedModuleError,
     parallelize_module,
 )
 from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
@@ -28,6 +29,16 @@ OVERLAPPED: dict[str, tuple[Any, int]] = {  # layout of the output -> chunks of 
     "of different sizes": (Shard(0, sizes=(1, 4, 0, 3)), 3),
     "different sizes beside the chunks": (Shard(1, sizes=(1, 4, 0, 3)), 3),
 }
+
+
+def test_only_a_linear_overlaps() -> None:
+    class Own(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    for module in (nn.Embedding(8, 4), nn.Conv1d(4, 4, 1), Own(4, 4)):
+        with pytest.raises(UnsupportedModuleError, match="overlapped: takes a Linear"):
+            RowwiseParallel().overlapped(2).sharding(module)
 
 
 @on_ranks(4)

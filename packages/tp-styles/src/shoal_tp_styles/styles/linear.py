@@ -211,6 +211,7 @@ class RowwiseParallel(DeclaredStyle):
 
         Raises:
             LayoutError: if there is no chunk.
+            UnsupportedModuleError: (when it is applied) to another module than a Linear with torch's forward.
         """
         if chunks < 1:
             raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
@@ -225,7 +226,12 @@ class RowwiseParallel(DeclaredStyle):
             for name, dim in features.parameters.items()
         }
         lowering = features.lowering_for(module, kind)
-        overlapped = self.chunks > 1 and lowering is RowLinear
+        overlapped = self.chunks > 1
+        if overlapped and lowering is not RowLinear:
+            raise UnsupportedModuleError(
+                f"RowwiseParallel.overlapped: takes a Linear with torch's forward, got {type(module).__name__}; leave "
+                "out overlapped()"
+            )
         return ModuleSharding(
             "RowwiseParallel",
             parameters,
