@@ -28,6 +28,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
     StyleError,
+    UnsupportedModuleError,
     parallelize_module,
     preview,
     verify,
@@ -199,3 +200,19 @@ def test_a_placement_of_torch_is_named() -> None:
 
     with pytest.raises(LayoutTypeError, match="use those of shoal_dtensor"):
         ColwiseParallel(input_layouts=Theirs())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("style", "module", "way_out"),
+    [
+        (ColwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
+        (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
+        (ColwiseParallel(), nn.ConvTranspose2d(4, 6, 3), "distribute_module"),
+        (RowwiseParallel(), nn.Conv2d(4, 8, 3, groups=2), "Leave it out of the plan"),
+        (HeadParallel(), nn.MultiheadAttention(8, 4, kdim=6, vdim=5), "distribute_module"),
+    ],
+    ids=["LSTM", "GRU", "ConvTranspose2d", "groups", "kdim"],
+)
+def test_modules_without_a_sharding_are_refused_with_a_way_out(style: Any, module: nn.Module, way_out: str) -> None:
+    with pytest.raises(UnsupportedModuleError, match=way_out):
+        style.sharding(module)

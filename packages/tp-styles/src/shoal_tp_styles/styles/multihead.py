@@ -41,7 +41,8 @@ class HeadParallel(DeclaredStyle):
             raise unsupported("HeadParallel", module, (nn.MultiheadAttention,))
         if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
             raise UnsupportedModuleError(
-                "HeadParallel: key and value dims of their own, bias_k/bias_v and add_zero_attn are not supported"
+                "HeadParallel: key and value dims of their own, bias_k/bias_v and add_zero_attn are not supported; "
+                "distribute the module with shoal_dtensor.distribute_module"
             )
         if not keeps_forward(module, nn.MultiheadAttention):
             raise UnsupportedModuleError(

@@ -189,8 +189,12 @@ def _check_layouts(style: str, name: str, given: object) -> None:
 def unsupported(style: str, module: nn.Module, supported: tuple[type[nn.Module], ...]) -> UnsupportedModuleError:
     """The error of a style for a type of module that it cannot shard."""
     names = ", ".join(kind.__name__ for kind in supported)
-    return UnsupportedModuleError(
-        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their subclasses. "
-        "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
+    way_out = (
+        f"Its batch can be sharded: SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
+        if isinstance(module, nn.RNNBase)  # each hidden state needs all of the one before it
+        else "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
         "shoal_dtensor.distribute_module."
+    )
+    return UnsupportedModuleError(
+        f"{style} has no sharding for {type(module).__name__}; it supports {names} and their subclasses. {way_out}"
     )
