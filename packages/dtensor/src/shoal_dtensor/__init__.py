@@ -36,6 +36,7 @@ from .dispatch.dispatch import cache_info, clear_cache
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
+    CheckpointError,
     CommunicationForbiddenError,
     InPlaceError,
     MixedTensorError,
@@ -76,6 +77,7 @@ Spec.at_first += [install_in_torch, install_local_step]
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "CheckpointError",
     "CommunicationForbiddenError",
     "DTensor",
     "DTensorSpec",

@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentTypeError",
     "ArgumentValueError",
+    "CheckpointError",
     "CommunicationForbiddenError",
     "InPlaceError",
     "MixedTensorError",
@@ -83,6 +84,10 @@ class RandomStateError(ShoalTensorError, RuntimeError):
 
 class StateDictError(ShoalTensorError, RuntimeError):
     """A state dict, or the options for one, that do not fit the model or optimizer; nothing has been loaded."""
+
+
+class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
+    """A checkpoint that was not saved, is not whole, or is refused; on all ranks, and nothing has been removed."""
 
 
 class MissingExtraError(ShoalTensorError, ImportError):

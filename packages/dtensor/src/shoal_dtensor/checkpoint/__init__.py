@@ -1,0 +1,8 @@
+"""Checkpoints of a training run that survive a kill at any moment: written beside and swapped, verified, the last kept.
+
+Imported when asked for: `from shoal_dtensor.checkpoint import Checkpointer`.
+"""
+
+from .checkpointer import Checkpointer
+
+__all__ = ["Checkpointer"]

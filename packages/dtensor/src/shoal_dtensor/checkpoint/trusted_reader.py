@@ -1,0 +1,152 @@
+"""Reading checkpoints of torch.distributed.checkpoint as data: no code runs, and parts that do not fit are refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ..errors import CheckpointError
+
+__all__ = ["TrustedPlanner", "TrustedReader"]
+
+_MODULE = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_MODULE}.metadata.{name}"
+    for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )
+} | {f"{_MODULE}.filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"}  # fmt: skip
+_PATHS = {"pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath"}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads what metadata consist of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        whole = f"{module}.{name}"
+        if whole in _PATHS:
+            return _path
+        if whole in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not loaded"
+        )
+
+
+def _path(*parts: object) -> str:
+    """What stands for a path of the machine that wrote: nothing is read there."""
+    return "/".join(map(str, parts))
+
+
+class TrustedReader(FileSystemReader):
+    """Reads a folder whose files have known sizes.
+
+    Raises from `read_metadata`:
+        CheckpointError: metadata that are broken, hold other things than metadata, name files or bytes that the folder
+            does not have, or tensors whose parts overlap, stand out, or do not cover them.
+    """
+
+    def __init__(self, folder: Path, sizes: Mapping[str, int]) -> None:
+        super().__init__(folder)
+        self._folder, self._sizes = folder, sizes
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, checked."""
+        try:
+            metadata: Any = _Unpickler(io.BytesIO((self._folder / ".metadata").read_bytes())).load()
+            _check(metadata, self._sizes)
+        except CheckpointError:
+            raise
+        except Exception as error:  # what broken bytes lead to is anything
+            raise CheckpointError(f"the metadata in {self._folder} are broken: {error!r}") from error
+        metadata.storage_meta.load_id = self.load_id
+        return cast(Metadata, metadata)
+
+
+class TrustedPlanner(DefaultLoadPlanner):
+    """Loads values that are no tensors only if they hold no code."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value where it belongs.
+
+        Raises:
+            CheckpointError: it is of a class that `torch.load(weights_only=True)` refuses.
+        """
+        try:
+            torch.load(value, weights_only=True)
+        except Exception as error:  # whatever its bytes make of the loader
+            raise CheckpointError(
+                f"{read_item.dest_index.fqn} is not loaded: it holds more than tensors, numbers, texts and their "
+                f"containers ({error!r:.200})"
+            ) from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless every value has its parts, and every part its bytes."""
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise CheckpointError("the metadata of a checkpoint are of another class")
+    indices: set[Any] = set()
+    for name, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            _check_parts(name, stored)
+            indices |= {MetadataIndex(name, chunk.offsets) for chunk in stored.chunks}
+        elif isinstance(stored, BytesStorageMetadata):
+            indices.add(MetadataIndex(name))
+        else:
+            raise CheckpointError(f"{name} is neither a tensor nor a value")
+    if indices != set(metadata.storage_data):
+        odd = next(iter(indices ^ set(metadata.storage_data)))
+        raise CheckpointError(f"the parts of {odd.fqn} and where they are do not fit together")
+    for index, place in metadata.storage_data.items():
+        end, whole = place.offset + place.length, sizes.get(place.relative_path, -1)
+        if not 0 <= place.offset <= end <= whole or getattr(place, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{index.fqn} is said to be at bytes {place.offset} to {end} of {place.relative_path!r}, which is no "
+                "such part of a file of this checkpoint"
+            )
+
+
+def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
+    """Raise CheckpointError unless the parts of a tensor cover it once."""
+    shape = tuple(stored.size)
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    for offsets, lengths in boxes:
+        inside = len(offsets) == len(lengths) == len(shape) and all(
+            first >= 0 and length >= 0 and first + length <= size
+            for first, length, size in zip(offsets, lengths, shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(f"a part of {name} {shape} with offsets {offsets} and sizes {lengths} is outside")
+    filled = sorted((box for box in boxes if prod(box[1])), key=lambda box: box[0])
+    if sum(prod(lengths) for _, lengths in filled) != prod(shape) or _overlap(filled):
+        raise CheckpointError(f"the {len(boxes)} parts of {name} {shape} do not cover it once: {boxes[:8]}")
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two of the boxes, in order of their offsets, share an element."""
+    if boxes and not boxes[0][0]:
+        return len(boxes) > 1
+    for i, (offsets, lengths) in enumerate(boxes):
+        for others, other_lengths in boxes[i + 1 :]:
+            if others[0] >= offsets[0] + lengths[0]:
+                break  # so have all that follow
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, lengths, others, other_lengths, strict=True)):
+                return True
+    return False

@@ -1,0 +1,131 @@
+"""Covers: checkpointer.py, stored_steps.py: kills at every stage, damage, elastic loading, saves in the background."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from killed_runs import require_state, state_of
+from shoal_dtensor import CheckpointError, Shard, distribute_tensor
+from shoal_dtensor.checkpoint import Checkpointer, checkpointer
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks, rank_pool
+
+
+def _killed(folder: Path, kills: int) -> str:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "support" / "killed_runs.py"), str(folder), str(kills)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=1400,
+        check=False,
+    )
+    assert not done.returncode, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_kill_at_any_stage_loses_nothing(tmp_path: Path) -> None:
+    assert "0 that lost or mixed" in _killed(tmp_path / "run", 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    assert "0 that lost or mixed" in _killed(tmp_path / "run", 200)
+
+
+@on_ranks(2)
+def test_the_last_ones_are_kept_and_the_newest_whole_one_is_loaded(folder: str) -> None:
+    checkpoints = Checkpointer(folder, keep=3)
+    assert checkpoints.load(state_of(0)) is None
+    for step in (1, 4, 5, 9):
+        checkpoints.save(step, state_of(step))
+    assert checkpoints.steps() == [9, 5, 4]
+    with pytest.raises(CheckpointError, match="rank 0: step 5 is not newer than 9"):
+        checkpoints.save(5, state_of(5))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(folder) / "step_9" / "__1_0.distcp").write_bytes(b"damaged")
+        (Path(folder) / "step_5" / "manifest.json").unlink()
+    dist.barrier()
+    state = state_of(0)
+    with pytest.warns(UserWarning, match="step . is passed over"):
+        assert checkpoints.load(state) == 4
+    require_state(state, 4)
+    with pytest.raises(CheckpointError, match="is not what was written: 7 bytes"):
+        checkpoints.load(state, 9)
+    with pytest.raises(CheckpointError, match="step 2 has no manifest"):
+        checkpoints.load(state, 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@on_ranks(2)
+def test_a_save_that_one_rank_cannot_write_raises_on_all_and_removes_nothing(folder: str) -> None:
+    checkpoints = Checkpointer(folder, keep=1)
+    checkpoints.save(1, state_of(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpointer, "digest_of", lambda path: 1 / 0)
+        with pytest.raises(CheckpointError, match="rank 1: ZeroDivisionError"):
+            checkpoints.save(2, state_of(2))
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, state_of(3))
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["step_3"]
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> None:
+    state = state_of(1)
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, state, background=True)
+        state["weight"].to_local().fill_(50)
+        state["plain"].fill_(50)
+        checkpoints.save(2, state_of(2), background=True)  # waits for the first
+        assert 1 in checkpoints.steps()
+        assert sum("_write_quietly" in thread.name for thread in threading.enumerate()) <= 1
+        checkpoints.wait()
+        checkpoints.save(2, state_of(2), background=True)
+        with pytest.raises(CheckpointError, match=r"not saved in the background: .*not newer than 2"):
+            checkpoints.wait()
+        assert checkpoints.load(state, 1) == 1
+    require_state(state, 1)
+
+
+def test_any_number_of_ranks_loads_any_layout(folder: str) -> None:
+    rank_pool(4).run(_save_four, folder)
+    rank_pool(2).run(_load_two, folder)
+
+
+def _save_four(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    weight = distribute_tensor(torch.arange(30.0).view(6, 5), mesh, [Shard(1), Shard(0)])
+    Checkpointer(folder).save(3, {"weight": weight})
+
+
+def _load_two(folder: str) -> None:
+    weight = distribute_tensor(torch.zeros(6, 5), init_device_mesh("cpu", (2,)), [Shard(1)])
+    assert Checkpointer(folder).load({"weight": weight}) == 3
+    assert weight.full_tensor().equal(torch.arange(30.0).view(6, 5))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder + "/step_3")
+
+
+def test_arguments(folder: str) -> None:
+    with pytest.raises(CheckpointError, match="at least one"):
+        Checkpointer(folder, keep=0)
+    with pytest.raises(TypeError, match="keep"):
+        Checkpointer(folder, keep="2")  # type: ignore[arg-type]  # on purpose
