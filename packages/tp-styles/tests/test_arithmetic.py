@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_models import build_model, needs_hf
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -152,6 +153,43 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
         tokens = torch.randint(VOCAB, (5, 7))
         together = whole(model(tokens))
         assert torch.equal(together[2:3], whole(model(tokens[2:3])))
+
+
+@needs_hf
+@on_ranks(4)
+def test_generation_has_the_same_bits_on_any_mesh_and_in_any_batch() -> None:
+    plan = {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.[qkv]_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
+    prompts = torch.randint(3, 64, (8, 11), generator=torch.Generator().manual_seed(1))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("copies", "tensor"))["tensor"]
+    found: list[dict[str, Tensor]] = []
+    for mesh in (alone, init_device_mesh("cpu", (4,))):
+        with invariant_arithmetic():
+            model = parallelize_module(build_model(**sizes, dtype=torch.float32), mesh, plan)
+            found.append(
+                written(model, "greedy", prompts)
+                | written(model, "third", prompts[3:4])
+                | written(model, "sampled", prompts, do_sample=True, top_k=20)
+            )
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+    for what in ("tokens", "logits"):
+        assert torch.equal(found[1][f"{what}, third"], found[1][f"{what}, greedy"][3:4])
+
+
+def written(model: Any, name: str, prompts: Tensor, do_sample: bool = False, **how: Any) -> dict[str, Tensor]:
+    """Tokens and logits of some steps."""
+    torch.manual_seed(2)
+    how |= {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+    out = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=do_sample, **how)
+    return {f"tokens, {name}": out.sequences, f"logits, {name}": torch.stack(out.logits, 1)}
 
 
 def test_faster_forms_are_used_where_they_have_the_same_bits() -> None:
