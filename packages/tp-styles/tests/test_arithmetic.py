@@ -31,6 +31,7 @@ from shoal_tp_styles import (
     invariant_arithmetic,
     loss_parallel,
     parallelize_module,
+    preview,
     replicate,
 )
 from shoal_tp_styles.arithmetic import current_arithmetic
@@ -223,6 +224,22 @@ def test_it_sends_what_the_ordinary_mode_sends() -> None:
                 model(x).sum().backward()
             counts.append(counted.get_total_counts())
     assert counts == [2, 2]
+
+
+@on_ranks(2)
+def test_preview_declares_what_the_mode_sends() -> None:
+    mesh, tokens = init_device_mesh("cpu", (2,)), torch.zeros(4, 8, dtype=torch.long)
+    with invariant_arithmetic():
+        model = Model()
+        styles = plan(sequence=True)
+        costs = preview(model, {name: styles[name] for name in styles if name != "stem"}, mesh, tokens)
+        parallelize_module(model, mesh, styles)
+        norms = [row for row in costs.rows if row.path in ("norm", "second", "last")]
+        assert [[cost.nbytes for cost in row.backward] for row in norms] == [[4 * WIDTH * 4] * n for n in (2, 1, 2)]
+        x = torch.randn(4, 4, WIDTH, requires_grad=True)
+        with CommDebugMode() as counted:
+            whole(model.last(x)).sum().backward()
+        assert counted.get_comm_counts()[torch.ops._c10d_functional.all_reduce] == 2
 
 
 def form_of(module: nn.Module) -> str:
