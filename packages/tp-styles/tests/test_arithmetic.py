@@ -238,7 +238,7 @@ def test_preview_declares_what_the_mode_sends() -> None:
         assert [[cost.nbytes for cost in row.backward] for row in norms] == [[4 * WIDTH * 4] * n for n in (2, 1, 2)]
         x = torch.randn(4, 4, WIDTH, requires_grad=True)
         with CommDebugMode() as counted:
-            whole(model.last(x)).sum().backward()
+            whole(model.last(x)).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         assert counted.get_comm_counts()[torch.ops._c10d_functional.all_reduce] == 2
 
 
