@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from shoal_mesh import (
 )
 from shoal_mesh._torch import timeout_of
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
+from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import on_ranks
 
 
@@ -97,6 +99,38 @@ def test_a_group_with_options_of_its_own_is_not_made_again() -> None:
     assert all_reduce(torch.ones(1), (plain, 0)).item() == 2
     with pytest.raises(NoGroupError, match="options of its own"):
         all_reduce(torch.ones(1), (mesh, 0))
+
+
+def _open_files_and_threads() -> tuple[int, int]:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_cycle_leaves_no_descriptors_and_no_threads(kept: bool, tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        seen = pool.run(_cycles, kept, str(tmp_path))
+    for each in seen:  # a mesh that is kept has its groups until it is used under new ones
+        assert all(last <= second for last, second in zip(each[-1], each[1], strict=True)), seen
+
+
+def _cycles(kept: bool, folder: str) -> list[tuple[int, int]]:
+    """Six times init, meshes, collectives, destroy; one mesh of the first cycle may be used in all."""
+    rank, seen = dist.get_rank(), []
+    held: list[DeviceMesh] = []
+    dist.destroy_process_group()
+    for i in range(6):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{i}", rank=rank, world_size=2)
+        meshes = [init_device_mesh("cpu", (2, 1)), *held]
+        for mesh in meshes:
+            all_reduce(torch.ones(4), (mesh, 0))
+            all_reduce(torch.ones(1 << 19), (mesh, (0, 1)), async_op=True).wait()
+        if kept and not held:
+            held = [init_device_mesh("cpu", (2, 1))]
+        dist.destroy_process_group()
+        del mesh, meshes
+        seen.append(_open_files_and_threads())
+    return seen
 
 
 ENDS = """
