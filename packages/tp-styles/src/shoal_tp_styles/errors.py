@@ -10,6 +10,7 @@ __all__ = [
     "PlanError",
     "SecondOrderError",
     "StyleError",
+    "StyleTypeError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
     "UnsupportedAttentionError",
@@ -21,6 +22,10 @@ __all__ = [
 
 class StyleError(Exception):
     """Base of every error that the tp-styles layer raises on purpose."""
+
+
+class StyleTypeError(StyleError, TypeError):
+    """An argument of a public function has a wrong type."""
 
 
 class PlanError(StyleError, ValueError):
@@ -35,7 +40,7 @@ class LayoutCountError(LayoutError, AssertionError):
     """Layouts and desired layouts of a style are not as many."""
 
 
-class LayoutTypeError(LayoutError, TypeError):
+class LayoutTypeError(LayoutError, StyleTypeError):
     """What was given as a layout of a style is no placement."""
 
 

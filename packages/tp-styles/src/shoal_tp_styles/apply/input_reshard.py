@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Shard
 from shoal_mesh import Comm, DeviceMesh, all_gather_v
 
+from ..argument_types import takes
+
 __all__ = ["input_reshard"]
 
 
+@takes(module=nn.Module)
 def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
     """The module, saving this rank's shard of its replicated inputs for backward and gathering them there.
 

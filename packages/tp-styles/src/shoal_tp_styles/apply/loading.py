@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
 
+from ..argument_types import takes
 from ..errors import PlanError
 from .apply import shardings_of
 from .fused_parameters import block_rows, make_adjacent
@@ -94,6 +95,7 @@ class _Files:
         return shard
 
 
+@takes(module=nn.Module)
 def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> Loaded:
     """Fill a parallel model in place; parameters on the meta device get storage on their mesh's device.
 

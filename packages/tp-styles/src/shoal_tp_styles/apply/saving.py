@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
 
+from ..argument_types import takes
 from ..errors import CheckpointError
 from .loading import Entry, boxes_of, entries_of
 
@@ -79,6 +80,7 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+@takes(module=nn.Module)
 def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30) -> Saved:
     """Write a model's parameters and persistent buffers as safetensors, under the names that the plain model has.
 

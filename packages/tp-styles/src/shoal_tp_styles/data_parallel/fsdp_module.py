@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..argument_types import takes
 from ..errors import LayoutError, StyleError
 from .backward_pass import in_backward, reduce_kept
 from .unit import Unit
@@ -101,6 +102,7 @@ class FSDPModule(nn.Module):
         state_of(self).unit.divisor = float(factor)
 
 
+@takes(module=nn.Module, method_name=str)
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Have a method of a unit count as its forward: parameters are gathered before it and freed after it.
 

@@ -18,6 +18,7 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 
 from ..apply.apply import complete_forms
 from ..apply.owners import owners_of
+from ..argument_types import takes
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .fsdp_module import FSDPModule
@@ -32,6 +33,7 @@ __all__ = ["fully_shard"]
 M = TypeVar("M", nn.Module, list[nn.Module])
 
 
+@takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
 def fully_shard(  # noqa: PLR0913  # torch's signature
     module: M,
     mesh: DeviceMesh | None = None,

@@ -23,6 +23,7 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 from .._torch import is_compiling, pytree
 from ..apply.apply import complete_forms
 from ..apply.owners import owners_of, register_owner
+from ..argument_types import takes
 from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
@@ -36,6 +37,7 @@ _STATE = "_shoal_replicated"
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool)
 def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     module: Module,
     mesh: DeviceMesh | str,

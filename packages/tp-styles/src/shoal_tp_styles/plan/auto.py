@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal_mesh import DeviceMesh
 
+from ..argument_types import takes
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .recipes import SMALL, Entries, general_paths, recipes
 from .resolve import AutoPlan, apply_plan, resolve, sharded_parameters
@@ -20,6 +21,7 @@ from .trial import try_plan
 __all__ = ["auto_plan", "format_plan"]
 
 
+@takes(model=nn.Module)
 def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> AutoPlan:
     """Styles by path, layers of one kind under one wildcard.
 

@@ -11,6 +11,7 @@ from shoal_mesh import DeviceMesh, current_mesh
 
 from ..apply.apply import complete_forms, plain_module
 from ..apply.owners import check_styled, given_back
+from ..argument_types import takes
 from ..draws.region import unwatch_draws, watch_draws
 from ..errors import LayoutError, PlanError, UnmatchedPlanWarning, check_mesh
 from .resolve import AutoPlan, Plan, resolve
@@ -20,6 +21,7 @@ __all__ = ["parallelize_module", "unparallelize_module"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@takes(module=nn.Module)
 def parallelize_module(
     module: Module,
     device_mesh: DeviceMesh | None = None,
@@ -49,7 +51,7 @@ def parallelize_module(
             has the style: `unparallelize_module` comes first.  Or the plan is automatic and not proven for the mesh.
             Nothing has been changed then.
         TiedWeightError: if modules that share a parameter ask for different placements.
-        TypeError: if the plan is neither a style nor a mapping of them, or the module no module.
+        TypeError: if the plan is neither a style nor a mapping of them, or the module no module (`StyleTypeError`).
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -61,12 +63,10 @@ def parallelize_module(
         ...     mlp[0].weight.placements, mlp[0].weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 4]))
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize_module: expected module to be an nn.Module, got {type(module).__name__}")
     mesh = _mesh(device_mesh)
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=2
+            "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=3
         )
         return module
     _refuse_unproven(parallelize_plan, mesh)
@@ -74,7 +74,7 @@ def parallelize_module(
     for problem in resolved.unmatched:
         if on_unmatched == "error":
             raise PlanError(problem)
-        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=2)
+        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
@@ -99,6 +99,7 @@ def _refuse_unproven(plan: Plan, mesh: DeviceMesh) -> None:
         )
 
 
+@takes(module=nn.Module)
 def unparallelize_module(module: nn.Module) -> nn.Module:
     """The module with plain unsharded parameters (and gradients) on every rank, as before `parallelize_module`.
 

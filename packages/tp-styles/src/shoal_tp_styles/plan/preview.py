@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh, Link, topology_of
 
+from ..argument_types import takes
 from ..arithmetic import current_arithmetic
 from ..lowering.boundary import Boundary
 from ..sharding.collective import Collective
@@ -115,6 +116,7 @@ class Preview:
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
+@takes(model=nn.Module)
 def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Preview:
     """What a plan costs per rank and step.
 

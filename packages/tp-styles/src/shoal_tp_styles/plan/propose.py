@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal_mesh import Link, abstract_mesh, topology_of
 
+from ..argument_types import takes
 from ..errors import LayoutError
 from .auto import auto_plan
 from .preview import format_bytes, preview
@@ -72,6 +73,7 @@ class Proposal:
         return "\n".join([f"  dp x tp   data parallelism {'':19} bytes/rank  of {format_bytes(self.bound)}", *rows])
 
 
+@takes(model=nn.Module, ranks=int, bound=(int, float))
 def propose(
     model: nn.Module, ranks: int, bound: int, *args: Any, plan: Plan | None = None, state: float = 2.0, **kwargs: Any
 ) -> Proposal:

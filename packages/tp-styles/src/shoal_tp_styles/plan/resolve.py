@@ -14,7 +14,7 @@ from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..apply.owners import check_styled, given_back, in_turns
-from ..errors import LayoutError, PlanError, TiedWeightError, check_mesh
+from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError, check_mesh
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
@@ -207,7 +207,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
     if isinstance(plan, (ParallelStyle, str)):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
-        raise TypeError(
+        raise StyleTypeError(
             f"a plan is a ParallelStyle or a dict of module path -> ParallelStyle, got {type(plan).__name__}"
         )
     modules = dict(root.named_modules(remove_duplicate=False))
@@ -286,13 +286,15 @@ def named_styles(plan: Mapping[str, ParallelStyle | str], root: nn.Module) -> di
 
 def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(key, str):
-        raise TypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
+        raise StyleTypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
     if isinstance(value, str):
         from .hf_names import style_named  # as above
 
         return style_named(value)
     if not isinstance(value, ParallelStyle):
-        raise TypeError(f"plan entry {key!r}: expected a ParallelStyle or the name of one, got {type(value).__name__}")
+        raise StyleTypeError(
+            f"plan entry {key!r}: expected a ParallelStyle or the name of one, got {type(value).__name__}"
+        )
     return value
 
 

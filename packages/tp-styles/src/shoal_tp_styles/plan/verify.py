@@ -12,6 +12,7 @@ from torch import nn
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh import DeviceMesh
 
+from ..argument_types import takes
 from ..context_parallel.parallel_attention import ContextOptions
 from ..errors import PlanError, StyleError
 from ..sharding.module_sharding import shard_sizes
@@ -76,6 +77,7 @@ class Verification:
         return f"<table>{''.join(rows)}</table>" if self._lines() else "<p>the plan fits</p>"
 
 
+@takes(model=nn.Module)
 def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Verification:
     """What is wrong with a plan for a model.  Nothing is changed or raised; the mesh may be an `abstract_mesh`.
 

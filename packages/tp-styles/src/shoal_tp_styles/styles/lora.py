@@ -19,6 +19,7 @@ from shoal_dtensor import Replicate, Shard
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import shardings_of
+from ..argument_types import takes
 from ..errors import UnsupportedModuleError
 from ..modules.column_linear import ColumnLinear
 from ..modules.lora_linear import AdapterColumn, AdapterRow
@@ -105,6 +106,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, param
 
 
+@takes(model=nn.Module)
 def merge_adapters(model: nn.Module) -> nn.Module:
     """The model with every adapter added to its base weight and then set to zero.
 
