@@ -188,3 +188,25 @@ def test_nothing_is_asked_of_ranks_where_nothing_is_drawn_together() -> None:
     with CommDebugMode() as mode:
         model(x)
     assert mode.get_total_counts() == 1
+
+
+class Routed(nn.Module):
+    """Asks, row by row, which rows of its input are positive, and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(F.dropout(x, 0.5))
+        for row in (x[:, 0] > 0).nonzero().flatten():
+            if row == 0:
+                out = out + 1
+        return out
+
+
+@on_ranks(2)
+def test_numbers_that_depend_on_a_shard_of_a_batch_are_read() -> None:
+    data = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    model = replicate(Routed(), data)
+    assert model(torch.tensor([[1.0, 2, 3], [-1, 2, 3]])).shape == (2, 3)

@@ -45,7 +45,7 @@ def followed(
     """The layouts of what a function returned, given those of its tensors."""
     for layout in layouts:
         if layout is not None and layout.unknown:
-            taken = _taken_blocks(next(tensors_in(args)), layout, outs)
+            taken = _taken_blocks(next(tensors_in(args)), layout, outs) if layout.blocks else []
             return taken or [LocalLayout(unknown=layout.unknown)] * len(outs)
     drawn = any(layout is not None and layout.drawn for layout in layouts)
     specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]

@@ -44,6 +44,9 @@ _NAMES = _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrel
 _CALLED = _FILLS | {"rrelu", "rrelu_"}
 
 
+_PACKAGE = __name__.rpartition(".draws.")[0]  # what stands in for a forward draws as one device
+
+
 def name_of(function: Any) -> str:
     """The name of a torch function, without its overload.
 
@@ -125,7 +128,7 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     """The functions among values, and those that a method, a property, a partial call or a container leads to."""
     for value in values:
         if isinstance(value, FunctionType):
-            if value.__name__ != "__init__":
+            if value.__name__ != "__init__" and not value.__globals__["__name__"].startswith(_PACKAGE):
                 yield value
         elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
             yield from _functions(getattr(value, name, None) for name in ("__func__", "fget", "func"))
@@ -133,7 +136,7 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
             each = value.values() if isinstance(value, dict) else value
             yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
         elif not isinstance(value, nn.Module) and isinstance(call := vars(type(value)).get("__call__"), FunctionType):
-            yield call
+            yield from _functions([call])
 
 
 def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]) -> bool:
