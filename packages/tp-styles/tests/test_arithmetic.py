@@ -193,6 +193,31 @@ def written(model: Any, name: str, prompts: Tensor, do_sample: bool = False, **h
     return {f"tokens, {name}": out.sequences, f"logits, {name}": torch.stack(out.logits, 1)}
 
 
+@needs_hf
+@on_ranks(4)
+def test_the_loss_of_labels_has_the_same_bits_with_and_without_a_plan() -> None:
+    layer = "model.layers.*."
+    plan: dict[str, Any] = {layer + "self_attn.[qkv]_proj": "colwise", layer + "self_attn.o_proj": "rowwise"}
+    plan |= {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
+    tokens = torch.randint(3, 64, (8, 33), generator=torch.Generator().manual_seed(1))  # 32 predictions: no rounding
+    found: list[dict[str, Tensor]] = []
+    names, shapes = ("copies", "data", "tensor"), [(4, 1, 1), (1, 2, 2)]
+    for styles, shape in product([plan, None], shapes):
+        with invariant_arithmetic(), loss_parallel():
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["data", "tensor"]
+            model: Any = parallelize_module(build_model(**sizes, dtype=torch.float32).train(), mesh["tensor"], styles)
+            replicate(model, mesh["data"])
+            own = tokens.chunk(shape[1])[mesh.get_local_rank("data")]
+            loss = model(own, labels=own).loss
+            loss.backward()
+            found.append({name: whole(param.grad) for name, param in model.named_parameters()})
+            if styles:  # without shards it is torch's own sum
+                found[-1]["loss"] = all_reduce(whole(loss.detach()), (mesh, "data"), op="avg")
+    for want, got in zip(found[::2], found[1::2], strict=True):
+        assert [name for name in want if not torch.equal(want[name], got[name])] == []
+
+
 def test_faster_forms_are_used_where_they_have_the_same_bits() -> None:
     calls: list[str] = []
 

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
     )
     from .data_parallel.fully_shard import fully_shard
+    from .data_parallel.microbatches import accumulate_in_tree, accumulate_stage_in_tree
     from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .data_parallel.replicate import ReplicateModule, replicate
     from .invariant.self_check import check_arithmetic
@@ -120,6 +121,8 @@ __all__ = [
     "Verification",
     "Vocab",
     "__version__",
+    "accumulate_in_tree",
+    "accumulate_stage_in_tree",
     "adapter_parameters",
     "auto_plan",
     "check_arithmetic",
@@ -163,6 +166,7 @@ _LATER = {
             "register_fsdp_forward_method",
         ),
         ".data_parallel.fully_shard": ("fully_shard",),
+        ".data_parallel.microbatches": ("accumulate_in_tree", "accumulate_stage_in_tree"),
         ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
         ".data_parallel.replicate": ("ReplicateModule", "replicate"),
         ".hf": ("hf",),
