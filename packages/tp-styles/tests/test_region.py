@@ -197,7 +197,7 @@ class Routed(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         out = self.linear(F.dropout(x, 0.5))
         for row in (x[:, 0] > 0).nonzero().flatten():
             if row == 0:
