@@ -105,7 +105,8 @@ def _check(op: OpOverload, tensor: Any, group: Any, reduction: str | None) -> No
         raise PlacementError(
             f"{op} over ranks {list(ranks)} got {spec!r}: these ranks do not hold the same shard of it; a group must "
             f"be all ranks along mesh axes on which the tensor is replicated, or of tensors on other meshes. "
-            f"Redistribute it, or call the collective on tensor.to_local()"
+            f"Redistribute it, or call the collective on tensor.to_local(). Gradients of parameters that fully_shard "
+            f"has placed are averaged already: no DistributedDataParallel belongs around it"
         )
     for axis, partial in spec.partials:
         if reduction is not None and reduction != partial and {reduction, partial} != {"sum", "avg"}:
