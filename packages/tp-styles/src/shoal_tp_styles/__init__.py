@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .data_parallel.microbatches import accumulate_in_tree, accumulate_stage_in_tree
     from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from .data_parallel.replicate import ReplicateModule, replicate
+    from .invariant.fingerprints import StepFingerprints
     from .invariant.self_check import check_arithmetic
     from .plan.auto import auto_plan, format_plan
     from .plan.preview import Preview, preview
@@ -110,6 +111,7 @@ __all__ = [
     "SecondOrderError",
     "SequenceLayout",
     "SequenceParallel",
+    "StepFingerprints",
     "StyleError",
     "StyleTypeError",
     "TiedWeightError",
@@ -170,6 +172,7 @@ _LATER = {
         ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
         ".data_parallel.replicate": ("ReplicateModule", "replicate"),
         ".hf": ("hf",),
+        ".invariant.fingerprints": ("StepFingerprints",),
         ".invariant.self_check": ("check_arithmetic",),
         ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),

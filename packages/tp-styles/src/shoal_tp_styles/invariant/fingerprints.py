@@ -1,0 +1,220 @@
+"""Fingerprints of a run, step by step, that do not depend on the number of ranks, and where those of two runs differ.
+
+A fingerprint is the sum over elements of a hash of global index and bits, modulo 2 ** 64. Every rank adds up its own
+shard, and one all-reduce of integers the ranks; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, local_shard
+from shoal_mesh import DeviceMesh, all_reduce
+
+from ..arithmetic import COMPLETION
+from ..errors import StyleError
+from ..lowering.lowered import Lowered, lowered_of
+from .block_sums import entered
+
+__all__ = ["StepFingerprints", "first_difference"]
+
+_Meshes = tuple[DeviceMesh, ...]
+"""Over whose ranks parts of a fingerprint are added."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
+_OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class StepFingerprints:
+    """Writes a line for every step into a file, which `python -m shoal_tp_styles compare A B` reads.
+
+    Outputs of modules with styles are recorded as they are computed, gradients and parameters when `write` is called:
+    after the optimizer's step and before gradients are dropped. Rank 0 writes; all ranks call it.
+
+    Args:
+        path: of the file, which is replaced.
+        model: made parallel inside `invariant_arithmetic`.
+        batch: the data axes, over which dim 0 of activations is sharded; None if it is not.
+
+    Raises:
+        StyleError: outside `invariant_arithmetic`, where shards need not be equal.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_tp_styles import invariant_arithmetic, parallelize_module
+        >>> with fake_world(1), invariant_arithmetic():
+        ...     model = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (1,)), "colwise")
+        ...     path = Path(mkdtemp()) / "run.jsonl"
+        ...     seen = StepFingerprints(path, model)
+        ...     model(torch.ones(2, 8)).sum().backward()
+        ...     seen.write(0)
+        ...     [*json.loads(path.read_text())["fingerprints"]]
+        ['output of model (Linear)', 'gradient of bias', 'gradient of weight', 'weight', 'bias']
+    """
+
+    def __init__(self, path: str | Path, model: nn.Module, batch: DeviceMesh | None = None) -> None:
+        entered()
+        self.path, self.model, self.batch = Path(path), model, batch
+        self._seen: dict[str, tuple[Tensor, _Meshes]] = {}
+        if _writes():
+            self.path.write_text("")
+        for name, module in model.named_modules():
+            lowered = lowered_of(module)
+            if lowered is not None and lowered.sharding.style != COMPLETION and lowered.sharding.outputs:
+                module.register_forward_hook(self._hook(name or "model", lowered))
+
+    def _hook(self, name: str, lowered: Lowered) -> Any:
+        def record(module: nn.Module, _: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.ndim:
+                self._record(f"output of {name} ({type(module).__name__})", *self._of_output(output.detach(), lowered))
+
+        return record
+
+    def _of_output(self, output: Tensor, lowered: Lowered) -> tuple[Tensor, _Meshes]:
+        local, layout = output, lowered.port_out.desired
+        if isinstance(output, DTensor):
+            (layout,) = output.placements
+            local = local_shard(output)
+        sharded = {0: [self.batch]} if self.batch is not None else {}
+        if isinstance(layout, Shard):
+            sharded.setdefault(layout.dim % local.ndim, []).append(lowered.mesh)
+        indices, sizes = [], []
+        for dim, size in enumerate(local.shape):
+            start = 0
+            for mesh in sharded.get(dim, []):
+                start = start * mesh.size() + mesh.comm(tuple(range(mesh.ndim))).rank
+            ranks = torch.Size(mesh.size() for mesh in sharded.get(dim, [])).numel()
+            indices.append(torch.arange(size, device=local.device) + start * size)
+            sizes.append(size * ranks)
+        counted = isinstance(layout, Shard) or lowered.comm.rank == 0
+        meshes = (lowered.mesh, *([] if self.batch is None else [self.batch]))
+        return _digest(local, indices, sizes) * counted, meshes
+
+    def _record(self, name: str, digest: Tensor, meshes: _Meshes) -> None:
+        call = sum(seen == name or seen.startswith(f"{name} #") for seen in self._seen) + 1
+        self._seen[name if call == 1 else f"{name} #{call}"] = digest, meshes
+
+    @torch.no_grad()
+    def write(self, step: int, **values: Tensor) -> None:
+        """Write the line of a step.
+
+        Args:
+            step: its number.
+            values: what else is recorded, equal on all ranks or a DTensor: the loss, say.
+        """
+        for name, value in values.items():
+            self._record(f"value of {name}", *_of_tensor(value.detach()))
+        named = [*self.model.named_parameters()]
+        for name, param in reversed(named):  # as backward comes to them
+            if param.grad is not None:
+                self._record(f"gradient of {name}", *_of_tensor(param.grad))
+        for name, param in named:
+            self._record(name, *_of_tensor(param.detach()))
+        sums = dict(self._summed())
+        line = {name: f"{sums[name] % (1 << 64):016x}" for name in self._seen}
+        self._seen.clear()
+        if _writes():
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step, "fingerprints": line}) + "\n")
+
+    def _summed(self) -> Iterator[tuple[str, int]]:
+        """The sums over ranks, one collective for all that have the same."""
+        for meshes in dict.fromkeys(meshes for _, meshes in self._seen.values()):
+            names = [name for name, (_, others) in self._seen.items() if others == meshes]
+            total = torch.stack([self._seen[name][0] for name in names])
+            for mesh in meshes:
+                total = all_reduce(total, (mesh, mesh.axis_names))
+            yield from zip(names, total.tolist(), strict=True)
+
+
+def _writes() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _of_tensor(tensor: Tensor) -> tuple[Tensor, _Meshes]:
+    """This rank's part of the fingerprint of a DTensor, or that of a tensor which every rank has."""
+    if not isinstance(tensor, DTensor):
+        return _digest(tensor, [torch.arange(n, device=tensor.device) for n in tensor.shape], list(tensor.shape)), ()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+        tensor = tensor.redistribute(placements=placements)
+    spec, local = tensor.spec, local_shard(tensor)
+    at = spec.coordinate
+    if at is None or any(i and p.is_replicate() for i, p in zip(at, spec.placements, strict=True)):
+        return torch.zeros((), dtype=torch.int64, device=local.device), (spec.mesh,)
+    indices = [torch.tensor(s.indices(at), dtype=torch.int64, device=local.device) for s in spec.dim_shardings]
+    return _digest(local, indices, list(spec.shape)), (spec.mesh,)
+
+
+def _digest(local: Tensor, indices: list[Tensor], sizes: list[int]) -> Tensor:
+    """The sum of the hashes of elements, whose global indices are given for each dim of a tensor of global sizes."""
+    place = torch.zeros((1,) * local.ndim, dtype=torch.int64, device=local.device)
+    for dim, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+        place = place * size + index.view(-1, *(1,) * (local.ndim - dim - 1))
+    if local.is_complex():
+        local, place = torch.view_as_real(local.resolve_conj()), torch.stack([2 * place, 2 * place + 1], -1)
+    bits = local.contiguous().view(_BITS[local.element_size()]).long()
+    return _mixed(bits + _mixed(place + _OFFSET)).sum()
+
+
+def _mixed(number: Tensor) -> Tensor:
+    """The finalizer of splitmix64, element by element."""
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        number = (number ^ (number >> shift & (1 << 64 - shift) - 1)) * factor
+    return number ^ (number >> 31 & (1 << 33) - 1)
+
+
+def first_difference(one: str | Path, other: str | Path) -> str:
+    """Where two files of `StepFingerprints` differ first: the step, and in it the module, gradient and parameter.
+
+    Names that only one run has, as of modules that have a style in one plan only, are not compared.
+
+    Returns:
+        Lines to read; empty if nothing differs.
+
+    Raises:
+        StyleError: if the files have no step in common.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> runs = [Path(mkdtemp()) / name for name in "ab"]
+        >>> for run, digest in zip(runs, ["00", "01"]):
+        ...     size = run.write_text(json.dumps({"step": 4, "fingerprints": {"weight": digest}}))
+        >>> print(first_difference(*runs))
+        step 4: 1 of 1 fingerprints differ
+          parameter: weight
+    """
+    before, after = _lines(one), _lines(other)
+    steps = [step for step in before if step in after]
+    if not steps:
+        raise StyleError(f"{one} and {other} have no step in common: {[*before][:3]} and {[*after][:3]}, ...")
+    for step in steps:
+        shared = [name for name in before[step] if name in after[step]]
+        differ = [name for name in shared if before[step][name] != after[step][name]]
+        if differ:
+            first = {_kind(name): name for name in reversed(differ)}
+            rows = (f"  {kind}: {first[kind].removeprefix(f'{kind} of ')}" for kind in _KINDS if kind in first)
+            return "\n".join([f"step {step}: {len(differ)} of {len(shared)} fingerprints differ", *rows])
+    return ""
+
+
+_KINDS = ("output", "value", "gradient", "parameter")
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in _KINDS if name.startswith(f"{kind} of ")), "parameter")
+
+
+def _lines(path: str | Path) -> dict[int, dict[str, str]]:
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return {line["step"]: line["fingerprints"] for line in lines}
