@@ -368,7 +368,11 @@ def _describe_sizes(sharding: AnyDimSharding) -> str:
     """How a sharding differs from an even one."""
     if isinstance(sharding, StridedDimSharding):
         return f" strided of {list(sharding.shape)}"
-    return "" if sharding.even else f"={list(sharding.sizes)}"
+    if sharding.even:
+        return ""
+    if sharding.ragged is None and sharding.shards > 16:  # all is said by the first, and there may be thousands
+        return f"=[{sharding.step}, ...]"
+    return f"={list(sharding.sizes)}"
 
 
 def _short_dtype(dtype: torch.dtype) -> str:
