@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from shoal_dtensor import (
     DTensor,
@@ -415,3 +416,24 @@ def test_an_operator_with_data_dependent_shape_sees_unsharded_batches() -> None:
         torch.testing.assert_close(other.full_tensor(), one)
     for whole, part in zip(wholes, parts, strict=True):
         torch.testing.assert_close(part.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(4)
+def test_ranks_outside_of_the_mesh_take_part_in_nothing() -> None:
+    """A program that all ranks run goes on: they hold empty tensors, and wait for nobody."""
+    mesh = DeviceMesh("cpu", [0, 2])
+    inside = mesh.get_coordinate() is not None
+    x: Any = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0)])
+    w: Any = distribute_tensor(torch.eye(4), mesh, [Shard(1)]).requires_grad_()
+    y = F.linear(x, w).softmax(0).t().sort(-1).values
+    top = torch.cat([y, x])[:2].add_(1)
+    (grad,) = torch.autograd.grad(y.sum() + top.mean(), w)
+    torch._foreach_mul_([x], 2.0)
+    assert (y.shape, top.shape, grad.shape) == ((4, 4), (2, 4), (4, 4))
+    assert grad.placements == (Shard(1),)
+    held: Any
+    for held in (y, top, x, grad):
+        assert inside or not held.to_local().numel()
+    if not inside:
+        with pytest.raises(PlacementError, match="outside the mesh"):
+            x.sum().item()

@@ -15,7 +15,14 @@ import torch
 from shoal_mesh import DeviceMesh
 
 from .._torch import Build, DataDependentError, OpOverload, decomposition_of, direct, shapes_of
-from ..errors import InPlaceError, MixedTensorError, NoRuleError, OperatorArgumentError, OperatorIndexError
+from ..errors import (
+    InPlaceError,
+    MixedTensorError,
+    NoRuleError,
+    OperatorArgumentError,
+    OperatorIndexError,
+    PlacementError,
+)
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
@@ -215,7 +222,11 @@ def _decision(  # what a decision is made of
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or scope.communication != "allow" else ""
     notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, _result_kind(call)
-    run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
+    dynamic = rule.dynamic or call.has_data_dependent_shape
+    if specs[0].coordinate is None and not dynamic:
+        run: LocalFunction | None = _nothing_of(call, specs[0].mesh.device_type)
+    else:
+        run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
     run = binding() if run is None else run
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
@@ -225,7 +236,6 @@ def _decision(  # what a decision is made of
     copied = call.schema.is_view and (
         bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.copies
     )
-    dynamic = rule.dynamic or call.has_data_dependent_shape
     watched = scope.communication != "allow" and not sharding.communicating
     if not (plans or dynamic or copied or notice or watched or circumstances.verifies_plain):
         return SimpleDecision(run, kind, sharding.outputs, aliased, unreported)
@@ -244,6 +254,30 @@ def _decision(  # what a decision is made of
         notice=notice,
         watched=what if watched else "",
     )
+
+
+def _nothing_of(call: OpCall, device: str) -> LocalFunction:
+    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
+    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
+
+        def result(kind: tuple[bool, str | None] | None) -> Any:
+            if kind is None:
+                raise PlacementError(
+                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+                )
+            new = [*made] if kind[0] else next(made)
+            return new if kind[1] is None else given[kind[1]]
+
+        results = tuple(map(result, kinds))
+        return results[0] if len(results) == 1 else results or None
+
+    return run
 
 
 def _specs_of_outs(results: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
