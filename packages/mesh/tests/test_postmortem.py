@@ -35,7 +35,7 @@ def _lose_one(kept: str, transport: str, fault: str) -> None:
     with purpose(lambda: "the last sum"), pytest.raises(PeerError, match="postmortem") as caught:
         all_reduce(torch.ones(4), comm)
     assert kept in str(caught.value)
-    assert len(ENTRIES) == 256
+    assert len(ENTRIES) > 255
     time.sleep(1)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
-from shoal_mesh.shared_memory.recorder import ENTRIES, folder, record
+from shoal_mesh.shared_memory.recorder import ENTRIES, dump, folder, note, record
 
 
 def test_an_entry_is_cheap_and_the_folder_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +27,21 @@ def test_an_entry_is_cheap_and_the_folder_is_that_of_the_launcher(monkeypatch: p
     assert folder().endswith(f"_{os.getppid()}")
     monkeypatch.setenv("SHOAL_POSTMORTEM", "0")
     assert folder() == ""
+
+
+def test_a_note_is_said_of_as_many_collectives_as_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_POSTMORTEM", str(tmp_path))
+    kept = [*ENTRIES]
+    ENTRIES.clear()
+    note(("redistribute S(0) -> R", 2))
+    for request in range(3):
+        record("group", request)
+    dump({"rank": 0, "world": 1}, str)
+    ENTRIES.clear()
+    ENTRIES.extend(kept)
+    written = json.loads((tmp_path / "rank0.json").read_text())["collectives"]
+    assert [(what, purpose) for _, _, what, purpose in written] == [
+        ("0", "redistribute S(0) -> R"),
+        ("1", "redistribute S(0) -> R"),
+        ("2", ""),
+    ]

@@ -38,6 +38,7 @@ from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import in_lockstep, lockstep
 from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
+from .shared_memory.recorder import note
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
 
@@ -94,6 +95,7 @@ __all__ = [
     "launch",
     "lockstep",
     "measure_topology",
+    "note",
     "observe",
     "pack_blocks",
     "permute",

@@ -56,7 +56,8 @@ class purpose:  # used as a function, as contextlib's suppress is
     __slots__ = ("_text", "_token")
 
     def __init__(self, text: Text) -> None:
-        require(text, str | Callable, "a purpose is a text, or a function that returns one", CollectiveTypeError)
+        if type(text) is not str:
+            require(text, str | Callable, "a purpose is a text, or a function that returns one", CollectiveTypeError)
         self._text = text
         self._token: Token[tuple[Text, ...]] | None = None
 

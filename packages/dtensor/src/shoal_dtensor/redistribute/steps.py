@@ -203,7 +203,7 @@ class Plan:
         floor: seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less,
             0.0 if nothing is known (between meshes, and where a strided dim is gathered first).
         collectives: number of steps that communicate.
-        purpose: what its collectives are for, in words.
+        purpose: what its collectives are for, in words; note: the same for the recorder, None if there are none.
     """
 
     src: Spec
@@ -215,10 +215,12 @@ class Plan:
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)
     purpose: str = field(init=False, repr=False, compare=False)
+    note: tuple[str, int] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
         object.__setattr__(self, "purpose", f"redistribute {self.src!r} -> {self.dst!r}")
+        object.__setattr__(self, "note", (self.purpose, self.collectives) if self.collectives else None)
 
     @property
     def slices(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from shoal_mesh import check_replicas, purpose
+from shoal_mesh import check_replicas, is_observed, note, purpose
 
 from .._torch import apply, is_transformed, make_wrapper
 from ..dispatch.communication_policy import obey
@@ -61,8 +61,12 @@ def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool
     """A DTensor of the local tensor that arrives; debug modes and the recorder read what it is for."""
     if not way.steps:
         return wrap(cls, local, way.dst)
-    with purpose(way.purpose):
-        return _arriving(cls, tensor, way, local, async_op)
+    if is_observed():
+        with purpose(way.purpose):
+            return _arriving(cls, tensor, way, local, async_op)
+    if way.note is not None:
+        note(way.note)  # `with purpose(...)` takes half a microsecond more
+    return _arriving(cls, tensor, way, local, async_op)
 
 
 def _arriving(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:

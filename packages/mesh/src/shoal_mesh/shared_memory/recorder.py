@@ -8,22 +8,34 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["ENTRIES", "PURPOSES", "SWITCH", "dump", "folder", "record"]
+__all__ = ["ENTRIES", "PURPOSES", "SWITCH", "dump", "folder", "note", "record"]
 
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
 # What a collective is for, as the program says it with `purpose`, innermost last.
 PURPOSES: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
 # Declared mutable state: time, group, what (a request, or a backend's name of it, dtype, elements, reduction and root)
-# and purposes.
-ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]]] = deque(maxlen=256)
+# and purposes. A shorter entry is a note.
+ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
 _append, _now, _purposes = ENTRIES.append, time.monotonic, PURPOSES.get
+
+
+def note(said: tuple[str, int]) -> None:
+    """Remember what the next collectives of this process are for; cheaper than `purpose`, for the recorder alone.
+
+    Args:
+        said: the purpose, and how many collectives it has at least.
+
+    Example:
+        >>> note(("redistribute S(0) -> R", 1))
+    """
+    _append(said)
 
 
 def record(group: str, what: Any) -> None:
@@ -61,7 +73,7 @@ def dump(facts: dict[str, Any], in_words: Callable[[int], str]) -> str:
 
     last = [
         (round(now - at, 3), group, in_words(what) if isinstance(what, int) else _of_backend(*what), _joined(texts))
-        for at, group, what, texts in ENTRIES
+        for at, group, what, texts in _with_notes()
     ]
     written = {
         **facts,
@@ -81,6 +93,18 @@ def dump(facts: dict[str, Any], in_words: Callable[[int], str]) -> str:
         os.replace(partial, whole)
         return f" (what all ranks did last: python -m {__package__.partition('.')[0]} postmortem {path})"
     return ""
+
+
+def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
+    """The collectives, each with the note that it belongs to."""
+    said, left = "", 0
+    for entry in [*ENTRIES]:
+        if len(entry) == 2:
+            said, left = entry
+            continue
+        at, group, what, texts = entry
+        yield at, group, what, (*texts, said) if left > 0 else texts
+        left -= 1
 
 
 def _of_backend(kind: str, dtype: object, count: int, op: str, root: int) -> str:
