@@ -101,6 +101,7 @@ CASES: dict[str, Case] = {
     "columns gathered": Case(linear, ColwiseParallel(output_layouts=Replicate())),
     "columns to another dim": Case(linear, ColwiseParallel(output_layouts=Shard(0))),
     "columns of a shard": Case(linear, ColwiseParallel(input_layouts=Shard(0)), Shard(0)),
+    "overlapped columns": Case(linear, ColwiseParallel(input_layouts=Shard(0)).overlapped(2), Shard(0), (8, 8)),
     "columns as DTensor": Case(linear, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)),
     "rows": Case(linear, RowwiseParallel(), ROWS),
     "rows of a replicated input": Case(linear, RowwiseParallel(input_layouts=Replicate())),

@@ -12,7 +12,7 @@ from ..arithmetic import COMPLETION
 from ..errors import TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered, lowered_of, set_lowered
-from ..modules.column_linear import ColumnLinear
+from ..modules.column_linear import ColumnLinear, OverlappedColumn
 from ..modules.dropout import SequenceDropout
 from ..modules.embedding import ColumnEmbedding, RowEmbedding
 from ..modules.norm import Tokenwise, is_norm
@@ -27,6 +27,7 @@ __all__ = ["complete", "invariant_form", "refuse_tied"]
 
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
+    OverlappedColumn: InvariantColumn,
     RowLinear: InvariantRow,
     OverlappedRow: InvariantRow,
     ColumnEmbedding: InvariantColumnEmbedding,

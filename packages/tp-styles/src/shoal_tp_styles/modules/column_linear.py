@@ -5,6 +5,8 @@ Type lines, per mesh axis (activations are plain local tensors):
     x: R    -> y: S(-1)     backward: all-reduce of dx (shared by all readers of x), beside dW
     x: S(d) -> y: S(-1)     all-gather of x; backward: reduce-scatter of dx, beside dW
 
+`OverlappedColumn` gathers x in chunks of dim 0, that of the next beside the product of one.
+
 The weight is a DTensor parameter: one autograd function works on its local shard, and its gradient is added to
 `.grad` or returned to autograd as a DTensor of the same spec.  What is saved is what hand-written code saves: the input
 (an alias) and the local weight.
@@ -27,6 +29,7 @@ from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, t
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
 from ..lowering.lowered import Lowered, spec_of
+from ..lowering.overlap import chunks_of, gathered_product, in_chunks
 from ..lowering.parameters import first_order_only
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
@@ -34,7 +37,7 @@ from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .linear_gradients import cast, note_parameters, save_operands, weight_grads
 
-__all__ = ["ColumnLinear"]
+__all__ = ["ColumnLinear", "OverlappedColumn"]
 
 Grads = tuple[Any, ...]
 
@@ -42,16 +45,16 @@ OVERLAP_FROM = 1 << 20
 """Multiplications of a weight gradient on a CPU from which the reduction of dx runs beside it: some 50 us."""
 
 
-def _product(
-    ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    """The forward that all three functions share: (output, local weight)."""
+def _operands(
+    ctx: Any, weight: DTensor, bias: DTensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Local weight and bias in the dtype of the product, which are noted for the backward."""
     note_parameters(ctx, weight, bias)
     w = local_shard(weight)
     b = None if bias is None else local_shard(bias)
     if dtype is not None:
         w, b = w.to(dtype), cast(b, dtype)
-    return linear(x, w, b), w
+    return w, b
 
 
 class _Column(Function):
@@ -65,7 +68,8 @@ class _Column(Function):
         ctx.input_dtype = x.dtype
         if dtype is not None:
             x = x.to(dtype)
-        out, w = _product(ctx, x, weight, bias, dtype)
+        w, b = _operands(ctx, weight, bias, dtype)
+        out = linear(x, w, b)
         save_operands(ctx, x, w)
         return out
 
@@ -86,7 +90,8 @@ class _LeadColumn(Function):
         ctx.set_materialize_grads(False)
         token = x.detach()
         local = token if dtype is None else token.to(dtype)
-        out, w = _product(ctx, local, weight, bias, dtype)
+        w, b = _operands(ctx, weight, bias, dtype)
+        out = linear(local, w, b)
         save_operands(ctx, local, w)
         return out, token
 
@@ -132,14 +137,26 @@ class _GatherColumn(Function):
     """x: S(dim), W: S(0), b: S(0) -> y: S(-1), and the gathered x as the token of the other readers."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: DTensor, bias: DTensor | None, where: ShardedDim, dtype: torch.dtype | None
+    def forward(  # noqa: PLR0913  # what autograd hands over
+        ctx: Any,
+        x: Tensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        where: ShardedDim,
+        dtype: torch.dtype | None,
+        chunks: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.where, ctx.input_dtype = where, x.dtype
         ctx.set_materialize_grads(False)
+        w, b = _operands(ctx, weight, bias, dtype)
+        local = x if dtype is None else x.to(dtype)
         with unwatched():
-            gathered = gather_dim(x if dtype is None else x.to(dtype), *where)
-        out, w = _product(ctx, gathered, weight, bias, dtype)
+            if chunks > 1:
+                gathered, out = gathered_product(local, w, b, where, chunks)
+            else:
+                gathered = gather_dim(local, *where)
+        if chunks == 1:
+            out = linear(gathered, w, b)
         save_operands(ctx, gathered, w)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(gathered)
@@ -159,7 +176,7 @@ class _GatherColumn(Function):
         dx = reduced if reduced is None or isinstance(reduced, Tensor) else reduced.wait()
         if dx is not None and dx.dtype is not ctx.input_dtype:
             dx = dx.to(ctx.input_dtype)
-        return dx, dw, db, None, None
+        return dx, dw, db, None, None, None
 
 
 def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.dtype | None) -> Tensor:
@@ -174,6 +191,7 @@ class ColumnLinear(Lowered):
     """A column-wise Linear; plain replicated inputs take the shortest path."""
 
     __slots__ = ("key", "plain", "where")
+    chunks = 1
 
     def resolve(self) -> None:
         self.key = (self.comm, None, None)
@@ -235,16 +253,15 @@ class ColumnLinear(Lowered):
             keep_token(input, self.key, token)
         return out
 
-    def gathered(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
+    def gathered(self, input: Tensor, where: ShardedDim, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
         """One reader, among possibly several, of an activation sharded along another dim; gathered once."""
-        assert self.where is not None, "the input is sharded"
-        key = (*self.where, dtype)
+        key = (*where, dtype)
         grad = input.requires_grad and torch.is_grad_enabled()
         token = find_token(input, key, grad)
         if token is not None:
             return _column(token, weight, bias, None, dtype)
         out: Tensor
-        out, token = apply(_GatherColumn, input, weight, bias, self.where, dtype)
+        out, token = apply(_GatherColumn, input, weight, bias, where, dtype, self.chunks if input.ndim > 1 else 1)
         if not (grad and input.is_leaf):
             keep_token(input, key, token)
         return out
@@ -258,7 +275,13 @@ class ColumnLinear(Lowered):
             if self.port_in.layout.is_replicate():
                 return self.replicated(input, weight, bias, dtype)
             if self.where is not None:
-                return self.gathered(input, weight, bias, dtype)
+                return self.gathered(input, self.where, weight, bias, dtype)
+        elif self.chunks > 1 and input.device_mesh == self.mesh:
+            (placement,) = input.placements
+            where = sharded_dim(placement, self.comm)
+            if where is not None:
+                local = input.to_local(grad_placements=(placement,))
+                return self.gathered(local, (*where[:2], input.spec.sizes(where[1])), weight, bias, dtype)
         local = local_input(input, self.port_in, self.mesh, grad=Partial())
         return _column(local, weight, bias, None, dtype)
 
@@ -268,3 +291,23 @@ class ColumnLinear(Lowered):
             return out
         spec = self.spec("weight")
         return sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
+
+
+class OverlappedColumn(ColumnLinear):
+    """A column-wise Linear of a style with `.overlapped(chunks)`."""
+
+    __slots__ = ("chunks",)
+
+    def resolve(self) -> None:
+        super().resolve()
+        self.chunks = chunks_of(self.sharding)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        x, placement = call.input(), call.sharding.input_port().layout
+        declared = declare_replicated_input(call)
+        if x is not None:
+            chunks = chunks_of(call.sharding)
+            declared = in_chunks(declared, {("all_gather", False)}, chunks, x, placement, call.ranks)
+        yield from declared
+        yield from declare_sharded_output(call)

@@ -3,15 +3,13 @@
 x: S(-1) -> y: R        all-reduce of y; backward: nothing
 x: S(-1) -> y: S(d)     reduce-scatter of y; backward: all-gather of dy
 
-`OverlappedRow` splits the activation into chunks of dim 0 ("async TP", on any backend): while the partial output of one
-chunk is reduced, the next chunk is multiplied.  The values are those of the unchunked product; there are as many
-collectives as chunks.  Where the output is scattered along dim 0, a chunk holds some rows of every rank's shard.
+`OverlappedRow` does it in chunks of dim 0: the reduction of one beside the product of the next, in the backward the
+all-gather of the next beside the products of dx.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Shard, Spec, local_shard
+from shoal_dtensor import DTensor, Spec, local_shard
 from shoal_mesh import Comm, all_reduce_
 
 from .._torch import (
@@ -30,7 +28,6 @@ from .._torch import (
     dispatch_modes,
     is_compiling,
     selectively_checkpointed,
-    split_sizes,
     transforming,
     unwatched,
 )
@@ -45,15 +42,14 @@ from ..lowering.collective_functions import (
     uneven_output,
 )
 from ..lowering.lowered import Lowered, spec_of
+from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
 from ..lowering.parameters import first_order_only
 from ..lowering.ports import declare_partial_output, declare_sharded_input, partial_output, sharded_input
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, Overlap
+from ..sharding.module_sharding import ModuleCall
 from .linear_gradients import note_parameters, save_operands, weight_grads
 
 __all__ = ["OverlappedRow", "RowLinear"]
-
-_REDUCTIONS = ("all_reduce", "reduce_scatter")  # what runs in chunks
 
 Grads = tuple[Any, ...]
 
@@ -76,19 +72,7 @@ def _save_for_row(
     return x, w
 
 
-def _row_backward(ctx: Any, grad: Tensor) -> Grads:
-    """Gradients of input, weight and bias from the replicated gradient of the output."""
-    first_order_only()
-    x, w = ctx.saved_tensors
-    dx = None
-    if ctx.needs_input_grad[0]:
-        dx = grad.matmul(w)
-        if dx.dtype is not ctx.input_dtype:
-            dx = dx.to(ctx.input_dtype)
-    return dx, *weight_grads(ctx, grad, x)
-
-
-def _finished(out: Tensor, bias: DTensor | None, where: Comm | ShardedDim | None) -> Tensor:
+def _reduced(out: Tensor, bias: DTensor | None, where: Comm | ShardedDim | None) -> Tensor:
     """The product, reduced (in place where it is all-reduced), and the bias."""
     if type(where) is Comm:
         all_reduce_(out, where)
@@ -102,32 +86,50 @@ def _finished(out: Tensor, bias: DTensor | None, where: Comm | ShardedDim | None
 class _Row(Function):
     """x: S(-1), W: S(1), b: R -> y: R (`where` is a communicator), S(d) (communicator, dim, sizes), or P (None).
 
-    The bias is added once, after the reduction.
+    The bias is added once, after the reduction.  Several chunks run beside their collectives.
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913  # what autograd hands over
         ctx: Any,
         x: Tensor,
         weight: DTensor,
         bias: DTensor | None,
         where: Comm | ShardedDim | None,
         dtype: torch.dtype | None,
+        chunks: int = 1,
     ) -> Tensor:
         x, w = _save_for_row(ctx, x, weight, bias, where, dtype)
+        ctx.chunks = chunks
+        if chunks > 1 and where is not None:
+            with unwatched():
+                out = reduced_product(x, w, where, chunks)
+                return out if bias is None else out.add_(local_shard(bias))
         out = linear(x, w)
         if (
             dispatch_modes() and selectively_checkpointed()
         ):  # it may have saved the product, which is reduced in place otherwise
             with unwatched():
-                return _finished(out.clone(), bias, where)
-        return _finished(out, bias, where)
+                return _reduced(out.clone(), bias, where)
+        return _reduced(out, bias, where)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Grads:
+        first_order_only()
+        x, w = ctx.saved_tensors
+        needs_input = ctx.needs_input_grad[0]
+        dx = None
         if isinstance(ctx.where, tuple):
-            grad = gather_dim(grad.contiguous(), *ctx.where)
-        return (*_row_backward(ctx, grad), None, None)
+            grad = grad.contiguous()
+            if needs_input and ctx.chunks > 1:
+                grad, dx = gathered_product(grad, w.t(), None, ctx.where, ctx.chunks)
+            else:
+                grad = gather_dim(grad, *ctx.where)
+        if needs_input:
+            dx = grad.matmul(w) if dx is None else dx
+            if dx.dtype is not ctx.input_dtype:
+                dx = dx.to(ctx.input_dtype)
+        return dx, *weight_grads(ctx, grad, x), None, None, None
 
 
 _row_direct = direct(_Row)
@@ -137,6 +139,7 @@ class RowLinear(Lowered):
     """A row-wise Linear; plain sharded inputs and plain outputs take the shortest path."""
 
     __slots__ = ("direct_in", "fast", "where")
+    chunks = 1
 
     def resolve(self) -> None:
         self.direct_in = self.port_in.layout == self.port_in.desired
@@ -198,17 +201,10 @@ class RowLinear(Lowered):
         where = self.target(shape, spec)
         if where is None:
             return self.by_dtensor(local, weight, bias, dtype)
-        out = self.product(local, weight, bias, where, dtype)
+        out: Tensor = apply(_Row, local, weight, bias, where, dtype, self.chunks if local.ndim > 1 else 1)
         if self.sharding.local_outputs:
             return out
         return from_local(out, self.port_out.desired, self.mesh, None)
-
-    def product(
-        self, local: Tensor, weight: Any, bias: Any, where: Comm | ShardedDim, dtype: torch.dtype | None
-    ) -> Tensor:
-        """The reduced product of the local shards, and the bias."""
-        out: Tensor = apply(_Row, local, weight, bias, where, dtype)
-        return out
 
     def target(self, shape: list[int], spec: Spec) -> Comm | ShardedDim | None:
         """Communicator, or sharded dim, over which the partial output is reduced; None where DTensor must do it."""
@@ -236,64 +232,6 @@ class RowLinear(Lowered):
         return local_output(left, self.sharding.style) if self.sharding.local_outputs else left
 
 
-class _OverlappedRow(Function):
-    """x: S(-1), W: S(1), b: R -> y: R | S(d), chunk by chunk along dim 0."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913  # what autograd hands over
-        ctx: Any,
-        x: Tensor,
-        weight: DTensor,
-        bias: DTensor | None,
-        where: Comm | ShardedDim,
-        dtype: torch.dtype | None,
-        chunks: int,
-    ) -> Tensor:
-        x, w = _save_for_row(ctx, x, weight, bias, where, dtype)
-        if selectively_checkpointed():
-            with unwatched():
-                return _in_chunks(x, w, bias, where, chunks)
-        return _in_chunks(x, w, bias, where, chunks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if isinstance(ctx.where, tuple):
-            grad = gather_dim(grad.contiguous(), *ctx.where)
-        return (*_row_backward(ctx, grad), None, None, None)
-
-
-def _in_chunks(x: Tensor, w: Tensor, bias: DTensor | None, where: Comm | ShardedDim, chunks: int) -> Tensor:
-    """The reduced product, and the bias; each chunk is reduced beside the product of the next."""
-    pending = []
-    for rows, target in _chunks(x, where, chunks):
-        out = linear(rows, w)
-        if isinstance(target, tuple):
-            pending.append(reduce_scatter_dim(out, *target, async_op=True))
-        else:
-            pending.append(all_reduce_(out, target, async_op=True))
-    full = torch.cat([each.wait() for each in pending])
-    if bias is not None:
-        full += local_shard(bias)
-    return full
-
-
-def _chunks(x: Tensor, where: Comm | ShardedDim, chunks: int) -> Iterator[tuple[Tensor, Comm | ShardedDim]]:
-    """Rows of `x`, and how their products are reduced, so that the results are in order."""
-    if not isinstance(where, tuple) or where[1] != 0:
-        for rows in x.tensor_split(_count(chunks, x.shape[0])):
-            yield rows, where
-        return
-    comm, dim, sizes = where
-    shards = split_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
-    count = _count(chunks, max(len(shard) for shard in shards))
-    for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
-        yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))
-
-
-def _count(chunks: int, rows: int) -> int:
-    return max(1, min(chunks, rows))
-
-
 class OverlappedRow(RowLinear):
     """A row-wise Linear of a style with `.overlapped(chunks)`."""
 
@@ -301,30 +239,14 @@ class OverlappedRow(RowLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        options = self.sharding.options
-        assert isinstance(options, Overlap), "the style gave the number of chunks"
-        self.chunks = options.chunks
+        self.fast = False
+        self.chunks = chunks_of(self.sharding)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        options, placement, out = call.sharding.options, call.sharding.output_port().desired, call.output
-        chunks = 1
-        if isinstance(options, Overlap) and out.ndim > 1:
-            rows = out.shape[0]
-            if isinstance(placement, Shard) and placement.dim in (0, -out.ndim):
-                rows = rows // call.ranks if placement.sizes is None else max(placement.sizes)
-            chunks = _count(options.chunks, rows)
-        for collective in super().collectives(call):
-            split = 1 if collective.backward or collective.op not in _REDUCTIONS else chunks
-            yield from [replace(collective, nbytes=collective.nbytes // split)] * split
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return self.traced(input) if is_compiling() else self.general(input)  # a compiler orders collectives itself
-
-    def product(
-        self, local: Tensor, weight: Any, bias: Any, where: Comm | ShardedDim, dtype: torch.dtype | None
-    ) -> Tensor:
-        if local.ndim < 2 or not local.numel():
-            return super().product(local, weight, bias, where, dtype)
-        out: Tensor = apply(_OverlappedRow, local, weight, bias, where, dtype, self.chunks)
-        return out
+        x, placement = call.input(), call.sharding.output_port().desired
+        chunked = {("all_reduce", False), ("reduce_scatter", False)}
+        if x is not None and x.requires_grad:
+            chunked.add(("all_gather", True))
+        declared = super().collectives(call)
+        yield from in_chunks(declared, chunked, chunks_of(call.sharding), call.output, placement, call.ranks)

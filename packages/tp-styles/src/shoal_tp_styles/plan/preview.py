@@ -185,7 +185,8 @@ def _cost(collective: Collective, link: Link, axis_size: int) -> list[Collective
         return []
     # On a ring each rank sends (n - 1) / n of the tensor; an all-reduce is a reduce-scatter and an all-gather.
     factor = (2 if collective.op == "all_reduce" else 1) * (ranks - 1) / ranks
-    return [CollectiveCost(collective.op, collective.nbytes, link.seconds(collective.nbytes * factor))]
+    nbytes = collective.nbytes // collective.chunks
+    return [CollectiveCost(collective.op, nbytes, link.seconds(nbytes * factor))] * collective.chunks
 
 
 _Recorded = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]

@@ -18,6 +18,7 @@ class Collective:
         backward: whether it runs in the backward.
         once_for: modules that declare the same key run this collective once, together; None: on its own.
         ranks: number of ranks that take part; None: all of the axis.
+        chunks: in how many messages it is sent.
     """
 
     op: str
@@ -25,3 +26,4 @@ class Collective:
     backward: bool = False
     once_for: Hashable = None
     ranks: int | None = None
+    chunks: int = 1

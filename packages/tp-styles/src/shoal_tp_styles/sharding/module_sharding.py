@@ -114,7 +114,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A row-wise Linear in so many chunks of dim 0, each reduced beside the product of the next."""
+    """A Linear in so many chunks of dim 0, the collective of each beside the product of another."""
 
     chunks: int
 

@@ -16,7 +16,7 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard
 
 from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.lowered import Lowered
-from ..modules.column_linear import ColumnLinear
+from ..modules.column_linear import ColumnLinear, OverlappedColumn
 from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.fused_linear import FusedColumn
@@ -96,7 +96,51 @@ def _features(
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
-class ColwiseParallel(DeclaredStyle):
+class _FeatureStyle(DeclaredStyle):
+    """What both styles have in common."""
+
+    use_local_output: bool = True
+    of_heads: Heads | None = field(default=None, init=False)
+    chunks: int = field(default=1, init=False)
+
+    def overlapped(self, chunks: int) -> Self:
+        """The same style for a Linear whose collective runs beside its product, in so many chunks of dim 0.
+
+        Columns gather a sharded input in chunks; rows reduce or scatter their output, and gather its gradient. Eager
+        forwards do; compiled code orders collectives itself.
+
+        Raises:
+            LayoutError: if there is no chunk; (when it is applied) if columns get an input that needs no gather.
+            UnsupportedModuleError: (when it is applied) to another module than a Linear with torch's forward, or one
+                of `ColwiseParallel.heads`.
+
+        Example:
+            >>> ColwiseParallel(input_layouts=Shard(1)).overlapped(2)
+            ColwiseParallel(chunks=2, input_layouts=Shard(dim=1))
+        """
+        if chunks < 1:
+            raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
+        return self._with(chunks=chunks)
+
+    def _overlap(
+        self, module: nn.Module, lowering: type[Lowered] | None
+    ) -> tuple[type[Lowered] | None, Overlap | None]:
+        """The lowering and options of a module: those that overlap where the style asks for it."""
+        if self.chunks == 1:
+            return lowering, None
+        if lowering not in _OVERLAPPED:
+            raise UnsupportedModuleError(
+                f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got {type(module).__name__}; "
+                "leave out overlapped()"
+            )
+        return _OVERLAPPED[lowering], Overlap(self.chunks)
+
+
+_OVERLAPPED: dict[type[Lowered] | None, type[Lowered]] = {ColumnLinear: OverlappedColumn, RowLinear: OverlappedRow}
+
+
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
+class ColwiseParallel(_FeatureStyle):
     """Shard a module along its output features: every rank computes some columns of the output.
 
     Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv: output channels.  A Linear
@@ -115,8 +159,6 @@ class ColwiseParallel(DeclaredStyle):
 
     input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
     output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
-    use_local_output: bool = True
-    of_heads: Heads | None = field(default=None, init=False)
 
     @property
     def desired_input_layouts(self) -> tuple[Placement, ...]:
@@ -142,13 +184,21 @@ class ColwiseParallel(DeclaredStyle):
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
         port = Port(self.given("input_layouts") or Replicate(), Replicate())
+        lowering, options = self._overlap(module, features.lowering_for(module, kind))
+        if options is not None and not (isinstance(port.layout, Shard) and port.layout.multiple_of == 1):
+            raise LayoutError(
+                f"ColwiseParallel.overlapped: runs the gather of a sharded input beside the product, got input_layouts="
+                f"{port.layout!r}. Give input_layouts=Shard(dim), or leave out overlapped(): the backward's collective "
+                "runs beside the weight gradient in any case"
+            )
         return ModuleSharding(
             "ColwiseParallel",
             {name: Shard(dim, multiple_of=self.multiple_of) for name, dim in features.parameters.items()},
             inputs=(port,) * features.inputs,
             outputs=(Port(natural, self.given("output_layouts") or natural),),
-            lowering=features.lowering_for(module, kind),
+            lowering=lowering,
             local_outputs=self.use_local_output,
+            options=options,
         )
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
@@ -160,6 +210,8 @@ class ColwiseParallel(DeclaredStyle):
             raise LayoutError(
                 "ColwiseParallel.heads returns local heads; output_layouts and use_local_output=False do not go with it"
             )
+        if self.chunks > 1:
+            raise UnsupportedModuleError("ColwiseParallel: heads() and overlapped() do not go together; leave out one")
         lowering = features.lowering_for(module, kind)
         fused = isinstance(module, nn.Linear)
         if fused and lowering is None:
@@ -177,7 +229,7 @@ class ColwiseParallel(DeclaredStyle):
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
-class RowwiseParallel(DeclaredStyle):
+class RowwiseParallel(_FeatureStyle):
     """Shard a module along its input features: every rank computes a partial sum of the output.
 
     Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding: weight
@@ -196,26 +248,10 @@ class RowwiseParallel(DeclaredStyle):
 
     input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
     output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
-    use_local_output: bool = True
-    of_heads: Heads | None = field(default=None, init=False)
-    chunks: int = field(default=1, init=False)
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection from `count` heads of `size` features (`ColwiseParallel.heads`)."""
         return self._with(of_heads=Heads(count, size))
-
-    def overlapped(self, chunks: int) -> Self:
-        """The same style for a Linear whose reduction runs beside its product, in so many chunks of dim 0.
-
-        It does in eager forwards, for outputs that are reduced or scattered; compiled code orders collectives itself.
-
-        Raises:
-            LayoutError: if there is no chunk.
-            UnsupportedModuleError: (when it is applied) to another module than a Linear with torch's forward.
-        """
-        if chunks < 1:
-            raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
-        return self._with(chunks=chunks)
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         kind, features = _features("RowwiseParallel", ROWWISE, module)
@@ -225,19 +261,13 @@ class RowwiseParallel(DeclaredStyle):
             name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
             for name, dim in features.parameters.items()
         }
-        lowering = features.lowering_for(module, kind)
-        overlapped = self.chunks > 1
-        if overlapped and lowering is not RowLinear:
-            raise UnsupportedModuleError(
-                f"RowwiseParallel.overlapped: takes a Linear with torch's forward, got {type(module).__name__}; leave "
-                "out overlapped()"
-            )
+        lowering, options = self._overlap(module, features.lowering_for(module, kind))
         return ModuleSharding(
             "RowwiseParallel",
             parameters,
             inputs=(Port(self.given("input_layouts") or arriving, desired),),
             outputs=(Port(Partial(), self.given("output_layouts") or Replicate()),),
             local_outputs=self.use_local_output,
-            lowering=OverlappedRow if overlapped else lowering,
-            options=Overlap(self.chunks) if overlapped else None,
+            lowering=lowering,
+            options=options,
         )

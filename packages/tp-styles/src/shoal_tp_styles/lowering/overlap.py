@@ -1,0 +1,143 @@
+"""Products whose collective runs beside them, in chunks of dim 0 ("async TP", on any backend).
+
+    gathered_product   x: S(d) -> x: R, x W^T    while one chunk is multiplied, the next are gathered
+    reduced_product    x -> x W^T: R | S(d)      while the product of one chunk is reduced, the next is multiplied
+
+The values are those of one product; there are as many collectives as chunks.  Where dim 0 is the sharded one, a chunk
+holds some rows of every rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shoal_dtensor import Placement, Shard
+from shoal_mesh import Comm, all_reduce_
+
+from .._torch import split_sizes
+from ..sharding.collective import Collective
+from ..sharding.module_sharding import ModuleSharding, Overlap
+from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
+
+__all__ = ["chunks_of", "gathered_product", "in_chunks", "reduced_product"]
+
+
+def chunks_of(sharding: ModuleSharding) -> int:
+    """The number of chunks of a style with `.overlapped(chunks)`."""
+    options = sharding.options
+    assert isinstance(options, Overlap), "the style gave the number of chunks"
+    return options.chunks
+
+
+def gathered_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, where: ShardedDim, chunks: int
+) -> tuple[Tensor, Tensor]:
+    """The gathered tensor, and its product with a weight.
+
+    Args:
+        x: this rank's shard, (..., in), of at least two dims.
+        weight: (out, in).
+        bias: (out,).
+        where: how `x` is sharded.
+        chunks: number of collectives, if there are as many rows.
+    """
+    comm, dim, sizes = where
+    along_rows = dim % x.ndim == 0
+    count = _count(chunks, x.shape[0], sizes if along_rows else None)
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
+    blocks = (sizes or x.shape[:1] * comm.size) if along_rows else x.shape[:1]
+    pending, lengths = [], _sizes_per_chunk(blocks, count)
+    for part, each in zip(x.tensor_split(count), lengths, strict=True):
+        pending.append(gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True))
+    full, product = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
+    starts = [0, *accumulate(blocks)][:-1]
+    for gathered, each in zip(pending, lengths, strict=True):
+        parts = split_sizes(gathered.wait(), list(each))
+        for i, (part, start) in enumerate(zip(parts, starts, strict=True)):
+            starts[i] = end = start + len(part)
+            full[start:end] = part
+            _multiply(part, weight, bias, product[start:end])
+    return full, product
+
+
+def reduced_product(x: Tensor, weight: Tensor, where: Comm | ShardedDim, chunks: int) -> Tensor:
+    """The product of `x` (..., in) with a weight (out, in), reduced over the ranks as `where` says."""
+    if isinstance(where, tuple):
+        scattered = [
+            reduce_scatter_dim(linear(rows, weight), *target, async_op=True)
+            for rows, target in _chunks(x, where, chunks)
+        ]
+        return torch.cat([each.wait() for each in scattered])
+    product = x.new_empty([*x.shape[:-1], weight.shape[0]])
+    pending, count = [], _count(chunks, x.shape[0])
+    for rows, out in zip(x.tensor_split(count), product.tensor_split(count), strict=True):
+        _multiply(rows, weight, None, out)
+        pending.append(all_reduce_(out, where, async_op=True))
+    for each in pending:
+        each.wait()
+    return product
+
+
+def in_chunks(
+    collectives: Iterable[Collective],
+    chunked: set[tuple[str, bool]],
+    chunks: int,
+    full: Tensor,
+    placement: Placement,
+    ranks: int,
+) -> Iterator[Collective]:
+    """Collectives as declared for one product; those in chunks say so.
+
+    Args:
+        collectives: those of one product.
+        chunked: operation, and whether in the backward, of those that run in chunks.
+        chunks: what the style gives.
+        full: the tensor of all ranks that is gathered or reduced.
+        placement: its placement where it is sharded.
+        ranks: how many there are.
+    """
+    count, rows, sizes = 1, full.shape[0] if full.ndim else 0, None
+    if full.ndim > 1:
+        if isinstance(placement, Shard) and placement.dim in (0, -full.ndim):
+            rows, sizes = rows // ranks, placement.sizes
+        count = _count(chunks, rows, sizes)
+    for each in collectives:
+        yield replace(each, chunks=count) if (each.op, each.backward) in chunked else each
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write x W^T + b to `out`, which is contiguous."""
+    if bias is None:
+        torch.mm(x.flatten(0, -2), weight.t(), out=out.flatten(0, -2))
+    else:
+        torch.addmm(bias, x.flatten(0, -2), weight.t(), out=out.flatten(0, -2))
+
+
+def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor, ShardedDim]]:
+    """Rows of `x`, and how their products are scattered, so that the results are in order."""
+    comm, dim, sizes = where
+    if dim != 0:
+        for rows in x.tensor_split(_count(chunks, x.shape[0])):
+            yield rows, where
+        return
+    shards = split_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
+    count = _count(chunks, max(len(shard) for shard in shards))
+    for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
+        yield torch.cat(parts), (comm, dim, None if sizes is None else tuple(map(len, parts)))
+
+
+def _count(chunks: int, rows: int, sizes: Sizes = None) -> int:
+    """The number of chunks, equal on all ranks: of so many rows, or of shards of these sizes."""
+    return max(1, min(chunks, rows if sizes is None else max(sizes)))
+
+
+def _sizes_per_chunk(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """Rows of every block in each chunk, as `tensor_split` makes them."""
+    return [tuple(size // count + (chunk < size % count) for size in sizes) for chunk in range(count)]
