@@ -19,6 +19,7 @@ from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LoRA,
+    MixedPrecisionPolicy,
     ParallelStyle,
     PrepareModuleInput,
     PrepareModuleOutput,
@@ -321,6 +322,20 @@ def test_tied_weights_over_data_are_refused(over_data: Any) -> None:
         over_data(tied(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "data"))["data"])
         with pytest.raises(TiedWeightError, match=r"'0.weight' and '1.weight' are one parameter"):
             over_data(tied(), init_device_mesh("cpu", (2,)))
+
+
+def test_sums_in_two_dtypes_are_refused() -> None:
+    with fake_world(2), invariant_arithmetic():
+        mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        with pytest.raises(StyleError, match=r"gradients in torch.bfloat16 .* torch.float32"):
+            fully_shard(nn.Linear(8, 8), mesh, mp_policy=policy)
+        with pytest.raises(StyleError, match=r"gradients in torch.bfloat16 .* torch.float32"):
+            replicate(nn.Linear(8, 8, dtype=torch.bfloat16), mesh, reduce_dtype=torch.float32)
+        plans: list[dict[str, ParallelStyle]] = [{"0": ColwiseParallel()}, {"0": RowwiseParallel()}, {}]
+        for styles in plans:
+            model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh, styles)
+            with torch.autocast("cpu"), pytest.raises(StyleError, match="under autocast"):
+                model(torch.ones(2, 8))
 
 
 def test_sizes_and_blocks_that_do_not_fit_are_refused() -> None:

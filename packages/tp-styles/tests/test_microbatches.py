@@ -16,6 +16,7 @@ from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    MixedPrecisionPolicy,
     RowwiseParallel,
     StyleError,
     TiedWeightError,
@@ -129,6 +130,9 @@ def test_what_is_no_tree_is_refused() -> None:
                 for part in accumulate_in_tree(model, x.chunk(4)):
                     model(part).sum().backward()
             model.reduce_gradients()
+            half = fully_shard(nn.Linear(8, 8), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            with pytest.raises(StyleError, match="bfloat16, those of passes"):
+                accumulate_in_tree(half, x.chunk(4))
             with pytest.raises(StyleError, match="drop them first"):
                 accumulate_in_tree(model, x.chunk(4))
             tied: Any = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))

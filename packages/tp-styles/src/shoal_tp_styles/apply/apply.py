@@ -97,24 +97,30 @@ def apply_sharding(
     return module
 
 
-def complete_forms(mesh: DeviceMesh, *modules: nn.Module, over_data: bool = False) -> None:
+def complete_forms(
+    mesh: DeviceMesh, *modules: nn.Module, over_data: tuple[torch.dtype | None, torch.dtype | None] | None = None
+) -> None:
     """Inside `invariant_arithmetic`, give modules that no style shards the forms that it needs.
 
     Args:
         mesh: of the style, or of the data axes.
         modules: the modules.
-        over_data: whether gradients are to be summed over the mesh.
+        over_data: where gradients are to be summed over the mesh, the dtypes in which they are computed and reduced;
+            None for those of the parameters.
 
     Raises:
         UnsupportedModuleError: if there is none for one of them.
+        StyleError: if gradients would be reduced in another dtype than they are computed in.
         TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
     """
     if current_arithmetic() is not None:
-        from ..invariant.forms import complete, refuse_tied
+        from ..invariant.forms import complete, refuse_reduce_dtype, refuse_tied
 
         for module in modules:
             complete(module, mesh)
-            if over_data and mesh.size() > 1:
+            if over_data is not None:
+                refuse_reduce_dtype(module, *over_data)
+            if over_data is not None and mesh.size() > 1:
                 refuse_tied(module)
 
 

@@ -82,7 +82,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     modules: list[nn.Module] = given if isinstance(given, list) else [given]
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
-    complete_forms(axes.mesh, *modules, over_data=True)
+    complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     name = "+".join(type(one).__name__ for one in modules)
     state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
     ignored = [*(ignored_params or ())]

@@ -17,6 +17,7 @@ from ..argument_types import takes
 from ..arithmetic import current_arithmetic
 from ..errors import StyleError
 from ..invariant.forms import refuse_tied
+from .unit_forward import states_of
 
 __all__ = ["accumulate_in_tree", "accumulate_stage_in_tree"]
 
@@ -40,6 +41,13 @@ class _GradientTree:
                 f"{count} microbatches are no node of the tree over samples; take a power of two, of equal sizes"
             )
         refuse_tied(model)
+        units = (parameter for state in states_of(model) for parameter in state.unit.parameters)
+        other = next((p for p in units if p.reduced.dtype != p.leaf.dtype), None)
+        if other is not None:
+            raise StyleError(
+                f"one pass adds gradients of samples in {other.reduced.dtype}, those of passes would be added in "
+                f"{other.leaf.dtype}; have parameters in the dtype of the computation, without param_dtype"
+            )
         self.model, self.count, self.passes = model, count, 0
         self.nodes: list[tuple[int, list[Tensor | None]]] = []
 

@@ -101,7 +101,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
 
 def _install(state: Replicas, module: nn.Module) -> None:
-    complete_forms(state.axes.mesh, module, over_data=True)
+    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     state.attach(module)
     vars(module)[_STATE] = state
@@ -155,6 +155,7 @@ class Replicas:
         axes: the data axes.
         ignored: the parameters that it leaves alone.
         gradients: the buckets of its trained parameters.
+        dtype: in which gradients are reduced; None for their own.
         divisor: what summed gradients are divided by.
         syncs: whether backward reduces gradients.
         shards: what the optimizer updates instead of the parameters; None if it updates them.
@@ -172,7 +173,7 @@ class Replicas:
         ignored: Iterable[nn.Parameter],
     ) -> None:
         self.module, self.axes, self.divisor, self.syncs = module, axes, float(axes.mesh.size()), True
-        self._bucket_bytes, self._dtype, self.ignored = bucket_bytes, dtype, list(ignored)
+        self._bucket_bytes, self.dtype, self.ignored = bucket_bytes, dtype, list(ignored)
         self.gradients = GradientBuckets([])
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
@@ -180,7 +181,7 @@ class Replicas:
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """For a copy of the module, whose own parameters are attached at its first forward."""
         module, ignored = copy.deepcopy((self.module, self.ignored), memo)
-        copied = Replicas(module, self.axes, self._bucket_bytes, self._dtype, ignored)
+        copied = Replicas(module, self.axes, self._bucket_bytes, self.dtype, ignored)
         copied.divisor, copied.syncs = self.divisor, self.syncs
         copied.shards = self.shards and self.shards.copied(memo)
         register_owner(copied)
@@ -248,7 +249,7 @@ class Replicas:
             for name, param in owner._parameters.items():
                 if id(param) in own:
                     sites[id(param)].append((owner, name))
-        replicas = [ShardedReplica.of(param, sites[key], self.axes, self._dtype) for key, param in own.items()]
+        replicas = [ShardedReplica.of(param, sites[key], self.axes, self.dtype) for key, param in own.items()]
         self.shards = OptimizerShards(replicas, self._bucket_bytes)
 
     def attach(self, module: nn.Module) -> None:
@@ -273,7 +274,7 @@ class Replicas:
             )
         if self.shards is None:
             self.check(module)
-            trained = [ReplicatedParameter.of(leaf, self.axes, self._dtype) for leaf in leaves]
+            trained = [ReplicatedParameter.of(leaf, self.axes, self.dtype) for leaf in leaves]
         self.gradients.remove()
         self.gradients, self._attached = GradientBuckets(self._buckets(trained), self._around), attached
 

@@ -23,12 +23,12 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import Comm, all_reduce_
 
 from .._torch import apply, autocast_dtype, backward_number
+from ..errors import StyleError
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import first_order_only
 from ..lowering.ports import partial_output, replicated_input, sharded_input
 from ..lowering.shared_input import find_token, keep_token
 from ..modules.column_linear import ColumnLinear
-from ..modules.linear_gradients import cast
 from ..modules.row_linear import RowLinear
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
@@ -135,32 +135,38 @@ class InvariantColumn(ColumnLinear):
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:
             return self(input.unsqueeze(0)).squeeze(0)
-        dtype = autocast_dtype(input)
+        _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
-        weight, bias = cast(local["weight"], dtype), cast(local["bias"], dtype)
-        x, readers = self.read(input, dtype)
-        out, again = apply(_Columns, x, weight, bias, self.blocks, readers, readers.count)
+        x, readers = self.read(input)
+        out, again = apply(_Columns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
         if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
             again.readers = readers
-            keep_token(_held(input), self.reading(dtype), again)
+            keep_token(_held(input), self.reading(), again)
         readers.count += 1
         return self.finish(out)
 
-    def read(self, input: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, _Readers]:
+    def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
         """The replicated input and its readers: of the first of them, where one has read it before."""
-        found = find_token(_held(input), self.reading(dtype), grad=True, in_tree=True)
+        found = find_token(_held(input), self.reading(), grad=True, in_tree=True)
         if found is not None and torch.is_grad_enabled():
             readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
             return found, readers
-        # Cast first: the gradient is reduced in the dtype in which its blocks are added.
-        x = input if dtype is None else input.to(dtype)
-        if self.port_in.layout.is_replicate() and not isinstance(x, DTensor):
-            return x, _Readers(self.comm)
-        return replicated_input(self, x), _Readers(None)
+        if self.port_in.layout.is_replicate() and not isinstance(input, DTensor):
+            return input, _Readers(self.comm)
+        return replicated_input(self, input), _Readers(None)
 
-    def reading(self, dtype: torch.dtype | None) -> Hashable:
+    def reading(self) -> Hashable:
         """What readers that share a gradient have in common."""
-        return self.comm, self.port_in.layout, dtype, self.blocks
+        return self.comm, self.port_in.layout, self.blocks
+
+
+def _refuse_autocast(input: Tensor) -> None:
+    if autocast_dtype(input) is not None:
+        raise StyleError(
+            "invariant_arithmetic: under autocast a rank adds gradients of its samples in the lower precision, and "
+            "ranks and passes add theirs in that of the parameters. Leave autocast, and convert the model "
+            "(model.to(torch.bfloat16)), or compute in MixedPrecisionPolicy(param_dtype=torch.bfloat16) of fully_shard"
+        )
 
 
 def _held(tensor: Tensor) -> Tensor:
@@ -179,13 +185,13 @@ class InvariantRow(RowLinear):
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:
             return self(input.unsqueeze(0)).squeeze(0)
-        dtype = autocast_dtype(input)
+        _refuse_autocast(input)
         reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
-        local = self.local("weight", "bias") if reduced else self.local("weight")
-        weight: Any = cast(local["weight"], dtype)
-        x: Any = cast(sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1)), dtype)
+        local: Any = self.local("weight", "bias") if reduced else self.local("weight")
+        weight = local["weight"]
+        x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
         if reduced:
-            bias = cast(local["bias"], dtype)
+            bias = local["bias"]
             out: Tensor = apply(
                 _Rows, x, weight, bias, self.blocks, self.comm, cells_of(self, x) if bias is not None else None
             )
@@ -206,9 +212,8 @@ class InvariantWhole(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:
             return self(input.unsqueeze(0)).squeeze(0)
-        dtype = autocast_dtype(input)
+        _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
-        x, weight, bias = (cast(tensor, dtype) for tensor in (input, local["weight"], local["bias"]))
         out: Tensor
-        out, _ = apply(_Columns, x, weight, bias, 1, _Readers(None), 0)
+        out, _ = apply(_Columns, input, local["weight"], local["bias"], 1, _Readers(None), 0)
         return out

@@ -9,7 +9,7 @@ from shoal_dtensor import Replicate
 from shoal_mesh import DeviceMesh
 
 from ..arithmetic import COMPLETION
-from ..errors import TiedWeightError, UnsupportedModuleError
+from ..errors import StyleError, TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered, lowered_of, set_lowered
 from ..modules.column_linear import ColumnLinear, OverlappedColumn
@@ -23,7 +23,7 @@ from .replicated import InvariantTokenwise, InvariantTokenwiseWhole
 from .sample_embedding import InvariantColumnEmbedding, InvariantEmbedding, InvariantRowEmbedding
 from .self_check import check_device
 
-__all__ = ["complete", "invariant_form", "refuse_tied"]
+__all__ = ["complete", "invariant_form", "refuse_reduce_dtype", "refuse_tied"]
 
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
@@ -86,6 +86,21 @@ def complete(module: nn.Module, mesh: DeviceMesh) -> None:
             around.inner = completed
         else:
             set_lowered(owner, completed)
+
+
+def refuse_reduce_dtype(module: nn.Module, computed: torch.dtype | None, reduced: torch.dtype | None) -> None:
+    """Refuse gradients that are reduced in another dtype than they are computed in.
+
+    Raises:
+        StyleError: naming the dtypes.
+    """
+    for param in module.parameters():
+        own = computed or param.dtype
+        if param.is_floating_point() and reduced not in (None, own):
+            raise StyleError(
+                f"invariant_arithmetic: gradients in {own} are added in it on each rank, and would be over ranks in "
+                f"{reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
+            )
 
 
 def refuse_tied(module: nn.Module) -> None:
