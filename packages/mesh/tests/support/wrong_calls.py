@@ -347,7 +347,7 @@ def _collectives(row: _Table, comm: m.Comm) -> None:
         "check_replicas",
         m.check_replicas,
         {"tensor": x, "comm": comm, "what": "x"},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
+        tensor="tensor int_tensor bool_tensor empty scalar requires_grad dict",
         what="text no_text",
     )
 

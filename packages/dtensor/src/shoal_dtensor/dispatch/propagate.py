@@ -223,7 +223,7 @@ def _decision(  # what a decision is made of
     notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, _result_kind(call)
     dynamic = rule.dynamic or call.has_data_dependent_shape
-    if specs[0].coordinate is None and not dynamic:
+    if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
         run: LocalFunction | None = _nothing_of(call, specs[0].mesh.device_type)
     else:
         run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))

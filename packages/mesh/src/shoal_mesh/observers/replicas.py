@@ -18,13 +18,13 @@ from ..groups.world import bytes_of, device_of
 __all__ = ["check_replicas"]
 
 
-def check_replicas(tensors: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor") -> None:
+def check_replicas(tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor") -> None:
     """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.
 
     One all-gather of 8 bytes per tensor and rank; names, shapes and dtypes count too.
 
     Args:
-        tensors: this rank's replica, of any shape and dtype, or several by name: a `state_dict` after a step.
+        tensor: this rank's replica, of any shape and dtype, or several by name: a `state_dict` after a step.
         comm: a communicator, or (mesh, axes).
         what: the name of the tensor, or of those that hold them, in the error.
 
@@ -37,13 +37,13 @@ def check_replicas(tensors: Tensor | Mapping[str, Tensor], comm: Along, what: st
         [None, None]
     """
     comm = resolve(comm)
-    require(tensors, Tensor | Mapping, "check_replicas compares a torch.Tensor or a dict of them", CollectiveTypeError)
+    require(tensor, Tensor | Mapping, "check_replicas compares a torch.Tensor or a dict of them", CollectiveTypeError)
     require(what, str, "the name of a tensor is a string", CollectiveTypeError)
-    named = {what: tensors} if isinstance(tensors, Tensor) else {f"{what}.{n}": t for n, t in tensors.items()}
-    for tensor in named.values():
-        require(tensor, Tensor, "check_replicas compares tensors", CollectiveTypeError)
-        check_operand(tensor.detach())
-    digests = [_digest(name, tensor.detach()) for name, tensor in named.items()]
+    named = {what: tensor} if isinstance(tensor, Tensor) else {f"{what}.{n}": t for n, t in tensor.items()}
+    for each in named.values():
+        require(each, Tensor, "check_replicas compares tensors", CollectiveTypeError)
+        check_operand(each.detach())
+    digests = [_digest(name, each.detach()) for name, each in named.items()]
     counts = all_gather(torch.tensor([len(digests)], device=device_of(comm.group)), comm).tolist()
     if len(set(counts)) > 1:
         raise LockstepError(f"ranks {list(comm.ranks)} compare {counts} tensors of {what} along {'x'.join(comm.axes)}")

@@ -72,7 +72,8 @@ class Channel:
             self.lanes[name], at = Lane(self.peers, start, data[at:end].view(depth, self.size, size)), end
         self._views: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
         self._turn, self._name = 0, _torch.group_name(group)
-        self.peers.last_seen = self._last_seen
+        this = weakref.ref(self)  # no cycle: a group that is dropped gives its memory back at once
+        self.peers.last_seen = lambda: {} if (channel := this()) is None else channel._last_seen()
         self._open: Turn | None = None
 
     def begin(self, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
 from functools import partial
@@ -151,11 +152,19 @@ def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]
         if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
             return True
         named = [function.__globals__.get(name) for name in code.co_names]
-        modules = [each for each in named if isinstance(each, ModuleType) and not each.__name__.startswith("torch")]
-        named += (vars(module).get(name) for module in modules for name in code.co_names)
+        if _of_user(function.__globals__["__name__"]):
+            modules = [each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)]
+            named += (vars(module).get(name) for module in modules for name in code.co_names)
+        else:  # a library's own tables and objects say nothing of what this call does
+            named = [each for each in named if isinstance(each, FunctionType)]
         if any(_draws(each, children, seen) for each in _functions(named)):
             return True
     return False
+
+
+def _of_user(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root != "torch" and root not in sys.stdlib_module_names
 
 
 def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
