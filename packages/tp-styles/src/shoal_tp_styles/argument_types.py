@@ -1,4 +1,4 @@
-"""`takes`: public functions refuse arguments of a wrong type before they do anything."""
+"""`takes` and `check_mesh`: public functions refuse arguments of a wrong type before they do anything."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-from .errors import StyleTypeError
+from .errors import LayoutError, StyleTypeError
 
-__all__ = ["takes"]
+__all__ = ["check_mesh", "takes"]
 
 _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
 
@@ -47,6 +47,19 @@ def takes(**kinds: type | tuple[type, ...]) -> Callable[[Function], Function]:
         return cast(Function, call)
 
     return checked
+
+
+def check_mesh(where: str, mesh: object) -> None:
+    """Refuse what is no mesh of shoal: torch's own, or an axis by its name.
+
+    Raises:
+        LayoutError: naming the ways to a mesh.
+    """
+    if not hasattr(mesh, "axis_names"):  # by an attribute: simulated ranks have meshes of their own
+        raise LayoutError(
+            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
+            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
+        )
 
 
 def _check(what: str, value: Any, kinds: type | tuple[type, ...]) -> None:

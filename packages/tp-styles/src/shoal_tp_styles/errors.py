@@ -16,7 +16,6 @@ __all__ = [
     "UnsupportedAttentionError",
     "UnsupportedModuleError",
     "VariantArithmeticError",
-    "check_mesh",
 ]
 
 
@@ -70,16 +69,3 @@ class VariantArithmeticError(StyleError, RuntimeError):
 
 class UnmatchedPlanWarning(UserWarning):
     """A key of a plan matches no module, or a plan is missing."""
-
-
-def check_mesh(where: str, mesh: object) -> None:
-    """Refuse what is no mesh of shoal: torch's own, or an axis by its name.
-
-    Raises:
-        LayoutError: naming the ways to a mesh.
-    """
-    if not hasattr(mesh, "axis_names"):  # by an attribute: simulated ranks have meshes of their own
-        raise LayoutError(
-            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
-            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
-        )

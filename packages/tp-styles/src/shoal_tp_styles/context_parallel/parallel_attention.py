@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh
 
-from ..errors import LayoutError, UnsupportedAttentionError, check_mesh
+from ..argument_types import check_mesh
+from ..errors import LayoutError, UnsupportedAttentionError
 from ..sharding.module_sharding import OwnOptions
 from .attention_mask import AttentionMask, Documents
 from .block_attention import BlockKernel

@@ -19,7 +19,8 @@ from shoal_dtensor import DTensor, local_shard
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from ..apply.loading import Loaded, Reader, load_sharded, reader_of
-from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning, check_mesh
+from ..argument_types import check_mesh
+from ..errors import CheckpointError, LayoutError, PlanError, UnmatchedPlanWarning
 from ..plan.resolve import Plan
 from .checkpoint_files import find_files, source_of
 from .conversions import Converted

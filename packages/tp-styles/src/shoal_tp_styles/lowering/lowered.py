@@ -119,7 +119,12 @@ class Lowered(ABC):
             comm: given where their local gradients are partial sums over an axis.
         """
         if not is_tracing():
-            return local_parameters({name: self.parameter(name) for name in names}, comm)
+            params = self.params
+            try:
+                own = {name: params[name] for name in names}
+            except KeyError:  # one is computed since
+                own = {name: self.parameter(name) for name in names}
+            return local_parameters(own, comm)
         shards = self.traced_shards.local
         read = {name: shards[name] if name in shards else self.parameter(name) for name in names}
         return summed_gradients(read, comm)

@@ -89,11 +89,12 @@ def is_norm(module: nn.Module) -> bool:
 class Tokenwise(Lowered):
     """A norm (or activation) on this rank's shard of the sequence."""
 
-    __slots__ = ("compute", "features")
+    __slots__ = ("compute", "features", "read")
 
     def resolve(self) -> None:
         module: Any = self.module
         self.compute = TOKENWISE.get(type(module), _own_forward)
+        self.read = READ.get(self.compute)  # None: all parameters
         # Dims of the input that belong to one token; elementwise modules have none.
         self.features = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
 
@@ -107,7 +108,8 @@ class Tokenwise(Lowered):
             global_shape = (*input.shape,)
             input = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
         self.check_dim(input)
-        params = self.local(*(READ.get(self.compute) or self.params), comm=self.comm)
+        names = self.read or self.params
+        params = self.local(*names, comm=self.comm) if names else {}
         out = self.compute(self.module, input, params)
         if self.sharding.local_outputs:
             return out

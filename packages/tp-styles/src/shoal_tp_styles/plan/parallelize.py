@@ -11,9 +11,9 @@ from shoal_mesh import DeviceMesh, current_mesh
 
 from ..apply.apply import complete_forms, plain_module
 from ..apply.owners import check_styled, given_back
-from ..argument_types import takes
+from ..argument_types import check_mesh, takes
 from ..draws.region import unwatch_draws, watch_draws
-from ..errors import LayoutError, PlanError, UnmatchedPlanWarning, check_mesh
+from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
 from .resolve import AutoPlan, Plan, resolve
 
 __all__ = ["parallelize_module", "unparallelize_module"]

@@ -14,7 +14,8 @@ from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..apply.owners import check_styled, given_back, in_turns
-from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError, check_mesh
+from ..argument_types import check_mesh
+from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
