@@ -38,6 +38,8 @@ from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import in_lockstep, lockstep
 from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
+from .observers.timeline import Timeline
+from .observers.trace import trace
 from .shared_memory.recorder import note
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
@@ -66,6 +68,7 @@ __all__ = [
     "PeerError",
     "Pending",
     "RankError",
+    "Timeline",
     "Topology",
     "__version__",
     "abstract_mesh",
@@ -113,6 +116,7 @@ __all__ = [
     "topology",
     "topology_of",
     "topology_version",
+    "trace",
     "tree_sum",
     "unobserve",
     "unpack_blocks",

@@ -89,6 +89,7 @@ class Event:
         purpose: what the program says it is doing (`purpose`), innermost first; '' when it says nothing.
         started: seconds of `time.perf_counter`.
         seconds: duration on the host; 0.0 until the collective has returned.
+        waits: of one that was started with `async_op`, when this rank waited for it: from and to, as `started`.
     """
 
     op: str
@@ -101,6 +102,7 @@ class Event:
     purpose: str = field(default_factory=_current_purpose)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +186,10 @@ def run_observed(event: Event, run: Callable[[], R]) -> R:
         observer.before(event)
     _nesting.active = True
     try:
-        return run()
+        result = run()
+        if hasattr(result, "waits"):  # a collective under way notes when it is waited for
+            result.waits = event.waits
+        return result
     finally:
         _nesting.active = False
         event.seconds = time.perf_counter() - event.started

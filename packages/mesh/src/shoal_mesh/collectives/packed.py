@@ -21,7 +21,7 @@ from ..shared_memory.lane import Running
 from .backend_calls import background_lane, group_to_index
 from .even import all_reduce_
 from .operands import Along, check_operand, check_sizes, resolve
-from .pending import Pending
+from .pending import Pending, wait_noted
 from .tree_sums import in_tree
 from .uneven import all_gather_v, reduce_scatter_v
 from .wire import reduction, require_op
@@ -44,13 +44,14 @@ class PackedPending:
         [[2.0, 2.0], [2.0]]
     """
 
-    __slots__ = ("_kept", "_of_others", "_sizes", "_unpack", "_work")
+    __slots__ = ("_kept", "_of_others", "_sizes", "_unpack", "_work", "waits")
 
     def __init__(self, sizes: Sequence[int] = (), of_others: bool = False) -> None:
         self._sizes, self._of_others = sizes, of_others
         self._work: Running | Pending | None = None
         self._unpack: Unpack | None = None
         self._kept: Sequence[Tensor] | Tensor | None = None
+        self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 
     def wait(self, unpack: Unpack) -> None:
         """Block until it is complete, and have `unpack` called with what it brings.
@@ -59,10 +60,11 @@ class PackedPending:
         """
         if self._kept is None:
             self._unpack = unpack
-            if isinstance(self._work, Pending):
-                self.receive(_in_rows(self._work.wait(), self._sizes))
-            elif self._work is not None:
-                self._work.wait()
+            if isinstance(work := self._work, Pending):
+                wait_noted(work.wait, self.waits)
+                self.receive(_in_rows(work.wait(), self._sizes))
+            elif work is not None:
+                wait_noted(work.wait, self.waits)
         else:
             unpack(self._kept)
         self._work = self._kept = None

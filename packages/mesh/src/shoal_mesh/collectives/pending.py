@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from .._torch import Work
 from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Turn
 
-__all__ = ["Pending"]
+__all__ = ["Pending", "wait_noted"]
 
 
 class Pending:
@@ -24,17 +25,18 @@ class Pending:
         [[20.0, 20.0], [20.0, 20.0]]
     """
 
-    __slots__ = ("_then", "_value", "_work")
+    __slots__ = ("_then", "_value", "_work", "waits")
 
     def __init__(
         self, value: Tensor, work: Work | Turn | BackendWork | None, then: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._value, self._work, self._then = value, work, then
+        self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 
     def wait(self) -> Tensor:
         """The result. On the CPU it has arrived; on CUDA the current stream waits for it, the host does not."""
         if self._work is not None:
-            self._work.wait()
+            wait_noted(self._work.wait, self.waits)
             self._work = None
         if self._then is not None:
             self._value, self._then = self._then(self._value), None
@@ -43,8 +45,20 @@ class Pending:
     def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
         """The same collective, its result passed through `function`; use the returned object from now on."""
         first = self._then
-        return Pending(self._value, self._work, function if first is None else lambda value: function(first(value)))
+        after = Pending(self._value, self._work, function if first is None else lambda value: function(first(value)))
+        after.waits = self.waits
+        return after
 
     def is_completed(self) -> bool:
         """Whether the backend is done, so that `wait()` would not block."""
         return self._work is None or bool(self._work.is_completed())
+
+
+def wait_noted(wait: Callable[[], object], waits: list[tuple[float, float]] | None) -> None:
+    """Wait, and note from when to when if somebody has asked for it."""
+    if waits is None:
+        wait()
+        return
+    begin = time.perf_counter()
+    wait()
+    waits.append((begin, time.perf_counter()))

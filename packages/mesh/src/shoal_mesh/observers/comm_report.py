@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ..argument_types import require
 from ..errors import MeshError
+from .chrome_trace import Span, write_spans
 
 __all__ = ["table", "tree", "write_chrome_trace", "write_json", "write_table"]
 
@@ -135,18 +136,16 @@ def write_json(mode: Recorded, file_name: str, noise_level: int) -> None:
 
 def write_chrome_trace(mode: Recorded, file_name: str) -> None:
     """Write the collectives over time, one row per mesh axes, for Perfetto or chrome://tracing."""
-    _check_path(file_name)
-    events = [
-        {
-            "name": f"{r.op} {r.reduce_op}".rstrip(),
-            "cat": "backward" if r.backward else "forward",
-            "ph": "X",
-            "ts": r.started * 1e6,
-            "dur": max(r.seconds * 1e6, 0.1),
-            "pid": "collectives",
-            "tid": "x".join(r.axes),
-            "args": {**_call(r), "module": r.module},
-        }
+    spans = (
+        Span(
+            f"{r.op} {r.reduce_op}".rstrip(),
+            "backward" if r.backward else "forward",
+            "collectives",
+            "x".join(r.axes),
+            r.started,
+            r.seconds,
+            {**_call(r), "module": r.module},
+        )
         for r in mode.trace
-    ]
-    Path(file_name).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
+    )
+    write_spans(file_name, spans)

@@ -12,7 +12,7 @@ from types import FrameType
 
 from ..events import Event
 
-__all__ = ["Numbers", "agree", "as_lines", "statement"]
+__all__ = ["Numbers", "agree", "as_lines", "line_of_program", "statement"]
 
 Numbers = tuple[int, int, int]
 
@@ -100,11 +100,17 @@ def _weight(pair: int) -> int:
     return pow(_FACTOR, pair + 1, _MODULUS)
 
 
-def _call_stack() -> tuple[str | int, ...]:
+def line_of_program() -> str:
+    """Where the program is: `train.py:80`, the innermost line that is neither ours nor torch's; '' if there is none."""
+    stack = _call_stack(2)
+    return f"{os.path.basename(str(stack[0]))}:{stack[1]}" if stack else ""
+
+
+def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
     """File and line of the innermost frames of the program that are neither ours nor torch's."""
     frame: FrameType | None = sys._getframe(2)
     stack: list[str | int] = []
-    while frame is not None and len(stack) < _STACK:
+    while frame is not None and len(stack) < length:
         path = frame.f_code.co_filename
         is_library = _IS_LIBRARY.get(path)
         if is_library is None:
