@@ -6,8 +6,9 @@ Every rank has its own tokens; experts are packed weights, the router's choices 
 hand: tokens sorted by expert, `all_to_all_single` there and back, the weights of the choices applied by the sender.
 torchtitan: `ExpertParallel` of torchtitan 0.2.2, its own code, where it is installed (`pip install --no-deps`); its
 index kernel needs a GPU, so the CPU form that it has beside it runs. The local computation is one loop over the experts
-for all. A step is forward and backward. Outputs are compared. In the last rows all ranks have all tokens of the four,
-and experts or their features are on ranks.
+for all. A step is forward and backward. Outputs are compared. In the rows "replicated" and "features" all ranks have
+all tokens of the four, and experts or their features are on ranks. The last rows have a shared expert, behind the
+dispatch or beside it (`SharedExpertOverlap`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from tp_training import in_turns
 from shoal_dtensor import Replicate
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import ExpertParallel, ExpertTensorParallel, parallelize_module
+from shoal_tp_styles import ExpertParallel, ExpertTensorParallel, SharedExpertOverlap, parallelize_module
 
 RANKS, EXPERTS, CHOICES, WIDTH, HIDDEN, TOKENS = 4, 16, 2, 256, 512, 512
+IN_TURN, BESIDE = "shared expert, in turn", "shared expert, beside"
 BAR = 1.1  # time of a step at most, as a multiple of by hand
 
 
@@ -64,6 +66,18 @@ class Layer(nn.Module):
         rows = self.experts(x.index_select(0, order // CHOICES), torch.bincount(flat, minlength=EXPERTS))
         rows = rows * weights.reshape(-1).index_select(0, order).unsqueeze(-1)
         return torch.zeros_like(x).index_add(0, order // CHOICES, rows)
+
+
+class Block(Layer):
+    """A layer with a shared expert."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__(experts)
+        torch.manual_seed(2)
+        self.shared = nn.Sequential(nn.Linear(WIDTH, 2 * HIDDEN), nn.SiLU(), nn.Linear(2 * HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, chosen, weights) + self.shared(x)  # type: ignore[no-any-return]  # a module's call
 
 
 class HandExchange(torch.autograd.Function):
@@ -159,6 +173,12 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
     }
     for name, (style, rows) in styles.items():
         layers[name] = (parallelize_module(Layer(experts()), mesh, {"experts": style}), rows)
+    plan = {"experts": ExpertParallel()}
+    layers[IN_TURN] = (parallelize_module(Block(experts()), mesh, plan), own)
+    layers[BESIDE] = (
+        parallelize_module(Block(experts()), mesh, {**plan, "": SharedExpertOverlap(shared="shared")}),
+        own,
+    )
 
     def step(name: str) -> Tensor:
         layer, rows = layers[name]
@@ -169,9 +189,11 @@ def rank_main(rounds: int) -> list[tuple[str, float, int]]:
         return out.detach()[own if rows == slice(None) else slice(None)]
 
     works: dict[str, Any] = {name: {"step": partial(step, name)} for name in layers}
-    expected, sent = step("by hand"), {}
+    sent = {}
     for name in layers:
-        torch.testing.assert_close(step(name), expected)
+        torch.testing.assert_close(
+            step(name), step(IN_TURN if name == BESIDE else name if name == IN_TURN else "by hand")
+        )
         with CommDebugMode() as mode:
             step(name)
         sent[name] = bytes_sent(mode)
@@ -195,6 +217,8 @@ def main() -> None:
     report("experts", ("layer", "ms a step", "x by hand", "MiB sent a rank"), rows)
     ratio = next(each for name, _, each, _ in rows if name == "shoal, tokens sent")
     print(f"tokens sent: {ratio:.2f} x by hand, bar {BAR}: {'met' if ratio <= BAR else 'NOT met'}")
+    turn, beside = (next(ms for name, ms, _, _ in rows if name == each) for each in (IN_TURN, BESIDE))
+    print(f"shared expert beside the dispatch: {beside / turn:.2f} x in turn")
 
 
 if __name__ == "__main__":

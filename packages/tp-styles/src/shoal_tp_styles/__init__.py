@@ -38,7 +38,7 @@ from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .styles.attention_parameters import LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
 from .styles.context import ContextParallel
-from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
+from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.fused import PackedColwiseParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
 from .styles.lora import LoRA, adapter_parameters, merge_adapters
@@ -111,6 +111,7 @@ __all__ = [
     "SecondOrderError",
     "SequenceLayout",
     "SequenceParallel",
+    "SharedExpertOverlap",
     "StepFingerprints",
     "StyleError",
     "StyleTypeError",

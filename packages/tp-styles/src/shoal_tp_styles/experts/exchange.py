@@ -4,16 +4,25 @@ With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3); a row is named by its 
 
     rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
     rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
+
+Where something is computed beside the exchange, the graph has two nodes for it. What is computed between them comes
+between them in backward too, in the other order: `_Arrived` starts to send gradients back, `_Started` waits for them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from shoal_mesh import Comm, all_gather, differentiable
+from shoal_mesh import Comm, Pending, all_gather, all_to_all_v, differentiable
+
+from .._torch import apply
+from ..lowering.parameters import first_order_only
 
 __all__ = ["Exchange", "gathered_counts"]
 
@@ -66,6 +75,14 @@ class Exchange:
         """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert."""
         return self._sent(rows, self.sends, self.receives)
 
+    def to_experts_beside(self, rows: Tensor, compute: Callable[[], None]) -> Tensor:
+        """`to_experts`; something else is computed while the rows, and in backward their gradients, are under way."""
+        flight = _Flight(self)
+        token = apply(_Started, rows, flight)
+        compute()
+        arrived: Tensor = apply(_Arrived, token, flight)
+        return arrived
+
     def back(self, rows: Tensor) -> Tensor:
         """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
         return self._sent(rows, self.receives, self.sends)
@@ -76,3 +93,55 @@ class Exchange:
             rows.reshape(-1), self.comm, [size * width for size in sends], [size * width for size in receives]
         )
         return flat.view(sum(receives), width)
+
+
+class _Flight:
+    """Rows that are under way to their experts, or gradients on their way back."""
+
+    __slots__ = ("_exchange", "_pending")
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._pending: Pending | None = None
+
+    def start(self, rows: Tensor, *, backward: bool) -> Tensor:
+        """Send rows; what comes back stands for them in the graph."""
+        exchange, width = self._exchange, rows.shape[-1]
+        sizes = (exchange.receives, exchange.sends) if backward else (exchange.sends, exchange.receives)
+        sends, receives = ([size * width for size in each] for each in sizes)
+        pending = all_to_all_v(rows.reshape(-1), exchange.comm, sends, receives, async_op=True)
+        self._pending = pending.then(lambda flat: flat.view(-1, width))
+        return rows.new_empty(0)
+
+    def wait(self) -> Tensor:
+        """The rows that have arrived."""
+        assert self._pending is not None, "they were sent before"
+        arrived, self._pending = self._pending.wait(), None
+        return arrived
+
+
+class _Started(Function):
+    """Rows -> a tensor without elements that stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.flight.wait(), None
+
+
+class _Arrived(Function):
+    """What stands for the rows -> the rows that this rank gets."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        return ctx.flight.start(grad, backward=True), None

@@ -11,7 +11,7 @@ of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
@@ -48,14 +48,16 @@ class RoutedExperts(Lowered):
         own: this rank's experts.
         tensor: the axis that shards the hidden features; None without one.
         shared: the axes along which inputs are replicated and outputs partial; None without one.
+        beside: what the next call computes while its rows are under way; None: nothing.
     """
 
-    __slots__ = ("experts", "own", "per_rank", "shared", "tensor")
+    __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
 
     def resolve(self) -> None:
         experts = self.sharding.options
         assert isinstance(experts, Experts), "the style declared experts"
         self.experts, sharded = experts, self.sharded
+        self.beside: Callable[[], None] | None = None
         self.per_rank = experts_per_rank(experts.count, self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])
         self.own = range(first, first + self.per_rank[self.comm.rank])
@@ -155,7 +157,9 @@ class RoutedExperts(Lowered):
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = Exchange.of(counts, self.per_rank, self.comm)
-        return exchange.back(self.computed(exchange.to_experts(rows), exchange.own))
+        beside, self.beside = self.beside, None
+        arrived = exchange.to_experts(rows) if beside is None else exchange.to_experts_beside(rows, beside)
+        return exchange.back(self.computed(arrived, exchange.own))
 
     def computed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """What this rank's experts make of rows.

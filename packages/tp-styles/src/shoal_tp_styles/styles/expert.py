@@ -2,6 +2,7 @@
 
 Both go on the module that holds the experts and is called as `(hidden_states, top_k_index, top_k_weights)` or
 `(rows, num_tokens_per_expert)`; the router before it and shared experts beside it are modules of their own.
+`SharedExpertOverlap` goes on the block that holds them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from shoal_dtensor import Placement, Replicate, Shard
 
 from ..errors import LayoutError
 from ..experts.routed_experts import RoutedExperts
+from ..experts.shared_expert import BlockMembers, OverlappedBlock
 from ..experts.sliced_experts import DividedInput, SlicedExperts
 from ..sharding.expert_parameters import expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
-__all__ = ["ExpertParallel", "ExpertTensorParallel", "IdentityExpert"]
+__all__ = ["ExpertParallel", "ExpertTensorParallel", "IdentityExpert", "SharedExpertOverlap"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -127,3 +129,45 @@ class IdentityExpert(DeclaredStyle):
         if type(module) is not nn.Identity:
             raise unsupported("IdentityExpert", module, (nn.Identity,))
         return ModuleSharding("IdentityExpert", lowering=DividedInput, distributes=False)
+
+
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
+class SharedExpertOverlap(DeclaredStyle):
+    """Compute a block's shared expert while tokens are under way to its routed experts, and so in backward.
+
+    For the block that holds both, beside `ExpertParallel()` on its experts. Values and collectives stay the same. The
+    block calls the experts first, then the shared expert with its own input or a view of it; the shared expert
+    treats every token alone. A compiled graph breaks at the block.  A checkpoint goes around the block, not inside.
+
+    Args:
+        experts: path of the experts in the block.
+        shared: path of the shared expert in the block.
+
+    Raises:
+        LayoutError: if the block has no such modules (when applied), or does something else, or its experts dispatch
+            no tokens (when called).
+
+    Example:
+        >>> block = nn.ModuleDict({"experts": nn.ModuleList(), "shared_experts": nn.Linear(2, 2)})
+        >>> SharedExpertOverlap().sharding(block).options
+        BlockMembers(experts='experts', shared='shared_experts')
+    """
+
+    experts: str = "experts"
+    shared: str = "shared_experts"
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        for path in (self.experts, self.shared):
+            try:
+                module.get_submodule(path)
+            except AttributeError:
+                raise LayoutError(
+                    f"SharedExpertOverlap: {type(module).__name__} has no module {path!r}; it has "
+                    f"{', '.join(name for name, _ in module.named_children())}"
+                ) from None
+        return ModuleSharding(
+            "SharedExpertOverlap",
+            lowering=OverlappedBlock,
+            options=BlockMembers(self.experts, self.shared),
+            distributes=False,
+        )

@@ -1,0 +1,103 @@
+"""A shared expert that is computed while tokens are under way to the routed experts, by a block as it is written.
+
+The block calls its experts first. While their rows travel, the shared expert runs on the block's input; where the block
+then calls it, it gets what was computed. In backward, gradients of the rows travel beside the shared expert's backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .._torch import never_compiled
+from ..errors import LayoutError
+from ..lowering.boundary import Boundary
+from ..lowering.lowered import lowered_of
+from ..sharding.module_sharding import OwnOptions
+from .routed_experts import RoutedExperts
+
+__all__ = ["BlockMembers", "OverlappedBlock"]
+
+# Autograd's names of views that keep all elements in order.
+_VIEWS = {
+    f"{view}Backward{i}" for view in ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze") for i in (0, 1)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMembers(OwnOptions):
+    """Paths of the experts and of the shared expert in their block."""
+
+    experts: str
+    shared: str
+
+
+class OverlappedBlock(Boundary):
+    """The forward of a block, in which the shared expert runs beside the dispatch of tokens."""
+
+    __slots__ = ()
+
+    @never_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        members, block = self.sharding.options, self.module
+        assert isinstance(members, BlockMembers), "the style declares them"
+        experts = lowered_of(block.get_submodule(members.experts))
+        if not isinstance(experts, RoutedExperts) or not experts.sharded:
+            raise LayoutError(
+                f"SharedExpertOverlap: {members.experts} of {type(block).__name__} dispatches no tokens; give it "
+                "ExpertParallel() with input_layouts=Shard(0), or leave SharedExpertOverlap out of the plan"
+            )
+        above, _, name = members.shared.rpartition(".")
+        siblings: dict[str, Any] = block.get_submodule(above)._modules
+        shared = siblings[name]
+        computed = siblings[name] = _Computed(shared, members, (*args, *kwargs.values())[0])
+        experts.beside = computed.compute
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            siblings[name], experts.beside = shared, None
+
+
+class _Computed:
+    """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch."""
+
+    def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
+        self.shared, self.members, self.tokens = shared, members, tokens
+        self.output: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.shared, name)
+
+    def compute(self) -> None:
+        """Run the shared expert."""
+        self.output = self.shared(self.tokens)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if self.output is None or not _is_same(input, self.tokens):
+            wrong = "before the experts" if self.output is None else "with another tensor than the block's input"
+            raise LayoutError(
+                f"SharedExpertOverlap: {self.members.shared} is called {wrong}. A block first calls "
+                f"{self.members.experts}, then {self.members.shared} with its own input or a view of it; change its "
+                "forward so, or leave SharedExpertOverlap out of the plan"
+            )
+        return self.output if input is self.tokens else self.output.view(*input.shape[:-1], -1)
+
+
+def _is_same(input: Tensor, tokens: Tensor) -> bool:
+    """Whether a tensor has the elements of another, and passes its gradient on to it unchanged."""
+    if input is tokens or type(input) is not Tensor or type(tokens) is not Tensor:
+        return input is tokens
+    elements = [
+        (x.data_ptr(), x.numel(), x.shape[-1], x.dtype, x.is_contiguous(), x.requires_grad) for x in (input, tokens)
+    ]
+    return elements[0] == elements[1] and (not tokens.requires_grad or _source(input) is _source(tokens))
+
+
+def _source(tensor: Tensor) -> Any:
+    """The node, or the leaf, of which a tensor is a view."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return tensor if node is None else getattr(node, "variable", node)
