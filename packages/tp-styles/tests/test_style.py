@@ -207,11 +207,10 @@ def test_a_placement_of_torch_is_named() -> None:
     [
         (ColwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
         (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
-        (ColwiseParallel(), nn.ConvTranspose2d(4, 6, 3), "distribute_module"),
-        (RowwiseParallel(), nn.Conv2d(4, 8, 3, groups=2), "Leave it out of the plan"),
+        (ColwiseParallel(), nn.LSTMCell(4, 6), "distribute_module"),
         (HeadParallel(), nn.MultiheadAttention(8, 4, kdim=6, vdim=5), "distribute_module"),
     ],
-    ids=["LSTM", "GRU", "ConvTranspose2d", "groups", "kdim"],
+    ids=["LSTM", "GRU", "LSTMCell", "kdim"],
 )
 def test_modules_without_a_sharding_are_refused_with_a_way_out(style: Any, module: nn.Module, way_out: str) -> None:
     with pytest.raises(UnsupportedModuleError, match=way_out):

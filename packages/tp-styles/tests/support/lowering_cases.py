@@ -126,6 +126,20 @@ CASES: dict[str, Case] = {
     "convolution rows, scattered": Case(
         lambda: nn.Conv1d(8, 8, 1), RowwiseParallel(output_layouts=Shard(0)), Shard(1), (4, 8, 3)
     ),
+    "transposed convolution columns": Case(
+        lambda: nn.ConvTranspose1d(8, 8, 2, stride=2), ColwiseParallel(), Replicate(), (4, 8, 3)
+    ),
+    "transposed convolution rows": Case(
+        lambda: nn.ConvTranspose1d(8, 8, 2, stride=2), RowwiseParallel(), Shard(1), (4, 8, 3)
+    ),
+    "groups of a convolution, gathered": Case(
+        lambda: nn.Conv1d(8, 8, 1, groups=4), ColwiseParallel(output_layouts=Replicate()), Replicate(), (4, 8, 3)
+    ),
+    "groups of a convolution, by rows": Case(
+        lambda: nn.Conv1d(8, 8, 1, groups=8), RowwiseParallel(), Shard(1), (4, 8, 3)
+    ),
+    "depthwise": Case(lambda: nn.Conv1d(8, 8, 1, groups=8), ChannelParallel(), Shard(1), (4, 8, 3)),
+    "batch norm": Case(lambda: nn.BatchNorm1d(8), ChannelParallel(), Shard(1), (4, 8, 3)),
     "vocabulary": Case(lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate()), input=TOKENS),
     "vocabulary, scattered": Case(
         lambda: nn.Embedding(8, 8), RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)), input=TOKENS

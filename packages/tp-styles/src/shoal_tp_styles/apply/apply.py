@@ -90,7 +90,8 @@ def apply_sharding(
         split_blocks(module, fused, mesh, src_data_rank)
     if sharding.distributes:
         blocks = {name for name, _ in block_rows(fused)} if fused is not None and splits else set()
-        _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=lowering is Boundary)
+        buffers = lowering is Boundary or any(map(sharding.shards, module._buffers))
+        _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=buffers)
     if fused is not None:
         load_fused(module, fused, mesh)
     set_lowered(module, lowering(module, sharding, mesh, inner))

@@ -2,6 +2,8 @@
 
 columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
+
+Transposed convolutions are convolutions whose weight is (in, out, ...).
 """
 
 from __future__ import annotations
@@ -29,33 +31,63 @@ from ..sharding.collective import Collective
 from ..sharding.module_kinds import TransposedLinear, kinds_of
 from ..sharding.module_sharding import ModuleCall
 
-__all__ = ["ColumnChannels", "RowChannels"]
+__all__ = ["ColumnChannels", "RowChannels", "convolved"]
 
-Compute = Callable[[Any, list[Tensor], Any, Any], Tensor]
+Compute = Callable[..., Tensor]
+_FUNCTIONS: dict[tuple[bool, int], Any] = {
+    (False, 1): functional.conv1d,
+    (False, 2): functional.conv2d,
+    (False, 3): functional.conv3d,
+    (True, 1): functional.conv_transpose1d,
+    (True, 2): functional.conv_transpose2d,
+    (True, 3): functional.conv_transpose3d,
+}
 
 
-def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
-    if 0 in weight.shape[:2]:
-        return _without_channels(module, inputs[0], weight, bias)
-    out: Tensor = module._conv_forward(inputs[0], weight, bias)
+def convolved(  # what a convolution is made of
+    module: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int = 1, output_size: Any = None
+) -> Tensor:
+    """The convolution of a module, with other channels and as many groups.
+
+    Args:
+        module: a `nn.Conv` or `nn.ConvTranspose` of 1, 2 or 3 spatial dims.
+        x: (*batch, in, *spatial).
+        weight: (out, in / groups, *kernel), of a transposed one (in, out / groups, *kernel).
+        bias: (out,).
+        groups: number of groups.
+        output_size: of a transposed convolution, the spatial sizes of its output.
+    """
+    spatial = weight.ndim - 2
+    if module.transposed:
+        padding, extra = module.padding, (output_size, module.stride, module.padding, module.kernel_size, spatial)
+        more: tuple[Any, ...] = (module._output_padding(x, *extra, module.dilation), groups, module.dilation)
+    else:
+        padding, more = module.padding, (module.dilation, groups)
+        if module.padding_mode != "zeros":
+            x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+            padding = 0
+    out: Tensor = _FUNCTIONS[module.transposed, spatial](x, weight, bias, module.stride, padding, *more)
     return out
 
 
-def _without_channels(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution of an empty shard, which kernels refuse, by way of a channel of zeros.
+def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, output_size: Any = None) -> Tensor:
+    """A convolution of an empty shard, which kernels refuse, goes by way of a channel of zeros.
 
     So a rank without channels takes part in every collective, forward and backward.
     """
-    out_channels, in_channels = weight.shape[:2]
-    dim = x.ndim - weight.ndim + 1  # of the channels; there may be no batch dim
-    if in_channels == 0:
-        x = torch.cat([x, x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1 :])], dim)
-        weight = torch.cat([weight, weight.new_zeros(out_channels, 1, *weight.shape[2:])], 1)
-    if out_channels == 0:
-        weight = torch.cat([weight, weight.new_zeros(1, *weight.shape[1:])])
-        bias = None if bias is None else torch.cat([bias, bias.new_zeros(1)])
-    out: Tensor = module._conv_forward(x, weight, bias)
-    return out if out_channels else out.narrow(dim, 0, 0)
+    x, into, out_of = inputs[0], int(not module.transposed), int(module.transposed)  # dims of the weight
+    no_output, channels = weight.shape[out_of] == 0, x.ndim - weight.ndim + 1  # there may be no batch dim
+    if weight.shape[into] == 0:
+        x, weight = _with_zeros(x, channels), _with_zeros(weight, into)
+    if no_output:
+        weight, bias = _with_zeros(weight, out_of), None if bias is None else _with_zeros(bias, 0)
+    out = convolved(module, x, weight, bias, output_size=output_size)
+    return out.narrow(channels, 0, 0) if no_output else out
+
+
+def _with_zeros(tensor: Tensor, dim: int) -> Tensor:
+    """A tensor with one more index of a dim, of zeros."""
+    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])], dim)
 
 
 def _bilinear(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
@@ -67,9 +99,8 @@ def _transposed(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Te
 
 
 _COMPUTE: dict[type[nn.Module], Compute] = {
-    nn.Conv1d: _conv,
-    nn.Conv2d: _conv,
-    nn.Conv3d: _conv,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _conv),
     nn.Bilinear: _bilinear,
     TransposedLinear: _transposed,
 }
@@ -97,7 +128,7 @@ class _Channels(Lowered):
 
 
 class ColumnChannels(_Channels):
-    """A Conv, Bilinear or transposed Linear whose output channels are sharded."""
+    """A Conv, ConvTranspose, Bilinear or transposed Linear whose output channels are sharded."""
 
     __slots__ = ()
 
@@ -107,16 +138,17 @@ class ColumnChannels(_Channels):
             yield from declare_replicated_input(call, index)
         yield from declare_sharded_output(call)
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        arrived = [replicated_input(self, x, port) for x, port in zip(inputs, self.sharding.inputs or (), strict=True)]
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
+        ports = self.sharding.inputs or ()
+        arrived = [replicated_input(self, x, port) for x, port in zip(inputs, ports, strict=False)]
         local: Any = self.local("weight", "bias")
-        out = self.compute(self.module, arrived, local["weight"], local["bias"])
+        out = self.compute(self.module, arrived, local["weight"], local["bias"], *inputs[len(ports) :], **kwargs)
         channels = out.ndim + getattr(self.port_out.layout, "dim", -1)
         return sharded_output(self, out, channels, *self.sharded())
 
 
 class RowChannels(_Channels):
-    """A Conv or transposed Linear whose input channels are sharded."""
+    """A Conv, ConvTranspose or transposed Linear whose input channels are sharded."""
 
     __slots__ = ()
 
@@ -125,9 +157,9 @@ class RowChannels(_Channels):
         yield from declare_sharded_input(call)
         yield from declare_partial_output(call, "bias", getattr(call.sharding.input_port().desired, "dim", -1))
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
         input = sharded_input(self, input, channels, self.sharded()[1])
         weight: Any = self.local("weight")["weight"]
-        partial = self.compute(self.module, [input], weight, None)
+        partial = self.compute(self.module, [input], weight, None, *args, **kwargs)
         return partial_output(self, partial, "bias", channels)

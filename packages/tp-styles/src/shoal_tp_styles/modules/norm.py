@@ -3,6 +3,7 @@
 tokenwise   x: S(sequence) -> y: S(sequence)                           no communication of activations; the gradients
             of the replicated parameters are partial sums, reduced in one collective per module
 groups      x: S(channels), W: S(0), b: S(0) -> y: S(channels)         no communication
+channels    the same, of modules that run on DTensors: batch norms and activations with parameters
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn import functional
 from shoal_dtensor import DTensor
 
 from ..errors import LayoutError
-from ..lowering.boundary import from_local, local_input, output_dtensor
+from ..lowering.boundary import from_local, input_dtensor, local_input, output_dtensor
 from ..lowering.lowered import Lowered
 from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import ModuleCall, shard_sizes
 
-__all__ = ["TOKENWISE", "ChannelGroups", "Params", "Tokenwise", "is_norm"]
+__all__ = ["TOKENWISE", "ChannelGroups", "ChannelShards", "Params", "Tokenwise", "is_norm"]
 
 Params = dict[str, Tensor | None]
 
@@ -161,3 +162,38 @@ class ChannelGroups(Lowered):
             return out
         shape = (out.shape[0], module.num_channels, *out.shape[2:])
         return output_dtensor(out, self.port_out, self.mesh, shape)
+
+
+class ChannelShards(Lowered):
+    """A module with one value of each parameter for a channel, on DTensors; ranks may hold unequally many of them."""
+
+    __slots__ = ("channels", "sizes")
+
+    def resolve(self) -> None:
+        module: Any = self.module
+        self.channels: int = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
+        placement: Any = self.port_in.desired
+        self.sizes = shard_sizes(self.channels, placement, self.comm.size)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, port = self.module, self.port_in
+        if isinstance(input, DTensor):
+            arrived = input_dtensor(input, port, self.mesh)
+        else:
+            expected = self.sizes[self.comm.rank]
+            if input.shape[1] != expected:
+                raise LayoutError(
+                    f"ChannelParallel: {module} holds {expected} channels here, but {input.shape[1]} arrived; shard "
+                    "the module before it by the same channels (`.aligned` on both)"
+                )
+            shape = (input.shape[0], self.channels, *input.shape[2:])
+            arrived = from_local(input, port.desired, self.mesh, shape)
+        out: Any = type(module).forward(module, arrived)
+        if not self.sharding.local_outputs:
+            return out  # type: ignore[no-any-return]  # a module's forward has no type
+        local: Tensor = out.to_local(grad_placements=(port.desired,))
+        return local

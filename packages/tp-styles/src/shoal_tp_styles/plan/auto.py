@@ -104,8 +104,6 @@ _SMALL = "small: gathering its output costs more than its bytes"
 def _reason(module: nn.Module, tried: str) -> str:
     if tried:
         return f"every recipe computes something else; the first: {tried[:200]}"
-    if getattr(module, "groups", 1) > 1:
-        return "a grouped convolution, whose channels are sharded only with what comes before and behind it"
     return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
 
 

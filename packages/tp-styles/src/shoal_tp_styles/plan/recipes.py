@@ -239,9 +239,7 @@ class _Blocks:
         return {path: _of_vocabulary(self.modules[path], names) for path, names in shared.items() if names}
 
     def _gathers(self, path: str) -> bool:
-        module = self.modules[path]
-        kind = next((kind for kind in kinds_of(module) if kind in COLWISE), None)
-        return kind is not None and getattr(module, "groups", 1) == 1
+        return any(kind in COLWISE for kind in kinds_of(self.modules[path]))
 
     def _is_large(self, path: str) -> bool:
         size = sum(param.numel() for param in self.modules[path]._parameters.values() if param is not None)

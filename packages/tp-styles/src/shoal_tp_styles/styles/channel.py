@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from shoal_dtensor import Shard
+from shoal_dtensor import Placement, Shard
 
-from ..modules.norm import ChannelGroups
+from ..lowering.lowered import Lowered
+from ..modules.grouped_convolution import ChannelsOfGroups, GroupedChannels
+from ..modules.norm import ChannelGroups, ChannelShards
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
-__all__ = ["ChannelParallel"]
+__all__ = ["ChannelParallel", "is_grouped", "sharded_groups"]
 
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _KINDS: tuple[type[nn.Module], ...] = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
 class ChannelParallel(DeclaredStyle):
-    """Run a norm between a column-wise and a row-wise convolution on the channels that the rank holds.
+    """Run what treats channels alone, between a column-wise and a row-wise convolution, on the rank's channels.
 
-    No communication in either direction.  A shard of a GroupNorm holds complete groups: where their number is not a
-    multiple of the ranks, shard the convolutions alike with `.aligned(channels of a group)`.  BatchNorm's statistics
-    are sharded with its channels.
+    For GroupNorm, BatchNorm, PReLU, and convolutions of several groups, depthwise ones among them.  No communication
+    in either direction.  A shard of a GroupNorm or of a convolution holds complete groups: where their number is not a
+    multiple of the ranks, shard the module before it alike with `.aligned(input channels of a group)`.  BatchNorm's
+    statistics are sharded with its channels.
 
     Args:
         use_local_output: return the plain local tensor instead of a DTensor.
@@ -37,16 +42,20 @@ class ChannelParallel(DeclaredStyle):
     use_local_output: bool = True
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
+        if is_grouped(module):
+            return sharded_groups(self, module, None, None)
         if not isinstance(module, _KINDS):
-            raise unsupported("ChannelParallel", module, _KINDS)
-        unit, lowering = self.multiple_of, None
+            raise unsupported("ChannelParallel", module, _KINDS, "convolutions of several groups")
+        unit = self.multiple_of
+        lowering: type[Lowered] | None = None
         if isinstance(module, nn.GroupNorm):
             lowering = ChannelGroups if keeps_forward(module, nn.GroupNorm) else None
             unit = module.num_channels // module.num_groups
-        names = ["weight", "bias", "running_mean", "running_var"]
-        if isinstance(module, nn.PReLU) and module.num_parameters == 1:
-            names = []
-        port = Port(Shard(1), Shard(1))
+        one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
+        if not one_slope and not isinstance(module, nn.GroupNorm):
+            lowering = ChannelShards
+        names = [] if one_slope else ["weight", "bias", "running_mean", "running_var"]
+        port = Port(Shard(1, multiple_of=unit), Shard(1, multiple_of=unit))
         return ModuleSharding(
             "ChannelParallel",
             {name: Shard(0, multiple_of=unit) for name in names},
@@ -55,3 +64,36 @@ class ChannelParallel(DeclaredStyle):
             lowering=lowering,
             local_outputs=self.use_local_output,
         )
+
+
+def is_grouped(module: Any) -> bool:
+    """Whether a module is a convolution of several groups, which reads each input channel in one of them."""
+    return isinstance(module, _CONVOLUTIONS) and module.groups > 1
+
+
+def sharded_groups(
+    style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
+) -> ModuleSharding:
+    """The sharding of a convolution of several groups, by channels outside where no other layout is given.
+
+    Args:
+        style: whose name, multiple of output channels and choice of local outputs count.
+        module: the convolution.
+        arriving: layout of a plain input.
+        leaving: layout of the output.
+
+    Raises:
+        UnsupportedModuleError: if the module has a forward of its own.
+    """
+    name, own = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
+    if not any(keeps_forward(module, kind) for kind in _CONVOLUTIONS):
+        raise unsupported(name, module, _CONVOLUTIONS)
+    return ModuleSharding(
+        name,
+        own.parameters,
+        inputs=(Port(arriving or own.input, own.input),),
+        outputs=(Port(own.output, leaving or own.output),),
+        lowering=GroupedChannels,
+        options=own,
+        local_outputs=getattr(style, "use_local_output", True),
+    )

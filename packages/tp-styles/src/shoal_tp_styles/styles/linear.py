@@ -24,6 +24,7 @@ from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
+from .channel import is_grouped, sharded_groups
 from .style import DeclaredStyle, LayoutField, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None
@@ -63,6 +64,9 @@ COLWISE: dict[type[nn.Module], Features] = {
     nn.Conv1d: Features({"weight": 0, "bias": 0}, None, -2, ColumnChannels),
     nn.Conv2d: Features({"weight": 0, "bias": 0}, None, -3, ColumnChannels),
     nn.Conv3d: Features({"weight": 0, "bias": 0}, None, -4, ColumnChannels),
+    nn.ConvTranspose1d: Features({"weight": 1, "bias": 0}, None, -2, ColumnChannels),
+    nn.ConvTranspose2d: Features({"weight": 1, "bias": 0}, None, -3, ColumnChannels),
+    nn.ConvTranspose3d: Features({"weight": 1, "bias": 0}, None, -4, ColumnChannels),
 }
 
 ROWWISE: dict[type[nn.Module], Features] = {
@@ -73,6 +77,9 @@ ROWWISE: dict[type[nn.Module], Features] = {
     nn.Conv1d: Features({"weight": 1}, -2, None, RowChannels),
     nn.Conv2d: Features({"weight": 1}, -3, None, RowChannels),
     nn.Conv3d: Features({"weight": 1}, -4, None, RowChannels),
+    nn.ConvTranspose1d: Features({"weight": 0}, -2, None, RowChannels),
+    nn.ConvTranspose2d: Features({"weight": 0}, -3, None, RowChannels),
+    nn.ConvTranspose3d: Features({"weight": 0}, -4, None, RowChannels),
 }
 
 _OF_HEADS: dict[type[nn.Module], Features] = {
@@ -84,11 +91,6 @@ def _features(
     style: str, table: Mapping[type[nn.Module], Features], module: nn.Module
 ) -> tuple[type[nn.Module], Features]:
     """What the module counts as, and its row of the table."""
-    if getattr(module, "groups", 1) != 1:
-        raise UnsupportedModuleError(
-            f"{style}: {module} has groups={module.groups}; only convolutions of one group are sharded. Leave it "
-            "out of the plan, with ColwiseParallel(output_layouts=Replicate()) on the module before it"
-        )
     for kind in kinds_of(module):
         if kind in table:
             return kind, table[kind]
@@ -122,6 +124,12 @@ class _FeatureStyle(DeclaredStyle):
             raise LayoutError(f"overlapped: the number of chunks is at least 1, got {chunks}")
         return self._with(chunks=chunks)
 
+    def _of_groups(self, module: nn.Module, arriving: Placement | None, leaving: Placement | None) -> ModuleSharding:
+        """Of a convolution of several groups, whose channels are sharded inside whatever the style."""
+        self._overlap(module, None)
+        arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
+        return sharded_groups(self, module, arriving, leaving)
+
     def _overlap(
         self, module: nn.Module, lowering: type[Lowered] | None
     ) -> tuple[type[Lowered] | None, Overlap | None]:
@@ -143,8 +151,9 @@ _OVERLAPPED: dict[type[Lowered] | None, type[Lowered]] = {ColumnLinear: Overlapp
 class ColwiseParallel(_FeatureStyle):
     """Shard a module along its output features: every rank computes some columns of the output.
 
-    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv: output channels.  A Linear
-    with a weight of shape (in, out) (GPT-2's `Conv1D`) is recognised by its structure.
+    Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and ConvTranspose: output
+    channels, and with several groups complete ones, with their input channels.  A Linear with a weight of shape
+    (in, out) (GPT-2's `Conv1D`) is recognised by its structure.
 
     Args:
         input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.
@@ -180,6 +189,8 @@ class ColwiseParallel(_FeatureStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if self.of_heads is not None:
             return self._of_heads(module, self.of_heads)
+        if is_grouped(module):
+            return self._of_groups(module, Replicate(), None)
         kind, features = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
@@ -233,7 +244,8 @@ class RowwiseParallel(_FeatureStyle):
     """Shard a module along its input features: every rank computes a partial sum of the output.
 
     Linear: weight `Shard(1)`, the bias replicated and added once after the reduction; Embedding: weight
-    `Shard(0)`, tokens of other ranks masked; Conv: input channels.
+    `Shard(0)`, tokens of other ranks masked; Conv and ConvTranspose: input channels, and with several groups complete
+    ones, with their output channels, so that nothing is summed.
 
     Args:
         input_layouts: layout of a plain input; the last dim sharded if left out.
@@ -254,6 +266,8 @@ class RowwiseParallel(_FeatureStyle):
         return self._with(of_heads=Heads(count, size))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
+        if is_grouped(module):
+            return self._of_groups(module, None, Replicate())
         kind, features = _features("RowwiseParallel", ROWWISE, module)
         desired: Placement = Replicate() if features.input is None else Shard(features.input)
         arriving = Shard(-1) if features.input is None else Shard(features.input)

@@ -186,9 +186,11 @@ def _check_layouts(style: str, name: str, given: object) -> None:
         )
 
 
-def unsupported(style: str, module: nn.Module, supported: tuple[type[nn.Module], ...]) -> UnsupportedModuleError:
+def unsupported(
+    style: str, module: nn.Module, supported: tuple[type[nn.Module], ...], *others: str
+) -> UnsupportedModuleError:
     """The error of a style for a type of module that it cannot shard."""
-    names = ", ".join(kind.__name__ for kind in supported)
+    names = ", ".join((*(kind.__name__ for kind in supported), *others))
     way_out = (
         f"Its batch can be sharded: SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
         if isinstance(module, nn.RNNBase)  # each hidden state needs all of the one before it
