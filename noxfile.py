@@ -178,6 +178,17 @@ def types(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "mypy", f"packages/{package}/src", f"packages/{package}/tests")
 
 
+@nox.session(default=False)
+def public_types(session: nox.Session) -> None:
+    """Pyright knows the type of every public name of the four packages, as their users' editors do."""
+    install(session)
+    session.install("basedpyright==1.40.2")  # pyright, with the node that it runs on as a package
+    session.install("--no-build-isolation", "--no-deps", *(f"./packages/{package}" for package in STACK))
+    for package in STACK:
+        name = f"shoal_{package.replace('-', '_')}"
+        session.run("basedpyright", "--ignoreexternal", "--verifytypes", name, env={"PYTHONPATH": ""})
+
+
 @nox.session
 @nox.parametrize("package", STACK, ids=STACK)
 def test(session: nox.Session, package: str) -> None:

@@ -29,7 +29,8 @@ class ScopedValue(Generic[T]):
     __slots__ = ("_key", "_variable", "blocks", "default", "own")
 
     def __init__(self, name: str, default: T) -> None:
-        self._key, self.default = name, default
+        self._key = name
+        self.default: T = default
         self._variable = ContextVar(name, default=default)
         self.own: Callable[[], T] = self._variable.get
         self.blocks: list[None] = []

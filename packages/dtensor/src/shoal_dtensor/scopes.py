@@ -8,8 +8,8 @@ decision of one block is known in the next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -83,9 +83,10 @@ class Scope:
 
 DEFAULT = Scope()
 _current = ScopedValue("shoal_dtensor_scope", DEFAULT)
-current = _current.get
-entered = _current.entered
-own_scope, blocks = _current.own, _current.blocks  # for dispatch: without a call in Python
+current: Callable[[], Scope] = _current.get
+entered: Callable[[Scope], AbstractContextManager[None]] = _current.entered
+own_scope: Callable[[], Scope] = _current.own  # for dispatch: without a call in Python
+blocks: list[None] = _current.blocks
 
 
 @contextmanager

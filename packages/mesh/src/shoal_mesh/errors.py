@@ -90,5 +90,5 @@ class RankError(RuntimeError):
 
     def __init__(self, message: str, failures: dict[int, str] | None = None, hung: tuple[int, ...] = ()) -> None:
         super().__init__(message)
-        self.failures = failures or {}
+        self.failures: dict[int, str] = failures or {}
         self.hung = hung

@@ -80,8 +80,9 @@ class MLP(nn.Module):
     def __init__(self, device: str | torch.device = "cpu", bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.net1, self.net2 = (nn.Linear(m, n, bias, device) for m, n in ((10, 16), (16, 10)))
-        self.relu = nn.ReLU()
+        self.net1: nn.Linear = nn.Linear(10, 16, bias, device)
+        self.net2: nn.Linear = nn.Linear(16, 10, bias, device)
+        self.relu: nn.ReLU = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as `x`: `(..., 10)`."""
@@ -101,7 +102,7 @@ class StackedMLP(nn.Module):
 
     def __init__(self, device: str | torch.device = "cpu", n_layers: int = 2, bias: bool = True) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(MLP(device, bias) for _ in range(n_layers)))
+        self.layers: nn.Sequential = nn.Sequential(*(MLP(device, bias) for _ in range(n_layers)))
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape as `x`: `(..., 10)`."""
@@ -129,9 +130,14 @@ class Attention(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.head_dim, self.causal = args.dim // args.n_heads, args.use_attn_mask
+        self.head_dim: int = args.dim // args.n_heads
+        self.causal: bool = args.use_attn_mask
+        self.wq: nn.Linear
+        self.wk: nn.Linear
+        self.wv: nn.Linear
+        self.wo: nn.Linear
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(args.dim, args.dim, bias=False) for _ in range(4))
-        self.resid_dropout = nn.Dropout(p=args.dropout_p)
+        self.resid_dropout: nn.Dropout = nn.Dropout(p=args.dropout_p)
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, sequence, dim)` in and out."""
@@ -146,11 +152,12 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(args.dim), nn.LayerNorm(args.dim)
-        self.attention = Attention(args)
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.ffn_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.attention: Attention = Attention(args)
         up, down = nn.Linear(args.dim, 4 * args.dim), nn.Linear(4 * args.dim, args.dim)
         layers = {"w1": up, "gelu": nn.GELU(), "w2": down, "resid_dropout": nn.Dropout(p=args.dropout_p)}
-        self.feed_forward = nn.Sequential(OrderedDict(layers))
+        self.feed_forward: nn.Sequential = nn.Sequential(OrderedDict(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, sequence, dim)` in and out."""
@@ -169,12 +176,15 @@ class Transformer(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.checkpointed = args.checkpoint_activations
+        self.checkpointed: bool = args.checkpoint_activations
         sizes = (args.vocab_size, args.max_seq_len)
+        self.tok_embeddings: nn.Embedding
+        self.pos_embeddings: nn.Embedding
         self.tok_embeddings, self.pos_embeddings = (nn.Embedding(size, args.dim) for size in sizes)
-        self.dropout = nn.Dropout(p=args.dropout_p)
-        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
-        self.norm, self.output = nn.LayerNorm(args.dim), nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.dropout: nn.Dropout = nn.Dropout(p=args.dropout_p)
+        self.layers: nn.ModuleList = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layers))
+        self.norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.output: nn.Linear = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
             self.tok_embeddings.weight = self.output.weight
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class DTensorSpec:
         Spec(f32[4@(0)] on (0=2))
     """
 
-    from_dim_map = Spec.from_dim_map
+    from_dim_map: Callable[..., Spec] = Spec.from_dim_map
 
     def __new__(  # type: ignore[misc]  # it makes what it stands for
         cls,

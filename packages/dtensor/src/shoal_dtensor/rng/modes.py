@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -24,7 +24,7 @@ class RandomMode:
 
 _DEFAULT = RandomMode()
 _current = ScopedValue("shoal_dtensor_random_mode", _DEFAULT)
-current_mode = _current.get
+current_mode: Callable[[], RandomMode] = _current.get
 
 
 def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:

@@ -60,9 +60,9 @@ class DTensor(torch.Tensor):
     copied_view: ClassVar[type[DTensor]]
     pending: ClassVar[type[DTensor]]
     local_slot: ClassVar[Any]
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+    __torch_function__: Any = disabled_torch_function
     split = split
-    fsdp_pre_all_gather = property(refuse_fsdp)
+    fsdp_pre_all_gather: property = property(refuse_fsdp)
     _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do its work")
 
     @staticmethod
@@ -207,7 +207,7 @@ class DTensor(torch.Tensor):
             install_gradient_hook(DTensor, self)
         return self
 
-    requires_grad = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
+    requires_grad: property = property(BASE.requires_grad.__get__, requires_grad_)  # type: ignore[arg-type]  # returns the tensor
 
     def register_hook(self, hook: Callable[[Any], Any]) -> Any:
         """Have `hook` see the gradient, and replace it where it returns another one.

@@ -49,7 +49,8 @@ class ParameterGradientHook:
     __slots__ = ("cls", "spec")
 
     def __init__(self, cls: Any, spec: Spec) -> None:
-        self.cls, self.spec = cls, spec
+        self.cls: Any = cls
+        self.spec: Spec = spec
 
     def __call__(self, grad: Any) -> Any:
         if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
@@ -82,7 +83,10 @@ class CheckedHook:
     __slots__ = ("cls", "hook", "is_leaf", "spec")
 
     def __init__(self, cls: Any, hook: Callable[[Any], Any], spec: Spec, *, is_leaf: bool) -> None:
-        self.cls, self.hook, self.spec, self.is_leaf = cls, hook, spec, is_leaf
+        self.cls: Any = cls
+        self.hook: Callable[[Any], Any] = hook
+        self.spec: Spec = spec
+        self.is_leaf: bool = is_leaf
 
     def __call__(self, grad: Any) -> Any:
         result = self.hook(grad)
@@ -132,7 +136,8 @@ class BackwardBatch(CoalescedBatch):
 
     def __init__(self, cls: Any) -> None:
         super().__init__()
-        self.cls, self.bytes = cls, 0
+        self.cls: Any = cls
+        self.bytes: int = 0
         self.waiting: list[ReferenceType[Any]] = []
 
     def gradient(self, way: Plan, grad: Any) -> Any:
@@ -179,7 +184,8 @@ class PendingSum:
     __slots__ = ("coming", "present")
 
     def __init__(self, present: Any, coming: QueuedPlan) -> None:
-        self.present, self.coming = present, coming
+        self.present: Any = present
+        self.coming: QueuedPlan = coming
 
     def wait(self) -> Tensor:
         """The sum, where the gradient was."""

@@ -60,10 +60,10 @@ class Meeting:
     """Where the members of one communicator exchange values."""
 
     def __init__(self, size: int, turns: Turns) -> None:
-        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self.barrier: threading.Barrier = threading.Barrier(size, timeout=TIMEOUT)
         self.values: list[Any] = [None] * size
         self.turns = turns
-        self.used = False
+        self.used: bool = False
 
     def exchange(self, index: int, value: Any) -> list[Any]:
         """Everybody's values, in index order."""
@@ -92,7 +92,8 @@ class ThreadGroup:
     """The process group of one member of a meeting: those of its calls that the collectives make."""
 
     def __init__(self, meeting: Meeting, index: int) -> None:
-        self.meeting, self.index = meeting, index
+        self.meeting = meeting
+        self.index = index
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
         op = ReduceOp.SUM if opts is None else opts.reduceOp
@@ -149,7 +150,9 @@ class ThreadMesh:
         self, shape: tuple[int, ...], coordinate: tuple[int, ...], meetings: dict[Any, Meeting], turns: Turns
     ) -> None:
         self.turns = turns
-        self.shape, self.ndim, self.axis_names = shape, len(shape), tuple(map(str, range(len(shape))))
+        self.shape = shape
+        self.ndim: int = len(shape)
+        self.axis_names: tuple[str, ...] = tuple(map(str, range(len(shape))))
         self._coordinate, self._meetings = coordinate, meetings
         self._comms: dict[tuple[int, ...], Comm] = {}
 

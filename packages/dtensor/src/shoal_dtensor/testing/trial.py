@@ -61,18 +61,24 @@ class Trial:
     def __init__(
         self, op: Any, args: Any, kwargs: Mapping[str, Any], rule: Rule, *, exact: bool = True, kernel: Kernel = None
     ) -> None:
-        self.op, self.args, self.kwargs, self.rule = op, args, dict(kwargs), rule
-        self.exact, self.kernel = exact, kernel or op
-        self.outs = tuple(a.name for a in op._schema.arguments if a.is_out)
+        self.op = op
+        self.args = args
+        self.kwargs: dict[str, Any] = dict(kwargs)
+        self.rule = rule
+        self.exact = exact
+        self.kernel: Any = kernel or op
+        self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
         read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
         self.tensors: list[Tensor] = [*flatten(read)]
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(SEED)
-            self.results = self._run(self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])])
+            self.results: tuple[Any, list[Tensor]] = self._run(
+                self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
+            )
         metas = tuple(_meta(t) for t in self.tensors)
         outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
-        self.call = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
-        self.rows = self._rows()
+        self.call: OpCall = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
+        self.rows: list[Row] = self._rows()
 
     def _rows(self) -> list[Row]:
         listed = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows_of(self.call)

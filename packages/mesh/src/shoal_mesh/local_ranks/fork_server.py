@@ -31,20 +31,20 @@ class ForkServer:
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self.parent = os.getpid()
+        self.parent: int = os.getpid()
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if sys.platform == "linux":
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
         package = __name__.rpartition(".")[0]
         preload = [name for name in _SLOW_IMPORTS if name in sys.modules]
-        self.process = subprocess.Popen(
+        self.process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, "-c", f"from {package}.worker import serve_forks; serve_forks({preload!r})"],
             stdin=subprocess.PIPE,
             env=env,
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         atexit.register(self.close)
 
     @classmethod

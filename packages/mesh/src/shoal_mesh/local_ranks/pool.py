@@ -67,7 +67,7 @@ class RankPool:
             raise MeshError(f"a pool needs at least one rank, got {size}")
         self.size = size
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-        self.backend = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        self.backend: str = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
         self._show_output = show_output
         self._connections: list[Connection] = []
         self._pids: list[int] = []

@@ -50,7 +50,9 @@ class Channel:
     def __init__(
         self, group: ProcessGroup, segment: Segment, slot_bytes: int, lanes: Mapping[str, tuple[int, int]]
     ) -> None:
-        self.rank, self.size, self.slot_bytes = group.rank(), group.size(), slot_bytes
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.slot_bytes = slot_bytes
         head, width = _head_words(self.size), _note_words(self.size)
         self._words = memoryview(segment.memory)[: head * 8].cast("Q")
         self._flags = [LINE * (1 + rank) for rank in range(self.size)]
@@ -64,8 +66,10 @@ class Channel:
         own = [start + LINE * self.rank + i for start in starts for i in (0, 1)]
         announced = first + 2 * self.size * width + len(lanes) * LINE * self.size
         reasons = memoryview(segment.memory)[(head - self.size * REASON_BYTES // 8) * 8 : head * 8]
-        self.peers = Peers(group, segment.pids, self._words, (self._flags[self.rank], *own), reasons, announced)
-        self.notices = Notices(self.peers, announced + (ANNOUNCED + LINE) * self.size, memoryview(segment.memory))
+        self.peers: Peers = Peers(group, segment.pids, self._words, (self._flags[self.rank], *own), reasons, announced)
+        self.notices: Notices = Notices(
+            self.peers, announced + (ANNOUNCED + LINE) * self.size, memoryview(segment.memory)
+        )
         self.lanes: dict[str, Lane] = {}
         for start, (name, (depth, size)) in zip(starts, lanes.items(), strict=True):
             end = at + depth * self.size * size

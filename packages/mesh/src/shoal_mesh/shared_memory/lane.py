@@ -35,9 +35,12 @@ class Lane:
     """
 
     def __init__(self, peers: Peers, first_word: int, slots: Tensor) -> None:
-        self.peers, self._slots = peers, slots
-        self.rank, self.size = peers.rank, peers.size
-        self._depth, self.slot_bytes = slots.shape[0], slots.shape[2]
+        self.peers = peers
+        self._slots = slots
+        self.rank: int = peers.rank
+        self.size: int = peers.size
+        self._depth = slots.shape[0]
+        self.slot_bytes: int = slots.shape[2]
         # Words of a rank's line: the turns that it has shown, those that it has read, the requests of two turns.
         self._lines = [first_word + LINE * rank for rank in range(self.size)]
         self._turn = 0

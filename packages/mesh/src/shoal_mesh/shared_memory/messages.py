@@ -35,7 +35,7 @@ class Packer:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
         self._lengths = [tensor.numel() for tensor in tensors]
-        self.length = sum(self._lengths)
+        self.length: int = sum(self._lengths)
         self._first = self._at = 0  # the first that is still held, and what of it has been packed
 
     def pack(self, slot: Tensor) -> None:

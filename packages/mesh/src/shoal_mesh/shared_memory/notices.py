@@ -25,7 +25,7 @@ class Notices:
     """
 
     def __init__(self, peers: Peers, first: int, memory: memoryview) -> None:
-        self.count = 0
+        self.count: int = 0
         self._peers, self._bytes = peers, memory
         self._starts = [first + NOTICE_WORDS * rank for rank in range(peers.size)]
         self._own = self._starts[peers.rank]

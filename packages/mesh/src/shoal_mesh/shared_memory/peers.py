@@ -49,9 +49,11 @@ class Peers:
         reasons: memoryview | None = None,
         announced: int = 0,
     ) -> None:
-        self.rank, self.size, self.words = group.rank(), group.size(), words
-        self.ranks = sorted(_torch.group_ranks(group), key=_torch.group_ranks(group).__getitem__)
-        self.name = _torch.group_name(group)
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.words = words
+        self.ranks: list[int] = sorted(_torch.group_ranks(group), key=_torch.group_ranks(group).__getitem__)
+        self.name: str = _torch.group_name(group)
         self._group, self._pids, self._own = weakref.ref(group), pids, own
         self._reasons = memoryview(bytearray(REASON_BYTES * self.size)) if reasons is None else reasons
         self._announced = [announced + (ANNOUNCED + LINE) * rank for rank in range(self.size)] if announced else []

@@ -190,20 +190,20 @@ ATTRIBUTES = [
     "is_quantized",
     "_version",
 ]
-DESCRIBE = [
+DESCRIBE: list[Callable[..., Any]] = [
     *(getattr(T, name).__get__ for name in ATTRIBUTES),
     *(T.size, T.dim, T.ndimension, T.stride, T.numel, T.nelement, T.element_size, T.__len__, torch.numel),
     *(T.is_contiguous, T.is_floating_point, T.is_complex, T.is_signed, T.storage_offset, T.is_inference),
     *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_same_size),
 ]
-SHARDWISE = [
+SHARDWISE: list[Callable[..., Any]] = [
     *(T.clone, torch.clone, T.contiguous, T.detach, torch.detach, T.detach_, torch.detach_, T.requires_grad_),
     *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type_as, T.type),
     *(T.zero_, torch.zero_, T.fill_, torch.fill_, torch.nn.init.constant_),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
 ]
-HOOKED = [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad]
-STORED = [
+HOOKED: list[Callable[..., Any]] = [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad]
+STORED: list[Callable[..., Any]] = [
     T.numpy,
     T.tolist,
     T.data_ptr,

@@ -30,7 +30,10 @@ from .dtensor_conversion import from_dtensor
 
 _REPLICATED: ContextVar[bool] = ContextVar("replicated_indices", default=False)
 
-LOOKUPS = {F.embedding: inspect.signature(F.embedding), F.embedding_bag: inspect.signature(F.embedding_bag)}
+LOOKUPS: dict[Callable[..., Any], inspect.Signature] = {
+    F.embedding: inspect.signature(F.embedding),
+    F.embedding_bag: inspect.signature(F.embedding_bag),
+}
 
 _PROBLEMS = (
     "",

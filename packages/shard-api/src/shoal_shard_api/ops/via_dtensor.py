@@ -51,10 +51,12 @@ class DTensorCall:
     """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
 
     def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        self.cls, self.func, self.tensors = cls, func, tensors
-        self.name = str(getattr(func, "__name__", func))
-        self.initializer = getattr(func, "__module__", "") == "torch.nn.init"
-        self.in_place = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+        self.cls = cls
+        self.func = func
+        self.tensors = tensors
+        self.name: str = str(getattr(func, "__name__", func))
+        self.initializer: Any | bool = getattr(func, "__module__", "") == "torch.nn.init"
+        self.in_place: bool = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
         self.grids: dict[int, Any] = {id(each): dtensor_conversion.grid_or_none(each) for each in tensors}
 
     def run(

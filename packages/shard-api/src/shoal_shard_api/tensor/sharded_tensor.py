@@ -352,9 +352,9 @@ class ShardedTensor(ShardedTensorConstructors):
         }
         return load_pickled, (type(self), state)
 
-    __create_write_items__ = dcp_protocol.create_write_items
-    __create_chunk_list__ = dcp_protocol.create_chunk_list
-    __get_tensor_shard__ = dcp_protocol.get_tensor_shard
+    __create_write_items__: Callable[..., list[Any]] = dcp_protocol.create_write_items
+    __create_chunk_list__: Callable[..., list[Any]] = dcp_protocol.create_chunk_list
+    __get_tensor_shard__: Callable[..., torch.Tensor] = dcp_protocol.get_tensor_shard
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100  # torch's
         kind = "Parameter containing ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"

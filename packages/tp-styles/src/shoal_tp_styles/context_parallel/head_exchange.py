@@ -32,11 +32,16 @@ class HeadExchange:
     """
 
     def __init__(self, heads: int, shared: int, layout: SequenceLayout, comm: Comm) -> None:
-        self.layout, self.comm = layout, comm
-        self.group = heads // max(shared, 1)
+        self.layout = layout
+        self.comm = comm
+        self.group: int = heads // max(shared, 1)
         size = max(-(-heads // comm.size), 1)
-        self.queries = [(min(rank * size, heads), min((rank + 1) * size, heads)) for rank in range(comm.size)]
-        self.keys = [(a // self.group, -(-b // self.group)) if a < b else (0, 0) for a, b in self.queries]
+        self.queries: list[tuple[int, int]] = [
+            (min(rank * size, heads), min((rank + 1) * size, heads)) for rank in range(comm.size)
+        ]
+        self.keys: list[tuple[int, int]] = [
+            (a // self.group, -(-b // self.group)) if a < b else (0, 0) for a, b in self.queries
+        ]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, all heads, local length, width) -> (batch, own heads, global length, width), in global order.

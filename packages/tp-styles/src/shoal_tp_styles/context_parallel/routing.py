@@ -33,7 +33,8 @@ class RoutedAttention(TorchFunctionMode):
 
     def __init__(self, comm: Comm, options: ContextOptions) -> None:
         super().__init__()
-        self.comm, self.options = comm, options
+        self.comm = comm
+        self.options = options
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

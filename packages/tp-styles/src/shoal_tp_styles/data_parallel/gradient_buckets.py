@@ -105,10 +105,12 @@ class Bucket:
     owner = "replicate"
 
     def __init__(self, name: str, parameters: Sequence[Replica], axes: DataAxes) -> None:
-        self.name, self.parameters, self.axes = name, parameters, axes
-        self.trained = list(range(len(parameters)))
+        self.name = name
+        self.parameters = parameters
+        self.axes = axes
+        self.trained: list[int] = list(range(len(parameters)))
         self.kept: dict[int, Tensor] = {}
-        self.divisor = float(axes.mesh.size())
+        self.divisor: float = float(axes.mesh.size())
 
     def take(self) -> list[Tensor | None]:
         """The gradients that autograd has accumulated, taken away from the parameters."""
@@ -137,8 +139,10 @@ class GradientBuckets:
     """
 
     def __init__(self, buckets: Sequence[Bucket], around: Callable[[bool], None] = lambda running: None) -> None:
-        self.buckets, self.syncs, self.around = buckets, True, around
-        self.parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+        self.buckets = buckets
+        self.syncs: bool = True
+        self.around = around
+        self.parameters: list[Replica] = [parameter for bucket in buckets for parameter in bucket.parameters]
         self._bucket_of = {id(p.leaf): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._pass: Callable[[], _Pass | None] = lambda: None
         with torch.enable_grad():  # a leaf's node lives no longer than somebody holds it

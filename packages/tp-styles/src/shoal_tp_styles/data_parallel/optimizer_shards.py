@@ -116,7 +116,8 @@ class OptimizerShards:
     """
 
     def __init__(self, replicas: Sequence[ShardedReplica], bucket_bytes: int) -> None:
-        self.replicas, self._bucket_bytes = replicas, bucket_bytes
+        self.replicas = replicas
+        self._bucket_bytes = bucket_bytes
         self._shown = False
 
     def trained(self, held: Iterable[Tensor]) -> list[ShardedReplica]:

@@ -72,9 +72,11 @@ class Reduction:
     __slots__ = ("_in_flight", "_reduced", "group", "kept", "routes")
 
     def __init__(self, group: Group, grads: Sequence[Tensor | None], routes: Sequence[GradRoute]) -> None:
-        self.group, self.routes = group, routes
+        self.group: Group = group
+        self.routes: Sequence[GradRoute] = routes
         self._reduced: list[Tensor | None] | None = None
-        self.kept, group.kept = group.kept, {}
+        self.kept: dict[int, Tensor] = group.kept
+        group.kept = {}
         shards, moves, present = [], [], []
         for i, grad in zip(group.trained, grads, strict=True):
             local, spec = group.parameters[i].gradient(grad)

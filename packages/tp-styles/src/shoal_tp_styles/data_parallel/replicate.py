@@ -172,9 +172,14 @@ class Replicas:
         dtype: torch.dtype | None,
         ignored: Iterable[nn.Parameter],
     ) -> None:
-        self.module, self.axes, self.divisor, self.syncs = module, axes, float(axes.mesh.size()), True
-        self._bucket_bytes, self.dtype, self.ignored = bucket_bytes, dtype, list(ignored)
-        self.gradients = GradientBuckets([])
+        self.module = module
+        self.axes = axes
+        self.divisor: float = float(axes.mesh.size())
+        self.syncs: bool = True
+        self._bucket_bytes = bucket_bytes
+        self.dtype = dtype
+        self.ignored: list[nn.Parameter] = list(ignored)
+        self.gradients: GradientBuckets = GradientBuckets([])
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
 

@@ -44,7 +44,8 @@ class Gathered:
 
     def __init__(self, versions: Versions) -> None:
         self.tensors: list[Tensor] = []
-        self.versions, self.filled = versions, False
+        self.versions: Versions = versions
+        self.filled: bool = False
         self.views: list[Tensor] = []
         self._written: list[int] = []
 
@@ -121,16 +122,18 @@ class Unit:
     owner = "fully_shard"
 
     def __init__(self, name: str, parameters: list[ShardedParameter], axes: DataAxes) -> None:
-        self.name, self.parameters, self.axes = name, parameters, axes
-        self.divisor = float(axes.mesh.size())
+        self.name = name
+        self.parameters = parameters
+        self.axes = axes
+        self.divisor: float = float(axes.mesh.size())
         self.kept: dict[int, Tensor] = {}
-        self.trained = self._trained()
+        self.trained: list[int] = self._trained()
         self.frees = self.syncs = True
         self.stands_in = False
         self.spoiled = False
         self.current: Gathered | None = None
         self.open: set[Forward] = set()
-        self.shows_gathered = False
+        self.shows_gathered: bool = False
         self._coming: tuple[ShardsInFlight, Versions] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:

@@ -37,10 +37,10 @@ class Schedule:
     """
 
     def __init__(self, outermost: UnitState) -> None:
-        self.states = [outermost]
+        self.states: list[UnitState] = [outermost]
         self.order: list[Unit] = []
         self._previous: list[Unit] = []
-        self.running = False
+        self.running: bool = False
 
     @property
     def units(self) -> list[Unit]:
@@ -80,8 +80,11 @@ class UnitState:
     def __init__(
         self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, frees: bool | None
     ) -> None:
-        self.unit, self.modules, self.precision, self._frees = unit, list(modules), precision, frees
-        self.schedule = Schedule(self)
+        self.unit = unit
+        self.modules: list[nn.Module] = list(modules)
+        self.precision = precision
+        self._frees = frees
+        self.schedule: Schedule = Schedule(self)
         self._forward: Forward | None = None
         self._waiting: set[nn.Module] = set()  # the modules whose forward is still to come in this forward of the unit
         self._guards: list[AbstractContextManager[Any]] = []

@@ -40,7 +40,9 @@ class UnitParameters:
         placement: Callable[[nn.Parameter], Shard | None] | None,
         policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
     ) -> None:
-        self.state, self.axes, self.ignored = state, axes, ignored
+        self.state = state
+        self.axes = axes
+        self.ignored = ignored
         self._placement, self._policies = placement, policies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitParameters:

@@ -56,14 +56,15 @@ class RoutedExperts(Lowered):
     def resolve(self) -> None:
         experts = self.sharding.options
         assert isinstance(experts, Experts), "the style declared experts"
-        self.experts, sharded = experts, self.sharded
+        self.experts: Experts = experts
+        sharded = self.sharded
         self.beside: Callable[[], None] | None = None
-        self.per_rank = experts_per_rank(experts.count, self.comm.size)
+        self.per_rank: list[int] = experts_per_rank(experts.count, self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])
-        self.own = range(first, first + self.per_rank[self.comm.rank])
+        self.own: range = range(first, first + self.per_rank[self.comm.rank])
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
         everywhere = self.comm if self.tensor is None else self.mesh.comm((0, 1))
-        self.shared = self.tensor if sharded else everywhere
+        self.shared: Comm | None = self.tensor if sharded else everywhere
 
     @property
     def sharded(self) -> bool:

@@ -30,11 +30,12 @@ class Converted:
     """
 
     def __init__(self, model: Any, reader: Reader) -> None:
-        self.model, self.reader = model, reader
+        self.model = model
+        self.reader = reader
         self.renamed: dict[str, str] = {}
         self.converted: dict[str, str] = {}  # name -> the first name of those that are made together
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.groups = self._grouped(model.state_dict())
+        self.groups: dict[str, _Conversion] = self._grouped(model.state_dict())
         self.made: tuple[str, dict[str, Tensor]] = ("", {})
         for first in self.groups:
             for name, tensor in self._convert(

@@ -130,7 +130,7 @@ class InvariantColumn(ColumnLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks = own_blocks(self, "weight", 0)
+        self.blocks: int = own_blocks(self, "weight", 0)
 
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:
@@ -180,7 +180,7 @@ class InvariantRow(RowLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.blocks = own_blocks(self, "weight", 1)
+        self.blocks: int = own_blocks(self, "weight", 1)
 
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:

@@ -64,7 +64,9 @@ class StepFingerprints:
 
     def __init__(self, path: str | Path, model: nn.Module, batch: DeviceMesh | None = None) -> None:
         entered()
-        self.path, self.model, self.batch = Path(path), model, batch
+        self.path: Path = Path(path)
+        self.model = model
+        self.batch = batch
         self._seen: dict[str, tuple[Tensor, _Meshes]] = {}
         if _writes():
             self.path.write_text("")

@@ -5,6 +5,7 @@ It is an attribute of the tensor object: it lives as long as the tensor, and cos
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,7 +54,7 @@ class Watching(Protocol):
 
 
 active_watch: ContextVar[Watching | None] = ContextVar("shoal_tp_styles_watch", default=None)
-current_watch = active_watch.get
+current_watch: Callable[[], Watching | None] = active_watch.get
 
 
 def layout_of(tensor: Tensor) -> LocalLayout | None:

@@ -26,7 +26,7 @@ from shoal_mesh import Comm, DeviceMesh
 from .._torch import is_tracing
 from ..errors import LayoutError
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, ModuleSharding
+from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .compile import make_traceable
 from .parameters import delivered_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
@@ -56,14 +56,14 @@ class Lowered(ABC):
     ) -> None:
         self._module = weakref.ref(module)
         self.params = module._parameters
-        self.sharding = sharding
-        self.mesh = mesh
-        self.inner = inner
-        self.comm = mesh.comm(0)
-        self.port_in = sharding.input_port()
-        self.port_out = sharding.output_port()
+        self.sharding: ModuleSharding = sharding
+        self.mesh: DeviceMesh = mesh
+        self.inner: Lowered | None = inner
+        self.comm: Comm = mesh.comm(0)
+        self.port_in: Port = sharding.input_port()
+        self.port_out: Port = sharding.output_port()
         make_traceable()
-        self.traced_shards = TracedShards.of(self.params, delivered_shards)
+        self.traced_shards: TracedShards = TracedShards.of(self.params, delivered_shards)
         self.resolve()
 
     def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out

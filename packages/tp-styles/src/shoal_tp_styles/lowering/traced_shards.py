@@ -11,7 +11,7 @@ without elements, whose metadata Dynamo compares before every call, and whose me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -99,7 +99,7 @@ class _Metadata:
     def __eq__(self, other: object) -> bool:
         return self.now() == other
 
-    __hash__ = None  # type: ignore[assignment]  # what it equals changes
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # what it equals changes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         return self.now()
@@ -115,7 +115,7 @@ class TracedShards(Tensor):
         specs: their specs; None for plain parameters.
     """
 
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+    __torch_function__: Any = disabled_torch_function
     held: Tensor
     local: dict[str, Tensor | None]
     specs: dict[str, Spec | None]

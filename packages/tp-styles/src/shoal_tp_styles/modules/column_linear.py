@@ -194,9 +194,9 @@ class ColumnLinear(Lowered):
     chunks = 1
 
     def resolve(self) -> None:
-        self.key = (self.comm, None, None)
-        self.where = sharded_dim(self.port_in.layout, self.comm)
-        self.plain = self.port_in.layout.is_replicate() and self.finished
+        self.key: tuple[Comm, None, None] = (self.comm, None, None)
+        self.where: ShardedDim | None = sharded_dim(self.port_in.layout, self.comm)
+        self.plain: bool = self.port_in.layout.is_replicate() and self.finished
 
     @property
     def finished(self) -> bool:
@@ -300,7 +300,7 @@ class OverlappedColumn(ColumnLinear):
 
     def resolve(self) -> None:
         super().resolve()
-        self.chunks = chunks_of(self.sharding)
+        self.chunks: int = chunks_of(self.sharding)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

@@ -87,10 +87,10 @@ class FusedLowering(Lowered):
     def resolve(self) -> None:
         fused = self.sharding.fused
         assert fused is not None, "the style declared blocks"
-        self.blocks = [_Block("", None)]  # all of them in one parameter
+        self.blocks: list[_Block] = [_Block("", None)]  # all of them in one parameter
         if fused.splits(self.comm.size):
             self.blocks = [_Block(name, self._replicas(heads)) for name, heads in fused.blocks.items()]
-        self.columns = fused.names[0] if fused.transposed and not fused.splits(self.comm.size) else ""
+        self.columns: str = fused.names[0] if fused.transposed and not fused.splits(self.comm.size) else ""
 
     def _replicas(self, heads: Heads) -> Comm | None:
         """The ranks that hold the same head as this one."""

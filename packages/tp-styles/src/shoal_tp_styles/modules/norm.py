@@ -94,10 +94,10 @@ class Tokenwise(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.compute = TOKENWISE.get(type(module), _own_forward)
-        self.read = READ.get(self.compute)  # None: all parameters
+        self.compute: Callable[[Any, Tensor, Params], Tensor] = TOKENWISE.get(type(module), _own_forward)
+        self.read: tuple[str, ...] | None = READ.get(self.compute)  # None: all parameters
         # Dims of the input that belong to one token; elementwise modules have none.
-        self.features = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
+        self.features: int = 0 if self.compute is _plain else len(getattr(module, "normalized_shape", (1,)))
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -136,7 +136,7 @@ class ChannelGroups(Lowered):
         module: Any = self.module
         size = module.num_channels // module.num_groups
         step = -(-module.num_groups // self.comm.size) * size  # channels of a full shard
-        self.ends = [min(module.num_channels, rank * step) for rank in range(self.comm.size + 1)]
+        self.ends: list[int] = [min(module.num_channels, rank * step) for rank in range(self.comm.size + 1)]
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

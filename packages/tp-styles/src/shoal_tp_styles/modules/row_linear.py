@@ -142,9 +142,9 @@ class RowLinear(Lowered):
     chunks = 1
 
     def resolve(self) -> None:
-        self.direct_in = self.port_in.layout == self.port_in.desired
-        self.where = sharded_dim(self.port_out.desired, self.comm)
-        self.fast = self.direct_in and self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        self.direct_in: bool = self.port_in.layout == self.port_in.desired
+        self.where: ShardedDim | None = sharded_dim(self.port_out.desired, self.comm)
+        self.fast: bool = self.direct_in and self.port_out.desired.is_replicate() and self.sharding.local_outputs
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -240,7 +240,7 @@ class OverlappedRow(RowLinear):
     def resolve(self) -> None:
         super().resolve()
         self.fast = False
-        self.chunks = chunks_of(self.sharding)
+        self.chunks: int = chunks_of(self.sharding)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

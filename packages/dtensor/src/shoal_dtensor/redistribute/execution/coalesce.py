@@ -58,7 +58,9 @@ class QueuedPlan:
     __slots__ = ("_result", "_source", "_version", "batch", "local", "plan")
 
     def __init__(self, batch: CoalescedBatch, plan: Plan, local: Tensor, source: Tensor) -> None:
-        self.batch, self.plan, self.local = batch, plan, local
+        self.batch: CoalescedBatch = batch
+        self.plan: Plan = plan
+        self.local: Tensor = local
         self._source, self._version = source, source._version
         self._result: Tensor | None = None
 

@@ -61,9 +61,9 @@ class Bounds:
         self._goal = costs.state(space.goal, (), True)
         wanted = self._goal.used
         self._wanted = [self._per_rank * n / self._sizes[joined & wanted] for _, joined, n in self._islands]
-        self.floor = min((links.latency[a] for a in moving), default=0.0)
+        self.floor: float = min((links.latency[a] for a in moving), default=0.0)
         finest = everything / self._sizes[mask_of(3 * a for a in space.moving if a not in becoming)]
-        self.closing = 0.0 if converted else space.conversions * links.copy(finest)
+        self.closing: float = 0.0 if converted else space.conversions * links.copy(finest)
 
     def ahead(self, state: State) -> None:
         """Fill in a state's bounds: volumes and seconds from there to the goal."""

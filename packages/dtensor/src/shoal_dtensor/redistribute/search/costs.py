@@ -6,7 +6,7 @@ looked up, and whatever follows from a state alone is kept with it.  `edges` mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations
 from math import inf
@@ -48,19 +48,27 @@ class State:
     def __init__(
         self, dims: Dims, pending: tuple[int, ...], converted: bool, itemsize: int, shardings: list[Sharding]
     ) -> None:
-        self.dims, self.pending, self.converted = dims, pending, converted
-        self.numbers, self.masks, self.box, self.used, self.even = [], [], itemsize, 0, True
+        self.dims: Dims = dims
+        self.pending: tuple[int, ...] = pending
+        self.converted: bool = converted
+        self.numbers: list[int] = []
+        self.masks: list[int] = []
+        self.box: int = itemsize
+        self.used: int = 0
+        self.even: bool = True
         for number, mask, width, even in shardings:
             self.numbers.append(number)
             self.masks.append(mask)
             self.box *= width
             self.used |= mask
             self.even = self.even and even
-        self.waiting = mask_of([3 * a for a in pending])
-        self.least = self.more = self.through = -1.0
+        self.waiting: int = mask_of([3 * a for a in pending])
+        self.least: float = -1.0
+        self.more: float = -1.0
+        self.through: float = -1.0
         self.volumes: list[float] = []
-        self.latency = 0.0
-        self.reached = inf
+        self.latency: float = 0.0
+        self.reached: float = inf
 
 
 class Reshard(NamedTuple):
@@ -90,12 +98,13 @@ class Costs:
     __slots__ = ("_bandwidth", "_pairs", "_ranks", "_shardings", "_states", "copy", "latency", "space")
 
     def __init__(self, space: Space) -> None:
-        self.space = space
+        self.space: Space = space
         self._shardings: list[dict[Tokens, Sharding]] = [{} for _ in space.start]
         self._pairs: list[dict[int, Pair]] = [{} for _ in space.start]
         self._states: dict[tuple[Dims, tuple[int, ...], bool], State] = {}
+        self.latency: list[float]
         self.latency, self._bandwidth, self._ranks = _groups(space.links)
-        self.copy = space.links.copy
+        self.copy: Callable[[float], float] = space.links.copy
 
     def state(self, dims: Dims, pending: tuple[int, ...], converted: bool) -> State:
         """The state, always the same object."""

@@ -59,28 +59,30 @@ class Space:
     )  # fmt: skip
 
     def __init__(self, src: Spec, dst: Spec, links: Links, remade: tuple[int, ...] = ()) -> None:
-        self.links = links
-        self.remade = remade
-        self.shape = tuple(src.shape)
-        self.itemsize = src.dtype.itemsize
+        self.links: Links = links
+        self.remade: tuple[int, ...] = remade
+        self.shape: tuple[int, ...] = tuple(src.shape)
+        self.itemsize: int = src.dtype.itemsize
         self.placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = (src.placements, dst.placements)
         self._widths: dict[tuple[int, Tokens], tuple[int, bool]] = {}
         self._boxes: dict[Dims, int] = {}
         large = [a for a, n in enumerate(links.sizes) if n > 1]
         kept = {a for a in large if a not in remade and _stays_partial(src.placements[a], dst.placements[a])}
-        self.moving = tuple(a for a in large if a not in kept)
-        self.scaled = tuple(a for a in large if a in kept and src.placements[a] is not dst.placements[a])
-        self.pending = tuple(a for a, _ in src.partials if a in self.moving)
-        self.becoming = tuple(a for a, _ in dst.partials if a in self.moving)
+        self.moving: tuple[int, ...] = tuple(a for a in large if a not in kept)
+        self.scaled: tuple[int, ...] = tuple(
+            a for a in large if a in kept and src.placements[a] is not dst.placements[a]
+        )
+        self.pending: tuple[int, ...] = tuple(a for a, _ in src.partials if a in self.moving)
+        self.becoming: tuple[int, ...] = tuple(a for a, _ in dst.partials if a in self.moving)
         ops = {op for a, op in src.partials if a in self.pending}
-        self.joining = "sum" if ops <= _LINEAR else min(ops) if not any(map(norm_order, ops)) else ""
+        self.joining: str = "sum" if ops <= _LINEAR else min(ops) if not any(map(norm_order, ops)) else ""
         ops |= {op for a, op in dst.partials if a in self.becoming}
-        self.mixing = len(ops) < 2 or ops <= _LINEAR
-        self.conversions = bool(self.becoming) + bool(self.scaled)
+        self.mixing: bool = len(ops) < 2 or ops <= _LINEAR
+        self.conversions: int = bool(self.becoming) + bool(self.scaled)
         widths = [wire_itemsize(op, src.dtype) for a, op in src.partials if a in self.pending]
-        self.widening = max(widths, default=self.itemsize) // self.itemsize
-        self.start = self._tokens(src, AS_SRC, None)
-        self.goal = self._tokens(dst, AS_DST, self.start)
+        self.widening: int = max(widths, default=self.itemsize) // self.itemsize
+        self.start: Dims = self._tokens(src, AS_SRC, None)
+        self.goal: Dims = self._tokens(dst, AS_DST, self.start)
         if self.pending or self.becoming:
             _check_ops(src, dst)
 

@@ -33,8 +33,8 @@ class States:
     __slots__ = ("_known", "_orders", "_places", "complete", "space")
 
     def __init__(self, space: Space) -> None:
-        self.space = space
-        self.complete = _count(len(space.moving), len(space.start)) <= MOST_STATES
+        self.space: Space = space
+        self.complete: bool = _count(len(space.moving), len(space.start)) <= MOST_STATES
         self._places = {} if self.complete else {a: _places(space, a) for a in space.moving}
         self._known: dict[tuple[int, ...], list[Dims]] = {}
         self._orders: dict[tuple[int, tuple[int, ...]], list[Tokens]] = {}

@@ -15,7 +15,7 @@ from math import prod
 
 from torch import Tensor
 
-from shoal_mesh import Comm, all_gather_v, all_to_all_blocks
+from shoal_mesh import Comm, DeviceMesh, all_gather_v, all_to_all_blocks
 
 from ...layout.dim_sharding import DimSharding, chunk_sizes
 from ...layout.spec import Spec
@@ -36,11 +36,12 @@ class ShardTranspose:
     __slots__ = ("columns", "dim", "index", "mesh", "rest", "sharding")
 
     def __init__(self, spec: Spec, dim: int) -> None:
-        self.sharding, self.dim = spec.dim_sharding(dim), dim
-        self.mesh = spec.mesh
-        self.index = self.sharding.index(spec.coordinate or (0,) * spec.mesh.ndim)
-        self.rest = [n for d, n in enumerate(spec.local_shape) if d != dim]
-        self.columns = chunk_sizes(prod(self.rest), len(self.sharding.sizes))
+        self.sharding: DimSharding = spec.dim_sharding(dim)
+        self.dim: int = dim
+        self.mesh: DeviceMesh = spec.mesh
+        self.index: int = self.sharding.index(spec.coordinate or (0,) * spec.mesh.ndim)
+        self.rest: list[int] = [n for d, n in enumerate(spec.local_shape) if d != dim]
+        self.columns: tuple[int, ...] = chunk_sizes(prod(self.rest), len(self.sharding.sizes))
 
     @property
     def comm(self) -> Comm:

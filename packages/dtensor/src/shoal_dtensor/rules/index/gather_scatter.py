@@ -21,7 +21,7 @@ from ..language.rule_tables import family
 
 __all__ = ["GATHER_SCATTER", "lookup_partial"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

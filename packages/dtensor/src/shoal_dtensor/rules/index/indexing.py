@@ -25,7 +25,7 @@ from .gathered_results import assumed_result_bytes, global_positions, in_global_
 
 __all__ = ["INDEXING"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class IndexedDims(NamedTuple):

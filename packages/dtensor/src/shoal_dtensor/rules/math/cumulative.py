@@ -22,7 +22,7 @@ from ..language.rule_tables import family
 
 __all__ = ["CUMULATIVE"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def cumulative(call: OpCall) -> Iterator[Row]:

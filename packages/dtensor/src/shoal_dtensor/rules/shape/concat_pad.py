@@ -19,7 +19,7 @@ from .views import same_dims
 
 __all__ = ["CONCAT_PAD"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _is_end(spec: Spec, dim: int) -> tuple[bool, bool]:

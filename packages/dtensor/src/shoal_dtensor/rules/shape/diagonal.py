@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from .views import rearrangement, same_dims, with_input_sizes
 
 __all__ = ["DIAGONAL"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .views import same_dims
 
 __all__ = ["ROLL_REPEAT"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _bytes(call: OpCall) -> int:

@@ -23,7 +23,7 @@ from .views import same_dims
 
 __all__ = ["SLICING"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def _other_dims(call: OpCall, ndim: int, dim: int, name: str = "self") -> Iterator[Row]:

@@ -18,7 +18,7 @@ from .dim_maps import reshape_mappings
 
 __all__ = ["VIEWS", "rearrangement", "same_dims", "with_input_sizes"]
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Rows = Callable[[OpCall], Iterable[Row]]
 
 
