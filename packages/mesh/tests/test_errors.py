@@ -18,6 +18,7 @@ BUILTINS: dict[str, set[type[Exception]]] = {
     "MeshError": {ValueError, RuntimeError},
     "MeshMismatchError": {ValueError, RuntimeError},
     "MeshTypeError": {TypeError, ValueError, RuntimeError},
+    "MissingExtraError": {ValueError, RuntimeError},
     "NoGroupError": {ValueError, RuntimeError},
     "PeerError": {ValueError, RuntimeError},
     "RankError": {RuntimeError},

@@ -22,6 +22,7 @@ from .errors import (
     MeshError,
     MeshMismatchError,
     MeshTypeError,
+    MissingExtraError,
     NoGroupError,
     PeerError,
     RankError,
@@ -30,12 +31,15 @@ from .events import Event, Observer, is_observed, observe, purpose, unobserve
 from .groups.process_groups import BackendChoice, Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
+from .logs import log_from_environment, log_to_stderr
 from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .mesh.rank_layout import Layout
 from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import in_lockstep, lockstep
+from .observers.memory import MemoryTrace
+from .observers.pictures import draw_memory, new_axes
 from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
 from .observers.timeline import Timeline
@@ -59,9 +63,11 @@ __all__ = [
     "Layout",
     "Link",
     "LockstepError",
+    "MemoryTrace",
     "MeshError",
     "MeshMismatchError",
     "MeshTypeError",
+    "MissingExtraError",
     "NoGroupError",
     "Observer",
     "PackedPending",
@@ -90,6 +96,7 @@ __all__ = [
     "constant_when_compiled",
     "current_mesh",
     "differentiable",
+    "draw_memory",
     "errors",
     "gather",
     "in_lockstep",
@@ -97,7 +104,9 @@ __all__ = [
     "is_observed",
     "launch",
     "lockstep",
+    "log_to_stderr",
     "measure_topology",
+    "new_axes",
     "note",
     "observe",
     "pack_blocks",
@@ -123,5 +132,15 @@ __all__ = [
 ]
 
 
+log_from_environment()
+
+
 def __dir__() -> list[str]:
     return __all__
+
+
+def load_ipython_extension(shell: object) -> None:
+    """`%load_ext shoal_mesh`: the cell magic `%%ranks`."""
+    from .notebook import register_magics
+
+    register_magics(shell)

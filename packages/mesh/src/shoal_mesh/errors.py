@@ -16,6 +16,7 @@ __all__ = [
     "MeshError",
     "MeshMismatchError",
     "MeshTypeError",
+    "MissingExtraError",
     "NoGroupError",
     "PeerError",
     "RankError",
@@ -92,3 +93,7 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.failures: dict[int, str] = failures or {}
         self.hung = hung
+
+
+class MissingExtraError(MeshError, ImportError):
+    """A feature needs a package that is not installed."""

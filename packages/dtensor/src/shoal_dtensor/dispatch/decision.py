@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -19,7 +20,10 @@ __all__ = [
     "MovingDecision",
     "ResultKind",
     "SimpleDecision",
+    "log_decision",
 ]
+
+_LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
 
 class ResultKind(IntEnum):
@@ -118,3 +122,13 @@ class CompositeDecision:
 
 
 Decision = SimpleDecision | CompositeDecision
+
+
+def log_decision(op: object, args: Sequence[Any], kwargs: Mapping[str, Any], decision: Decision) -> None:
+    """One line: the operator on its specs, what is redistributed first, and the specs of what comes out."""
+    if not _LOG.isEnabledFor(logging.DEBUG):
+        return
+    given = ", ".join(str(value) for value in (*args, *kwargs.values()))
+    moves = [f"argument {move.place}: {move.plan}" for move in getattr(decision, "moves", ())]
+    outputs = getattr(decision, "outputs", ()) or (type(decision).__name__,)
+    _LOG.debug("%s(%s) -> %s%s", op, given, ", ".join(map(str, outputs)), "".join(f"\n  {move}" for move in moves))

@@ -22,7 +22,15 @@ from ..redistribute.execution.run_once import run_once, write_back
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
 from .communication_policy import watched
-from .decision import CompositeDecision, Decision, DynamicDecision, MovingDecision, ResultKind, SimpleDecision
+from .decision import (
+    CompositeDecision,
+    Decision,
+    DynamicDecision,
+    MovingDecision,
+    ResultKind,
+    SimpleDecision,
+    log_decision,
+)
 from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, values_read, verify_replicated
@@ -171,6 +179,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
         _verify_plain(call, candidates=scope.plain_is_replicated or all(plain))
     specs, named_specs = specs_of(cls, args, kwargs)
     decision = decide(op, specs, named_specs, Circumstances(scope, copies, verified))
+    log_decision(op, specs, named_specs, decision)
     cache.remember(key, decision)
     if not isinstance(decision, SimpleDecision) or decision.slow_path:
         return _run_slow_path(call, decision, first=(cache, key))

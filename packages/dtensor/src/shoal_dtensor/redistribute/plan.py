@@ -6,6 +6,7 @@ cached, and the cache is bounded.
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "links_of", "plan", "price", "seconds"]
 
+_LOG = logging.getLogger("shoal.plans")  # SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
 CACHE_SIZE = 4096  # plans; one takes about 2 kB
 
 
@@ -68,8 +70,11 @@ def _usual(src: Spec, dst: Spec, version: int) -> Plan:
 
 def _planned(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None) -> Plan:
     if src.mesh is not dst.mesh and src.mesh != dst.mesh:
-        return _plan_across(src, dst, links_of(src.mesh), links_of(dst.mesh), memory_limit)
-    return _plan(src, dst, links_of(src.mesh, topology), memory_limit)
+        found = _plan_across(src, dst, links_of(src.mesh), links_of(dst.mesh), memory_limit)
+    else:
+        found = _plan(src, dst, links_of(src.mesh, topology), memory_limit)
+    _LOG.debug("%s", found)
+    return found
 
 
 def price(src: Spec, dst: Spec) -> float:

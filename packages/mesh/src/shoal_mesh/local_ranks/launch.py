@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from ..errors import MeshError, RankError
 from ..groups.world import all_gather_objects, ensure_world
 from .pool import RankPool
 
-__all__ = ["launch"]
+__all__ = ["keep_ranks", "kept_pool", "launch"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +76,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         return _on_present_ranks(fn, nprocs, args, kwargs)
     if nprocs is None:
         raise MeshError("launch needs a number of ranks, except under torchrun")
-    with RankPool(nprocs, backend=backend, show_output=True) as pool:
+    with _pool(nprocs, backend) as pool:
         try:
             return pool._run(fn, args, kwargs, None, timeout)
         except RankError as error:
@@ -84,6 +85,29 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
                 raise
             cause.add_note(str(error))
             raise cause from None
+
+
+class _Kept:
+    """Pools that stay up between calls, by size and backend; None where each call has its own (mutable state)."""
+
+    pools: dict[tuple[int, str | None], RankPool] | None = None
+
+
+def keep_ranks() -> None:
+    """Have ranks stay up between calls of `launch` from now on, a pool for each number of ranks."""
+    _Kept.pools = {} if _Kept.pools is None else _Kept.pools
+
+
+def kept_pool(nprocs: int, backend: str | None = None) -> RankPool:
+    """The pool of that many ranks which `launch` keeps, after `keep_ranks`."""
+    assert _Kept.pools is not None, "keep_ranks() first"
+    return _Kept.pools.setdefault((nprocs, backend), RankPool(nprocs, backend=backend, show_output=True))
+
+
+def _pool(nprocs: int, backend: str | None) -> AbstractContextManager[RankPool]:
+    if _Kept.pools is None:
+        return RankPool(nprocs, backend=backend, show_output=True)
+    return nullcontext(kept_pool(nprocs, backend))
 
 
 def _on_present_ranks(

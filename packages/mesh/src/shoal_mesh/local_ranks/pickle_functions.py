@@ -23,7 +23,16 @@ from typing import Any
 from ..argument_types import kind_of
 from ..errors import MeshTypeError
 
-__all__ = ["Reference", "dump_function", "find_module", "load_function", "loading_file"]
+__all__ = [
+    "Reference",
+    "code_names",
+    "dump_function",
+    "dump_value",
+    "find_module",
+    "load_function",
+    "load_value",
+    "loading_file",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,29 +162,31 @@ def loading_file() -> str:
 
 def _dump_code(function: FunctionType, *, with_globals: bool, seen: tuple[str, ...]) -> bytes:
     contents = [cell.cell_contents for cell in function.__closure__ or ()]
-    cells = [b"" if value is function else _dump_value(value, seen) for value in contents]  # b"": it calls itself
+    cells = [b"" if value is function else dump_value(value, seen) for value in contents]  # b"": it calls itself
     used: dict[str, bytes] = {}
     if with_globals:
-        for name in sorted(_names(function.__code__)):
+        for name in sorted(code_names(function.__code__)):
             if name in function.__globals__ and name not in seen:
-                used[name] = _dump_value(function.__globals__[name], (*seen, name))
+                used[name] = dump_value(function.__globals__[name], (*seen, name))
     fields = (
         marshal.dumps(function.__code__),
         function.__name__,
-        _dump_value(function.__defaults__, seen),
-        _dump_value(function.__kwdefaults__, seen),
+        dump_value(function.__defaults__, seen),
+        dump_value(function.__kwdefaults__, seen),
         cells,
         used,
     )
     return pickle.dumps(fields)
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+def code_names(code: CodeType) -> set[str]:
+    """The names that code reads or sets, inner functions included."""
+    inner = [code_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return set(code.co_names).union(*inner)
 
 
-def _dump_value(value: Any, seen: tuple[str, ...]) -> bytes:
+def dump_value(value: Any, seen: tuple[str, ...] = ()) -> bytes:
+    """A value as `load_value` of another process takes it: functions as `dump_function` does, modules by name."""
     if isinstance(value, ModuleType):
         return pickle.dumps(("module", value.__name__))
     if isinstance(value, FunctionType):
@@ -186,7 +197,8 @@ def _dump_value(value: Any, seen: tuple[str, ...]) -> bytes:
         raise MeshTypeError(f"cannot send {type(value).__name__} {value!r:.80} to another process: {error}") from error
 
 
-def _load_value(data: bytes) -> Any:
+def load_value(data: bytes) -> Any:
+    """The value that `dump_value` took."""
     kind, value = pickle.loads(data)
     if kind == "module":
         return importlib.import_module(value)
@@ -196,13 +208,13 @@ def _load_value(data: bytes) -> Any:
 def _load_code(fields: bytes, home: ModuleType | None) -> FunctionType:
     code, name, defaults, kwdefaults, cells, used = pickle.loads(fields)
     scope: dict[str, Any] = vars(home) if home is not None else {"__builtins__": builtins, "__name__": "__main__"}
-    closure = tuple(CellType(_load_value(cell)) if cell else CellType() for cell in cells)
-    function = FunctionType(marshal.loads(code), scope, name, _load_value(defaults), closure)
+    closure = tuple(CellType(load_value(cell)) if cell else CellType() for cell in cells)
+    function = FunctionType(marshal.loads(code), scope, name, load_value(defaults), closure)
     for cell, data in zip(closure, cells, strict=True):
         if not data:
             cell.cell_contents = function
-    function.__kwdefaults__ = _load_value(kwdefaults)
+    function.__kwdefaults__ = load_value(kwdefaults)
     if home is None:
-        scope.update({key: _load_value(value) for key, value in used.items()})
+        scope.update({key: load_value(value) for key, value in used.items()})
         scope.setdefault(name, function)  # recursion
     return function

@@ -50,8 +50,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.axes = axes
+        self.mesh, self.axes = mesh, axes
         self._entered: list[tuple[bool, object]] = []
 
     @contextmanager

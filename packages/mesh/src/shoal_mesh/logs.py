@@ -1,0 +1,79 @@
+"""What a program decides and sends, as records of `logging` under `shoal`, on request.
+
+`SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers: `shoal.collectives`
+(each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, when it is planned) and
+`shoal.decisions` (each operator, when it is decided). Programs that configure `logging` themselves use these names.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+
+from .errors import MeshError
+from .events import Event, observe
+
+__all__ = ["TOPICS", "log_from_environment", "log_to_stderr"]
+
+TOPICS = ("collectives", "plans", "decisions")
+_collectives = logging.getLogger("shoal.collectives")
+
+
+class _Collectives:
+    """The observer that logs collectives."""
+
+    def before(self, event: Event) -> None:
+        return
+
+    def after(self, event: Event) -> None:
+        what = f"{event.op} {event.reduce_op}".rstrip()
+        shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
+        axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
+        time = event.seconds * 1e6
+        _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, time, why)
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in typeshed only
+    """To stderr, with the rank."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        rank = os.environ.get("RANK", "-")
+        self.setFormatter(logging.Formatter(f"[rank {rank}] %(name)s: %(message)s"))
+
+
+def log_to_stderr(*topics: str) -> None:
+    """Log topics to stderr from now on; the same as starting the program with `SHOAL_LOG=topic,topic`.
+
+    Args:
+        topics: of `collectives`, `plans` and `decisions`; all of them when left out.
+
+    Raises:
+        MeshError: an unknown topic.
+
+    Example:
+        >>> log_to_stderr("sums")
+        Traceback (most recent call last):
+        shoal_mesh.errors.MeshError: there is no topic 'sums' to log: collectives, plans, decisions, or all
+    """
+    for topic in topics:
+        if topic not in TOPICS:
+            raise MeshError(f"there is no topic {topic!r} to log: {', '.join(TOPICS)}, or all")
+    root = logging.getLogger("shoal")
+    if not any(isinstance(handler, _Handler) for handler in root.handlers):
+        root.addHandler(_Handler())
+        root.propagate = False
+    for topic in topics or TOPICS:
+        logger = logging.getLogger(f"shoal.{topic}")
+        if topic == "collectives" and not logger.isEnabledFor(logging.DEBUG):
+            observe(_Collectives())
+        logger.setLevel(logging.DEBUG)
+
+
+def log_from_environment(environment: Mapping[str, str] = os.environ) -> None:
+    """Log what `SHOAL_LOG` names, if it is set."""
+    asked = environment.get("SHOAL_LOG", "")
+    if asked:
+        log_to_stderr(*(() if asked == "all" else asked.split(",")))

@@ -1,0 +1,104 @@
+"""`%load_ext shoal_mesh`, then `%%ranks 4` above a cell: it runs on four local ranks, which keep their variables.
+
+The ranks stay up between cells, a pool for each number of ranks, and `launch` uses them too. A cell sees the variables
+of earlier `%%ranks` cells of the same number and, where it reads a name that no such cell has set, the notebook's own
+value of it. What ranks print comes with their numbers, equal texts once; so does the value of the last line.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from typing import Any
+
+from .errors import MeshError, MeshTypeError
+from .local_ranks.launch import keep_ranks, kept_pool
+from .local_ranks.pickle_functions import code_names, dump_value, load_value
+
+__all__ = ["register_magics"]
+
+# Declared mutable state, on a rank: the variables of its cells, and those that came from the notebook as they came.
+_VARIABLES: dict[str, Any] = {"__name__": "__main__"}
+_SENT: dict[str, Any] = {}
+
+
+def register_magics(shell: Any) -> None:
+    """Give an IPython shell the cell magic `%%ranks`, and have `launch` keep its ranks."""
+    keep_ranks()
+
+    def ranks(line: str, cell: str) -> None:
+        """`%%ranks N`: run the cell on N local ranks, which keep their variables for the next one."""
+        run_cell(line, cell, shell.user_ns, _display)
+
+    shell.register_magic_function(ranks, "cell")
+
+
+def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None:
+    """Run a cell on as many ranks as the line says, and show what they print and what its last line is worth.
+
+    Args:
+        line: the number of ranks.
+        cell: Python source.
+        variables: of the notebook; those that the cell reads and ranks lack are sent.
+        show: called with the text or the HTML that ranks have shown, and the ranks that did.
+
+    Raises:
+        MeshError: no number of ranks.
+        SyntaxError: the cell is no Python.
+        RankError: the cell failed on some rank; it starts again with new ranks, without variables.
+    """
+    if not line.strip().isdigit():
+        raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")
+    sent: dict[str, bytes] = {}
+    unsent: dict[str, str] = {}
+    for name in code_names(compile(cell, "<cell>", "exec")) & variables.keys():
+        try:
+            sent[name] = dump_value(variables[name])
+        except MeshTypeError as error:  # said if the cell turns out to need it
+            unsent[name] = str(error)
+    said: dict[tuple[str, str], list[int]] = {}
+    pool = kept_pool(int(line))
+    for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
+        for output in outputs:
+            said.setdefault(output, []).append(rank)
+    for (kind, text), ranks in said.items():
+        show(kind, text, ranks)
+
+
+def _run_on_rank(cell: str, sent: dict[str, bytes], unsent: dict[str, str]) -> list[tuple[str, str]]:
+    """What a cell prints and what its last line is worth, each as (kind, text)."""
+    for name, data in sent.items():
+        if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):  # no cell of ours has set it
+            _VARIABLES[name] = _SENT[name] = load_value(data)
+    try:
+        return _outputs(cell)
+    except NameError as error:
+        if error.name in unsent:
+            error.add_note(f"The notebook has {error.name!r}, but {unsent[error.name]}")
+        raise
+
+
+def _outputs(cell: str) -> list[tuple[str, str]]:
+    body = ast.parse(cell, "<cell>").body
+    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    value = None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(ast.Module(body, []), "<cell>", "exec"), _VARIABLES)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), _VARIABLES)
+    outputs = [("text", printed.getvalue())] if printed.getvalue() else []
+    if value is not None and not cell.rstrip().endswith(";"):
+        html = getattr(value, "_repr_html_", None)
+        outputs.append(("text", f"{value!r}\n") if html is None else ("html", html()))
+    return outputs
+
+
+def _display(kind: str, text: str, ranks: list[int]) -> None:
+    from IPython.display import HTML, display
+
+    label = f"[rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}]"
+    if kind == "html":
+        display(HTML(f"<small>{label}</small>{text}"))  # type: ignore[no-untyped-call]  # IPython has no types here
+    else:
+        print(f"{label} {text}", end="" if text.endswith("\n") else "\n")  # noqa: T201  # the cell has printed it

@@ -1,0 +1,42 @@
+"""Covers: logs.py: records of collectives on request, by the environment or by a call, and nothing without."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal_mesh.errors import MeshError
+from shoal_mesh.logs import log_from_environment
+
+PROGRAM = """
+import torch
+from shoal_mesh import all_reduce, init_device_mesh
+from shoal_mesh.testing import fake_world
+with fake_world(2):
+    all_reduce(torch.ones(8), (init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), "tp"))
+"""
+
+
+def stderr_of(log: str) -> str:
+    environment = {**os.environ, "SHOAL_LOG": log, "RANK": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    ).stderr
+
+
+def test_collectives_are_logged_where_the_environment_asks() -> None:
+    (line,) = stderr_of("collectives").splitlines()
+    assert line.startswith("[rank 1] shoal.collectives: all_reduce sum [tp] (8,) 32 B in ")
+
+
+def test_nothing_is_logged_unasked() -> None:
+    assert stderr_of("") == ""
+    assert stderr_of("plans") == ""
+
+
+def test_an_unknown_topic_is_refused() -> None:
+    with pytest.raises(MeshError, match="no topic 'plan' to log: collectives, plans, decisions, or all"):
+        log_from_environment({"SHOAL_LOG": "plan"})
