@@ -62,9 +62,9 @@ def test_weights_that_consist_of_several_tensors_are_refused(style: ColwiseParal
     assert isinstance(linear.weight, TwoTensor)
 
 
-@pytest.mark.parametrize("module", [nn.LSTM(4, 8), nn.LSTMCell(4, 8)])
+@pytest.mark.parametrize("module", [nn.LSTMCell(4, 8), nn.CosineSimilarity(1)])
 def test_modules_without_a_sharding_say_what_to_do(module: nn.Module) -> None:
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(StyleError, match=r"Write a style of your own|Its batch can be sharded"):
+        with pytest.raises(StyleError, match="Write a style of your own"):
             parallelize_module(module, abstract_mesh((2,)), style)
         assert all(type(param) is nn.Parameter for param in module.parameters())

@@ -205,7 +205,7 @@ def test_a_placement_of_torch_is_named() -> None:
 @pytest.mark.parametrize(
     ("style", "module", "way_out"),
     [
-        (ColwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
+        (RowwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
         (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
         (ColwiseParallel(), nn.LSTMCell(4, 6), "distribute_module"),
         (HeadParallel(), nn.MultiheadAttention(8, 4, kdim=6, vdim=5), "distribute_module"),

@@ -72,6 +72,18 @@ class Scale(nn.Module):
         return x * self.scale
 
 
+class First(nn.Module):
+    """The first output of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[0]
+        return out
+
+
 class Mixing(nn.Module):
     """Attention of a tensor's two heads to themselves."""
 
@@ -167,6 +179,16 @@ CASES: dict[str, Case] = {
     "norm": Case(lambda: nn.LayerNorm(8), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)),
     "groups": Case(lambda: nn.GroupNorm(4, 8), ChannelParallel(), Shard(1), (2, 8, 4)),
     "recurrent": Case(lambda: nn.RNN(8, 8), SequenceParallel(use_local_output=True), Shard(1), (3, 4, 8)),
+    **{
+        f"hidden units of {kind.__name__}": Case(
+            lambda kind=kind: First(kind(8, 8, num_layers=2)),  # type: ignore[misc]  # a case
+            ColwiseParallel(output_layouts=Replicate()),
+            Replicate(),
+            (3, 4, 8),
+            "inner",
+        )
+        for kind in (nn.RNN, nn.LSTM, nn.GRU)
+    },
     "dropout": Case(lambda: nn.Dropout(0.5), SequenceParallel(use_local_output=True), Shard(1), (2, 4, 8)),
     **{
         f"attention, weights {weights}, same {same}": Case(

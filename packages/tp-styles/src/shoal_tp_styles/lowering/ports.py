@@ -76,7 +76,7 @@ def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Colle
         yield Collective(op, size, backward=True, once_for=once)
 
 
-def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> Tensor:
+def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes, port: Port | None = None) -> Tensor:
     """`R | S(d) -> S(features)`: the input sharded along its features, as the weight is.
 
     Args:
@@ -84,8 +84,9 @@ def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes) -> T
         x: the input.
         features: the dim that is sharded.
         sizes: features of each rank.
+        port: the input's port; that of the first input if left out.
     """
-    port = lowered.port_in
+    port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
             return x

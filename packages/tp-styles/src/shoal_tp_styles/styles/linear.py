@@ -20,6 +20,8 @@ from ..modules.column_linear import ColumnLinear, OverlappedColumn
 from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.fused_linear import FusedColumn
+from ..modules.hidden_units import sharded_hidden_units
+from ..modules.recurrent import RECURRENT
 from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
@@ -153,7 +155,8 @@ class ColwiseParallel(_FeatureStyle):
 
     Linear: weight and bias `Shard(0)`; Embedding and EmbeddingBag: weight `Shard(1)`; Conv and ConvTranspose: output
     channels, and with several groups complete ones, with their input channels.  A Linear with a weight of shape
-    (in, out) (GPT-2's `Conv1D`) is recognised by its structure.
+    (in, out) (GPT-2's `Conv1D`) is recognised by its structure.  RNN, LSTM and GRU: hidden units, the state gathered in
+    every step of the sequence; states have the layout of the output, which of two directions is Replicate.
 
     Args:
         input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.
@@ -191,6 +194,8 @@ class ColwiseParallel(_FeatureStyle):
             return self._of_heads(module, self.of_heads)
         if is_grouped(module):
             return self._of_groups(module, Replicate(), None)
+        if isinstance(module, RECURRENT):
+            return self._of_hidden_units(module)
         kind, features = _features("ColwiseParallel", COLWISE, module)
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
@@ -211,6 +216,14 @@ class ColwiseParallel(_FeatureStyle):
             local_outputs=self.use_local_output,
             options=options,
         )
+
+    def _of_hidden_units(self, module: nn.Module) -> ModuleSharding:
+        """Of a recurrent module, whose gates each have some units on every rank."""
+        if self.multiple_of > 1:
+            raise LayoutError(f"ColwiseParallel.aligned: hidden units are shared as they are, got {self.multiple_of}")
+        self._overlap(module, None)
+        arriving, leaving = self.given("input_layouts") or Replicate(), self.given("output_layouts")
+        return sharded_hidden_units("ColwiseParallel", module, arriving, leaving, local_outputs=self.use_local_output)
 
     def _of_heads(self, module: nn.Module, heads: Heads) -> ModuleSharding:
         kind, features = _features("ColwiseParallel.heads", _OF_HEADS, module)

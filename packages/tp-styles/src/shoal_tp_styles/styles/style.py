@@ -192,8 +192,9 @@ def unsupported(
     """The error of a style for a type of module that it cannot shard."""
     names = ", ".join((*(kind.__name__ for kind in supported), *others))
     way_out = (
-        f"Its batch can be sharded: SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
-        if isinstance(module, nn.RNNBase)  # each hidden state needs all of the one before it
+        f"Its batch can be sharded: SequenceParallel(sequence_dim={0 if module.batch_first else 1}); or its hidden "
+        "units: ColwiseParallel(output_layouts=Replicate())"
+        if isinstance(module, nn.RNNBase)
         else "Write a style of your own (docs/how-to/write-a-style.md), or distribute the module with "
         "shoal_dtensor.distribute_module."
     )
