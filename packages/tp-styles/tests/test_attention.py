@@ -51,6 +51,27 @@ def test_multihead_attention(heads: int, batch_first: bool, weights: bool) -> No
 
 @on_ranks(4)
 @pytest.mark.parametrize("heads", [8, 6])
+@pytest.mark.parametrize(("kdim", "vdim"), [(5, None), (None, 7), (5, 7)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_keys_and_values_with_dims_of_their_own(heads: int, kdim: int | None, vdim: int | None, bias: bool) -> None:
+    options: Any = {"kdim": kdim, "vdim": vdim, "bias": bias, "batch_first": True}
+    single: Any = nn.MultiheadAttention(24, heads, **options).double()
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), HeadParallel())
+    full = [torch.randn(2, rows, dim or 24, dtype=torch.double) for rows, dim in ((3, 24), (4, kdim), (4, vdim))]
+    theirs, ours = ([x.clone().requires_grad_() for x in full] for _ in range(2))
+    expected, got = single(*theirs)[0], module(*ours)[0]
+    torch.testing.assert_close(got, expected)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for x, y in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(y.grad, x.grad)
+    held = module.k_proj_weight.to_local().shape[0] * heads // 24
+    assert held in (1, 2)  # complete heads
+    assert_same_parameters(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("heads", [8, 6])
 @pytest.mark.parametrize("weights", [True, False])
 def test_dropout_of_attention_is_that_of_one_device(heads: int, weights: bool) -> None:
     single: Any = nn.MultiheadAttention(24, heads, dropout=0.4, batch_first=True).double()

@@ -208,9 +208,9 @@ def test_a_placement_of_torch_is_named() -> None:
         (RowwiseParallel(), nn.LSTM(4, 8), r"Its batch can be sharded: SequenceParallel.sequence_dim=1."),
         (RowwiseParallel(), nn.GRU(4, 8, batch_first=True), r"SequenceParallel.sequence_dim=0."),
         (ColwiseParallel(), nn.LSTMCell(4, 6), "distribute_module"),
-        (HeadParallel(), nn.MultiheadAttention(8, 4, kdim=6, vdim=5), "distribute_module"),
+        (HeadParallel(), nn.MultiheadAttention(8, 4, add_bias_kv=True), "distribute_module"),
     ],
-    ids=["LSTM", "GRU", "LSTMCell", "kdim"],
+    ids=["LSTM", "GRU", "LSTMCell", "bias_kv"],
 )
 def test_modules_without_a_sharding_are_refused_with_a_way_out(style: Any, module: nn.Module, way_out: str) -> None:
     with pytest.raises(UnsupportedModuleError, match=way_out):

@@ -24,7 +24,9 @@ from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_sharding import ModuleCall
 from .fused_linear import FusedLowering
 
-__all__ = ["AttentionHeads"]
+__all__ = ["OWN_PROJECTIONS", "AttentionHeads"]
+
+OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class AttentionHeads(FusedLowering):
@@ -89,14 +91,15 @@ class AttentionHeads(FusedLowering):
 
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
-        weight, bias = self.concatenate("in_proj_weight"), self.concatenate("in_proj_bias")
-        assert weight is not None, "the projections have a weight"
-        width = weight.shape[0] // 3
-        if same:
+        bias = self.concatenate("in_proj_bias")
+        weight, own = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
+        weights: Any = [*own.values()]  # one each where keys or values have dims of their own
+        width = len(weights[0] if weight is None else weight) // (1 if weight is None else 3)
+        if same and weight is not None:
             packed = functional.linear(copy(inputs[0], self.comm), weight, bias)
             projected = list(torch.split_with_sizes(packed, [width] * 3, -1))
         else:
-            weights = torch.split_with_sizes(weight, [width] * 3)
+            weights = weights if weight is None else torch.split_with_sizes(weight, [width] * 3)
             biases: Any = [None] * 3 if bias is None else torch.split_with_sizes(bias, [width] * 3)
             projected = [
                 functional.linear(copy(x, self.comm), w, b) for x, w, b in zip(inputs, weights, biases, strict=True)

@@ -9,7 +9,7 @@ from torch import nn
 from shoal_dtensor import Placement, Replicate
 
 from ..errors import UnsupportedModuleError
-from ..modules.attention import AttentionHeads
+from ..modules.attention import OWN_PROJECTIONS, AttentionHeads
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
@@ -24,7 +24,7 @@ class HeadParallel(DeclaredStyle):
 
     Query, key and value arrive replicated; the output leaves replicated (or sharded, by `output_layouts`), after one
     reduction.  The fused `in_proj_weight` stays one parameter; of each of its three blocks a rank holds the rows of its
-    heads.
+    heads, as of the three weights where `kdim` or `vdim` are given.
 
     Args:
         output_layouts: layout of the output; Replicate if left out.
@@ -39,20 +39,22 @@ class HeadParallel(DeclaredStyle):
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if not isinstance(module, nn.MultiheadAttention):
             raise unsupported("HeadParallel", module, (nn.MultiheadAttention,))
-        if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        if module.bias_k is not None or module.add_zero_attn:
             raise UnsupportedModuleError(
-                "HeadParallel: key and value dims of their own, bias_k/bias_v and add_zero_attn are not supported; "
-                "distribute the module with shoal_dtensor.distribute_module"
+                "HeadParallel: bias_k/bias_v and add_zero_attn are not supported; distribute the module with "
+                "shoal_dtensor.distribute_module"
             )
         if not keeps_forward(module, nn.MultiheadAttention):
             raise UnsupportedModuleError(
                 f"HeadParallel: {type(module).__name__} has a forward of its own, which would not be called"
             )
         heads = Heads(module.num_heads, module.head_dim)
+        # One weight each where keys or values have dims of their own.
+        projections = () if module._qkv_same_embed_dim else OWN_PROJECTIONS
         port = Port(Replicate(), Replicate())
         return ModuleSharding(
             "HeadParallel",
-            {"out_proj.weight": HeadShard(1, heads)},
+            {"out_proj.weight": HeadShard(1, heads)} | dict.fromkeys(projections, HeadShard(0, heads)),
             inputs=(port, port, port),
             outputs=(Port(Replicate(), self.output_layouts or Replicate()), None),
             lowering=AttentionHeads,
