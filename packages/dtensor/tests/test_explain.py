@@ -12,11 +12,11 @@ import torch
 
 from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, Spec
 from shoal_dtensor.api.explain import explain
-from shoal_dtensor.errors import MissingExtraError, PlacementError
+from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic, step_traffic
-from shoal_mesh import Link, Topology, abstract_mesh, init_device_mesh
+from shoal_mesh import Link, MissingExtraError, Topology, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -76,7 +76,7 @@ def test_traffic_of_a_gather() -> None:
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingExtraError, match=r"pip install matplotlib"):
         explain(spec(S0, S0), spec(R, S1)).picture()
 

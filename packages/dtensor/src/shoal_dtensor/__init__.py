@@ -12,6 +12,7 @@ from .api.distribute import distribute_module, distribute_tensor
 from .api.explain import Explanation, explain
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
+from .api.pictures import draw_layout, draw_layouts, draw_plan
 from .api.random import (
     check_random_state,
     get_random_mode,
@@ -121,6 +122,9 @@ __all__ = [
     "deferred_gradients",
     "distribute_module",
     "distribute_tensor",
+    "draw_layout",
+    "draw_layouts",
+    "draw_plan",
     "draw_sharding",
     "empty",
     "explain",

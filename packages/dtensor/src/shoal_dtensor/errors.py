@@ -88,7 +88,3 @@ class StateDictError(ShoalTensorError, RuntimeError):
 
 class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
     """A checkpoint that was not saved, is not whole, or is refused; on all ranks, and nothing has been removed."""
-
-
-class MissingExtraError(ShoalTensorError, ImportError):
-    """An optional extra of the package is not installed."""

@@ -1,22 +1,39 @@
-"""The command line: `python -m shoal_tp_styles compare A B` says where the fingerprints of two runs differ first."""
+"""The command line: `python -m shoal_tp_styles preview|verify MODEL PLAN MESH`, and `compare A B` of two runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from .errors import StyleError
 from .invariant.fingerprints import first_difference
+from .plan_commands import add_options, preview_plan, verify_plan
 
 __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compare two files; 0 if they agree, 1 if not."""
+    """Run the command that the arguments name; 0 if nothing is wrong or different, 1 if something is, 2 for misuse."""
     parser = argparse.ArgumentParser(prog="python -m shoal_tp_styles", description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for run in (preview_plan, verify_plan):
+        command = commands.add_parser(run.__name__.removesuffix("_plan"), help=run.__doc__, description=run.__doc__)
+        add_options(command)
+        command.set_defaults(run=run)
     compare = commands.add_parser("compare", help="where the fingerprints of two runs differ first")
     compare.add_argument("runs", nargs=2, metavar="FILE", help="written by StepFingerprints")
-    found = first_difference(*parser.parse_args(argv).runs)
+    compare.set_defaults(run=_compare)
+    asked = parser.parse_args(argv)
+    try:
+        status: int = asked.run(asked)
+    except StyleError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return status
+
+
+def _compare(asked: argparse.Namespace) -> int:
+    found = first_difference(*asked.runs)
     sys.stdout.write((found or "no fingerprint differs") + "\n")
     return int(bool(found))
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shoal_mesh import new_axes
+
 from ..argument_types import check_type
-from ..errors import MissingExtraError
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.spec import Spec
@@ -83,14 +84,7 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        if ax is None:
-            try:
-                import matplotlib.pyplot as plt
-            except ImportError as error:
-                raise MissingExtraError(
-                    "picture() draws with matplotlib, which is not installed: pip install matplotlib"
-                ) from error
-            _, ax = plt.subplots()
+        ax = new_axes(ax, 5, 4)
         ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():

@@ -1,14 +1,14 @@
-"""A text picture of which rank holds which shard of a tensor."""
+"""Which rank holds which shard of a tensor, as text, in the colours of a terminal, and in a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+
+from shoal_mesh import MissingExtraError
 
 from ..argument_types import check_type
-from ..errors import PlacementError
+from ..layout.rank_table import RankTable, rank_table
 from ..layout.spec import Spec
-from ..layout.tensor_meta import Box
 from ..tensor.dtensor import DTensor
 
 __all__ = ["draw_sharding", "visualize_sharding"]
@@ -20,15 +20,21 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     Args:
         dtensor: the tensor, or only its spec.
         header: a line to print above.
-        use_rich: accepted for torch's sake; the picture is text either way.
+        use_rich: in colours, one for each set of ranks, with rich; in a notebook as HTML.
 
     Raises:
+        MissingExtraError: if rich is asked for and not installed.
         PlacementError: if the tensor has more than two dims.
     """
     check_type("visualize_sharding", "dtensor", dtensor, (DTensor, Spec), "a DTensor or its spec")
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
-    picture = draw_sharding(spec)
-    if spec.coordinate is not None and not any(spec.coordinate):
+    table = rank_table(spec)
+    if spec.coordinate is None or any(spec.coordinate):
+        return
+    if use_rich:
+        _print_rich(table, header)
+    else:
+        picture = _grid(table.rows, table.columns, table.cells)
         print("\n".join(line for line in (header, picture) if line))  # noqa: T201  # printing is what was asked for
 
 
@@ -46,22 +52,20 @@ def draw_sharding(spec: Spec) -> str:
         0:3    0,1
         3:5    2,3
     """
-    if spec.ndim > 2:
-        raise PlacementError(f"visualize_sharding: expected a tensor of one or two dims, got shape {tuple(spec.shape)}")
-    holders: dict[Box, list[int]] = {}
-    for coordinate in product(*(range(size) for size in spec.mesh.shape)):
-        box = spec.box(coordinate)
-        if all(stop > start for start, stop in box):
-            rows_first = ((0, 1), *box) if spec.ndim < 2 else box
-            holders.setdefault(rows_first[-2:], []).append(spec.mesh.rank_at(coordinate))
-    rows = sorted({box[0] for box in holders})
-    columns = sorted({box[1] for box in holders})
-    cells = [[",".join(map(str, holders.get((row, column), []))) for column in columns] for row in rows]
-    return _grid([_range(row) for row in rows], [_range(column) for column in columns], cells)
+    table = rank_table(spec)
+    return _grid(table.rows, table.columns, table.cells)
 
 
-def _range(interval: tuple[int, int]) -> str:
-    return f"{interval[0]}:{interval[1]}"
+def _print_rich(table: RankTable, header: str) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise MissingExtraError("use_rich=True prints with rich, which is not installed: pip install rich") from error
+    shown = Table("", *table.columns, title=header or None, show_lines=True)
+    for name, cells in zip(table.rows, table.cells, strict=True):
+        shown.add_row(name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells))
+    Console().print(shown)
 
 
 def _grid(rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

@@ -350,6 +350,11 @@ class Spec(SpecNames):
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
         return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, self.shard_order)
 
+    def _repr_html_(self) -> str:
+        from .rank_table import spec_html  # for notebooks only
+
+        return spec_html(self)
+
     def __repr__(self) -> str:
         names = self.mesh.axis_names
         dims = [

@@ -228,6 +228,11 @@ class Plan:
         kept = [step for step in self.steps if type(step) is not Reshape]
         return not kept or type(kept[-1]) is Slice
 
+    def _repr_html_(self) -> str:
+        from html import escape  # 2 ms, for notebooks only
+
+        return f"<pre>{escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         head = f"{layout(self.src)} -> {layout(self.dst)}: "
         if not self.steps:

@@ -62,6 +62,7 @@ class DTensor(torch.Tensor):
     local_slot: ClassVar[Any]
     __torch_function__: Any = disabled_torch_function
     split = split
+    _repr_html_: property = property(attrgetter("_spec._repr_html_"))  # what notebooks show
     fsdp_pre_all_gather: property = property(refuse_fsdp)
     _op_dispatcher = Absent("cache_info, clear_cache, explain, register_rule and implicit_replication do its work")
 
@@ -325,8 +326,7 @@ class DTensor(torch.Tensor):
 
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
         """This gradient in the layout that the compiled code expects."""
-        spec: Spec = context[0]
-        return DTensor(redistributed(DTensor, self, spec)._local_tensor, spec)
+        return DTensor(redistributed(DTensor, self, context[0])._local_tensor, context[0])
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return serialization.checkpoint_write_items(fqn, object, self._spec)

@@ -1,0 +1,138 @@
+"""Pictures of layouts and plans: which ranks hold which elements, and how that changes step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, prod
+from typing import Any
+
+from torch import Tensor
+
+from shoal_mesh import new_axes
+
+from ..errors import PlacementError
+from ..layout.placements import Partial
+from ..layout.rank_table import COLORS, holders
+from ..layout.spec import Spec
+from ..layout.tensor_meta import Box
+from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
+from ..tensor.dtensor import DTensor
+
+__all__ = ["draw_layout", "draw_layouts", "draw_plan"]
+
+_STEP = 2.6  # inches for the picture of one layout
+
+
+def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
+    """The tensor as a rectangle, a colour for each part, with the ranks that hold it.
+
+    Args:
+        tensor: of any number of dims; those before the last two are drawn as one, from top to bottom.
+        ax: matplotlib axes to draw on; those of a new figure when left out.
+        title: placements when left out.
+
+    Returns:
+        The axes.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    spec = tensor.spec if isinstance(tensor, DTensor) else tensor
+    ax = new_axes(ax, 3, 3)
+    from matplotlib.patches import Rectangle
+
+    rows, columns = prod(spec.shape[:-1]), spec.shape[-1] if spec.ndim else 1
+    sums = [op for op in spec.placements if isinstance(op, Partial)]
+    note = f"\n{'; '.join(f'partial {op.reduce_op}' for op in sums)}" if sums else ""
+    colors: dict[tuple[int, ...], str] = {}
+    for box, ranks in holders(spec).items():
+        color = colors.setdefault(tuple(ranks), COLORS[len(colors) % len(COLORS)])
+        for top, bottom, left, right in _rectangles(box, spec.shape):
+            size = (right - left, bottom - top)
+            ax.add_patch(Rectangle((left, top), *size, facecolor=color, edgecolor="white", lw=2))
+        names = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
+        ax.text(left + size[0] / 2, top + size[1] / 2, names + note, ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=(0, columns), yticks=(0, rows))
+    ax.tick_params(labelsize=7)
+    ax.set_title(title or layout(spec), fontsize=8)
+    return ax
+
+
+def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """A box in the matrix whose rows are all dims but the last: (top, bottom, left, right) of each run of rows."""
+    if not box:
+        return [(0, 1, 0, 1)]
+    left, right = box[-1]
+    outer = box[:-1]
+    while len(outer) > 1 and outer[-1] == (0, shape[len(outer) - 1]):  # whole dims join the one before
+        inner = shape[len(outer) - 1]
+        outer = (*outer[:-2], (outer[-2][0] * inner, outer[-2][1] * inner))
+        shape = (*shape[: len(outer) - 1], shape[len(outer) - 1] * inner)
+    if not outer:
+        return [(0, 1, left, right)]
+    tops = [0]
+    for dim, (start, stop) in enumerate(outer[:-1]):
+        tops = [(top + index) * shape[dim + 1] for top in tops for index in range(start, stop)]
+    return [(top + outer[-1][0], top + outer[-1][1], left, right) for top in tops]
+
+
+def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
+    """The layout of a whole model, or of any named tensors: one picture each; equal ones once, with how often.
+
+    Args:
+        tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are left out.
+        columns: pictures side by side.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+        PlacementError: if none of them is a DTensor.
+    """
+    names: dict[Spec, list[str]] = {}
+    for name, tensor in tensors.items():
+        spec = tensor.spec if isinstance(tensor, DTensor) else tensor
+        if isinstance(spec, Spec):
+            names.setdefault(spec, []).append(name)
+    if not names:
+        raise PlacementError("draw_layouts draws DTensors or specs by name, got none")
+    lines = ceil(len(names) / columns)
+    figure = new_axes(None, _STEP * columns, (_STEP + 0.2) * lines).figure
+    figure.clear()
+    for number, (spec, same) in enumerate(names.items()):
+        count = f" and {len(same) - 1} alike" if len(same) > 1 else ""
+        shape = " x ".join(map(str, spec.shape))
+        ax = figure.add_subplot(lines, columns, number + 1)
+        draw_layout(spec, ax, f"{same[0]}{count}\n{shape}  {layout(spec)}")
+    figure.suptitle(repr(next(iter(names)).mesh), fontsize=9)
+    return figure
+
+
+def draw_plan(plan: Plan) -> Any:
+    """A redistribution from left to right: the layout before and after every step, with its bytes and expected time.
+
+    Args:
+        plan: of `explain(...).chosen`, or of `redistribute.plan`.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    specs = [plan.src, *(step.dst for step in plan.steps)]
+    figure = new_axes(None, _STEP * len(specs), _STEP + 0.4).figure
+    figure.clear()
+    for number, spec in enumerate(specs):
+        ax = figure.add_subplot(1, len(specs), number + 1)
+        draw_layout(spec, ax)
+        if number:
+            step = plan.steps[number - 1]
+            axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
+            what = f"after {step.name}{' over ' if axes else ''}{axes}"
+            cost = f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}" if step.communicates else "local"
+            ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
+    total = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}, peak {format_bytes(plan.peak_bytes)}"
+    figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)
+    return figure

@@ -1,0 +1,56 @@
+"""Covers: api/visualize.py and layout/rank_table.py: text, colours and HTML of the same table."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from shoal_dtensor import Partial, Replicate, Shard, Spec, distribute_tensor, draw_sharding, visualize_sharding
+from shoal_dtensor.errors import PlacementError
+from shoal_dtensor.layout.rank_table import rank_table
+from shoal_mesh import MissingExtraError, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world
+
+MESH = abstract_mesh((2, 2), ("data", "tensor"))
+UNEVEN = Spec(MESH, (Shard(0), Shard(1)), (3, 4))
+
+
+def test_uneven_and_empty_shards() -> None:
+    table = rank_table(Spec(MESH, (Shard(0), Shard(0)), (3, 4)))
+    assert (table.rows, table.columns, table.cells) == (["0:1", "1:2", "2:3"], ["0:4"], [["0"], ["1"], ["2"]])
+    assert "3:" not in draw_sharding(UNEVEN)
+
+
+def test_a_colour_for_each_set_of_ranks() -> None:
+    table = rank_table(UNEVEN)
+    assert len({table.color(cell) for line in table.cells for cell in line}) == 4
+    assert table.color("") == "none"
+
+
+def test_notebooks_show_the_global_shape_and_the_table() -> None:
+    with fake_world(2):
+        tensor = distribute_tensor(torch.ones(5, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        html = tensor._repr_html_()
+    assert "f32[5@(0)=[3, 2], 4]" in html and "<th>0:3</th>" in html and ">1</td>" in html
+    assert "summands" in Spec(MESH, (Partial(), Replicate()), (4,))._repr_html_()
+    assert "<table>" not in Spec(MESH, (Shard(0), Replicate()), (4, 4, 4))._repr_html_()
+
+
+def test_rich_prints_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with fake_world(2):
+        tensor = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        visualize_sharding(tensor, header="weight", use_rich=True)
+        printed = capsys.readouterr().out
+        assert "weight" in printed and "\x1b[" in printed
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        with pytest.raises(MissingExtraError, match="pip install rich"):
+            visualize_sharding(tensor, use_rich=True)
+
+
+def test_three_dims_are_refused() -> None:
+    with pytest.raises(PlacementError, match="one or two dims"):
+        draw_sharding(Spec(MESH, (Replicate(), Replicate()), (2, 2, 2)))
