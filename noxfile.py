@@ -302,14 +302,24 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def hugging_face(session: nox.Session) -> None:
-    """The tests beside peft and accelerate, which no other session has."""
+    """The tests beside peft, accelerate and Lightning, which no other session has."""
     install(session, *STACK)
-    session.install("--no-deps", *BESIDE_HF)
+    session.install("--no-deps", *BESIDE_HF, "lightning==2.6.6", "lightning-utilities", "torchmetrics")
     files = [
         f"packages/tp-styles/tests/test_{name}.py"
-        for name in ("adapters", "methods", "training", "trainer_checkpoints")
+        for name in ("adapters", "lightning", "methods", "training", "trainer_checkpoints")
     ]
     pytest(session, *files)
+
+
+@nox.session(default=False)
+def torchtitan(session: nox.Session) -> None:
+    """The trainer of torchtitan with shoal's imports on meshes of 4 and 8 ranks, beside one process on torch."""
+    install(session, *STACK)
+    session.install("datasets", "tyro", "tensorboard", "einops", "pillow", "tomli")  # what torchtitan imports
+    session.install("--no-deps", "torchtitan==0.2.2", "torchdata")
+    folder = site_packages(Path(session.virtualenv.location))
+    session.run("python", "-m", "integration_tests.titan", str(folder), *session.posargs, env=RANKS_ENV)
 
 
 @nox.session(default=False, venv_backend="none")

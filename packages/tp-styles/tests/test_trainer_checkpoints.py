@@ -87,3 +87,37 @@ def test_the_best_model_is_that_of_one_process(tmp_path: Path) -> None:
     trainer.save_model(str(home / "final"))
     assert (home / "final" / "training_args.bin").exists()
     assert_same(model, AutoModelForCausalLM.from_pretrained(home / "final"))
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft: run by nox -s hugging_face")
+@on_ranks(4, timeout=200)
+def test_adapters_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    home = shared(tmp_path)
+
+    def adapted(mesh: Any) -> Any:
+        model = parallelize_module(build_model().train(), mesh, dict(build_model().tp_plan))
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "down_proj"])
+        return hf.parallelize_adapters(get_peft_model(model, config))
+
+    straight = adapted(all_ranks())
+    trainer_of(straight, home / "run", save_strategy="steps", save_steps=3).train()
+    kept = home / "run" / "checkpoint-3"
+    assert not list(kept.glob("model*.safetensors"))
+    resumed = adapted(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "tp"))["tp"])
+    trainer_of(resumed, home / "run", save_strategy="no").train(resume_from_checkpoint=str(kept))
+    expected = {name: each.full_tensor() for name, each in whole_adapters(straight).items()}
+    assert expected
+    for name, each in whole_adapters(resumed).items():
+        torch.testing.assert_close(each.full_tensor(), expected[name], rtol=0, atol=1e-12)
+    alone = PeftModel.from_pretrained(build_model(), home / "run" / "checkpoint-4")
+    for name, param in alone.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12)
+
+
+def whole_adapters(model: Any) -> dict[str, Any]:
+    """The sharded adapters of a model."""
+    return {name: each for name, each in model.named_parameters() if "lora" in name and isinstance(each, DTensor)}

@@ -4,7 +4,7 @@ Imported when asked for; transformers, accelerate and peft when a function that 
 """
 
 from ..apply.saving import Saved, save_sharded
-from .adapters import merging_adapters, parallelize_adapters, save_adapters
+from .adapters import load_adapters, merging_adapters, parallelize_adapters, save_adapters
 from .copy_weights import copy_weights
 from .from_pretrained import from_pretrained
 from .training import prepare_accelerator, prepare_trainer, single_process
@@ -13,6 +13,7 @@ __all__ = [
     "Saved",
     "copy_weights",
     "from_pretrained",
+    "load_adapters",
     "merging_adapters",
     "parallelize_adapters",
     "prepare_accelerator",

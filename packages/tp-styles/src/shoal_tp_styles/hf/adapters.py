@@ -8,18 +8,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import DTensor, implicit_replication
+from shoal_dtensor import DTensor, distribute_tensor, implicit_replication
 
 from ..apply.apply import apply_sharding, shardings_of
 from ..draws.region import unwatch_draws, watch_draws
-from ..errors import UnsupportedModuleError
+from ..errors import CheckpointError, UnsupportedModuleError
 from ..modules.column_linear import ColumnLinear
 from ..modules.row_linear import RowLinear
 
-__all__ = ["merging_adapters", "parallelize_adapters", "save_adapters"]
+__all__ = ["load_adapters", "merging_adapters", "parallelize_adapters", "save_adapters"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -103,3 +104,37 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
         model.peft_config[adapter_name].save_pretrained(directory)
     if dist.is_initialized():
         dist.barrier()
+
+
+def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
+    """Fill the adapters that a model has with what `save_adapters`, or `save_pretrained` of peft, wrote.
+
+    Every rank reads the file and keeps its own shards; nothing is sent.
+
+    Args:
+        model: of peft, with adapters of that name; changed in place.
+        directory: of `adapter_model.safetensors`.
+        adapter_name: of those that the model has.
+
+    Raises:
+        CheckpointError: if the file has other tensors than the model.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    file = Path(directory) / "adapter_model.safetensors"
+    found = load_file(file)
+    apart = {name for name in {*state, *found} if name not in state or name not in found}
+    apart |= {name for name in set(state) - apart if state[name].shape != found[name].shape}
+    if apart:
+        raise CheckpointError(
+            f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
+            "make the model with the adapter_config.json beside the file"
+        )
+    with torch.no_grad():
+        for name, each in state.items():
+            whole = found[name].to(each.device)
+            if isinstance(each, DTensor):
+                whole = distribute_tensor(whole, each.device_mesh, each.placements, src_data_rank=None)
+            each.copy_(whole)

@@ -1,13 +1,15 @@
 """Checkpoints of transformers' Trainer with a parallel model: every rank writes its shards, rank 0 what is not sharded.
 
 checkpoint-STEP/
-    model*.safetensors, config.json    as `save_sharded` writes them
+    model*.safetensors, config.json    as `save_sharded` writes them; of a model of peft
+    adapter_model.safetensors, ...     the adapters alone, as `save_adapters` writes them
     optimizer/                         as torch.distributed.checkpoint writes it; any number of ranks reads it
     scheduler.pt, rng_state.pth, ...   as Trainer writes them
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +23,7 @@ from shoal_dtensor import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ..apply.loading import load_sharded
 from ..apply.saving import agree, save_sharded
+from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
 __all__ = ["checkpoint_shards"]
@@ -44,7 +47,10 @@ def checkpoint_shards(trainer: Any) -> None:
 def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None) -> None:
     """The model, by all ranks; tokenizer and arguments, by rank 0."""
     directory = output_dir or trainer.args.output_dir
-    save_sharded(trainer.model, directory)
+    if _adapted(trainer.model):
+        save_adapters(trainer.model, directory, trainer.model.active_adapter)
+    else:
+        save_sharded(trainer.model, directory)
     with _doing_nothing(trainer.model, "save_pretrained"):
         _on_first("the Trainer's files", lambda: inner(directory, state_dict))
 
@@ -69,7 +75,17 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
 
 
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
-    load_sharded(trainer.model if model is None else model, source_of(find_files(checkpoint)[1]))
+    model = trainer.model if model is None else model
+    if _adapted(model):
+        load_adapters(model, checkpoint, model.active_adapter)
+    else:
+        load_sharded(model, source_of(find_files(checkpoint)[1]))
+
+
+def _adapted(model: Any) -> bool:
+    """Whether it is a model of peft, of which Trainer saves the adapters only."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
