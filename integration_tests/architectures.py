@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -173,7 +174,7 @@ def verdict(case: Case) -> str:
             _by_transformers(module, shape)
         else:
             plan = dict(case.entries) if case.plan == "auto" else single.tp_plan
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]
+            mesh = _mesh(init_device_mesh, shape)["tp"]
             with warnings.catch_warnings():  # plans name projections that a configuration may lack
                 warnings.simplefilter("ignore", UnmatchedPlanWarning)
                 parallelize_module(module, mesh, plan)
@@ -201,7 +202,13 @@ def _by_transformers(module: Any, shape: tuple[int, int]) -> None:
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan, _, _ = module._resolve_parallel_plans(DistributedConfig(tp_size=shape[1], tp_plan="auto"))
-    apply_tensor_parallelism(module, torch_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"], plan)
+    apply_tensor_parallelism(module, _mesh(torch_mesh, shape)["tp"], plan)
+
+
+@cache
+def _mesh(make: Any, shape: tuple[int, int]) -> Any:
+    """One mesh of a shape for all cases: every gloo group has threads that poll for as long as it lives."""
+    return make("cpu", shape, mesh_dim_names=("dp", "tp"))
 
 
 def _greedy(name: str, model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
