@@ -21,7 +21,7 @@ from ..lowering.lowered import Lowered, lowered_of, set_lowered
 from ..sharding.module_kinds import computed_parameters
 from ..sharding.module_sharding import Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
-from .parameter_state import carry_over
+from .parameter_state import carry_gradient, carry_over
 
 __all__ = [
     "already_parallel",
@@ -212,8 +212,9 @@ def _distributed(
         return current  # type: ignore[return-value]  # a Parameter that holds a DTensor
     sharded = distribute_tensor(param.detach(), mesh, placements, src_data_rank=src_data_rank)
     successor = nn.Parameter(sharded, requires_grad=param.requires_grad)
-    if param.grad is not None:
-        successor.grad = distribute_tensor(param.grad, mesh, placements, src_data_rank=src_data_rank)
+    grad = param.grad
+    placed = None if grad is None else distribute_tensor(grad, mesh, placements, src_data_rank=src_data_rank)
+    carry_gradient(param, successor, placed)
     carry_over(param, successor)
     setattr(param, _SUCCESSOR, successor)
     return successor
@@ -281,8 +282,7 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 def _plain_parameter(param: Tensor) -> nn.Parameter:
     plain = nn.Parameter(_full(param), requires_grad=param.requires_grad)
-    if param.grad is not None:
-        plain.grad = _full(param.grad)
+    carry_gradient(param, plain, None if param.grad is None else _full(param.grad))
     carry_over(param, plain)
     return plain
 

@@ -21,7 +21,7 @@ from .._torch import split_sizes
 from ..errors import LayoutError, TiedWeightError
 from ..sharding.heads import Heads
 from ..sharding.module_sharding import FusedBlocks
-from .parameter_state import carry_over, has_hooks
+from .parameter_state import carry_gradient, carry_over, has_hooks
 
 __all__ = ["block_rows", "check_blocks", "fuse_blocks", "load_fused", "make_adjacent", "split_blocks"]
 
@@ -94,6 +94,7 @@ def split_blocks(module: nn.Module, fused: FusedBlocks, mesh: DeviceMesh, src_da
         module._parameters[kind] = None
         for block, shard in zip(fused.blocks, _adjacent(shards), strict=True):
             replacement = nn.Parameter(shard, requires_grad=param.requires_grad)
+            carry_gradient(param, replacement, None)
             carry_over(param, replacement)
             module.register_parameter(_block_name(kind, block), replacement)
 
@@ -155,9 +156,10 @@ def fuse_blocks(module: nn.Module, fused: FusedBlocks) -> None:
         with torch.no_grad():
             rows = torch.cat([_full(param) for param in present])
             plain = nn.Parameter(_rows_first(rows, fused).contiguous(), requires_grad=present[0].requires_grad)
-            grads = [param.grad for param in present if param.grad is not None]
-            if len(grads) == len(present):
-                plain.grad = _rows_first(torch.cat([_full(grad) for grad in grads]), fused).contiguous()
+            grads = [_full(param.grad) for param in present if param.grad is not None]
+            complete = len(grads) == len(present)
+            grad = _rows_first(torch.cat(grads), fused).contiguous() if complete else None
+        carry_gradient(present[0], plain, grad)
         carry_over(present[0], plain)
         module._parameters[kind] = plain
 

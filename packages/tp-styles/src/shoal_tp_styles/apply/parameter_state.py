@@ -18,7 +18,7 @@ from shoal_dtensor import DTensor
 
 from ..errors import StyleError
 
-__all__ = ["carry_over", "has_hooks", "has_own_hooks", "note_replaced"]
+__all__ = ["carry_gradient", "carry_over", "has_hooks", "has_own_hooks", "note_replaced"]
 
 _STATE = "_shoal_state"
 _REPLACED = "_shoal_replaced"
@@ -93,6 +93,20 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
                     "or data parallelism has replaced since, so no module would see the update. Make the optimizer "
                     "after parallelize_module, fully_shard and replicate(shard_optimizer=True)"
                 )
+
+
+def carry_gradient(old: Any, new: Any, grad: Tensor | None) -> None:
+    """Give a parameter the dtype that is chosen for gradients of the one that it replaces, and its gradient.
+
+    Args:
+        old: the parameter that is replaced.
+        new: the one in its place.
+        grad: the gradient of `old`, placed as `new` is; None: it has none.
+    """
+    if old.grad_dtype is not old.dtype:
+        new.grad_dtype = old.grad_dtype
+    if grad is not None:
+        new.grad = grad
 
 
 def carry_over(old: Any, new: Any) -> None:

@@ -56,7 +56,7 @@ class ReplicatedParameter:
         """A parameter, reduced over data axes in a dtype, by default its own."""
         mesh, shape = axes.mesh, leaf.spec.local_shape if isinstance(leaf, DTensor) else leaf.shape
         partial, reduced = ([placement] * mesh.ndim for placement in (Partial(), Replicate()))
-        dtype = dtype or leaf.dtype
+        dtype = dtype or leaf.grad_dtype or leaf.dtype
         return cls(leaf, Spec(mesh, partial, shape, None, dtype), Spec(mesh, reduced, shape, None, dtype))
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
@@ -81,9 +81,9 @@ class ReplicatedParameter:
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's."""
-        grad: Any = reduced.to(self.leaf.dtype)
+        grad: Any = reduced.to(self.leaf.grad_dtype or self.leaf.dtype)
         if isinstance(self.leaf, DTensor):
-            grad = DTensor(grad, self.leaf.spec)
+            grad = DTensor(grad, self.leaf.spec.with_(dtype=grad.dtype))
         if self.leaf.grad is None:
             self.leaf.grad = grad
         else:

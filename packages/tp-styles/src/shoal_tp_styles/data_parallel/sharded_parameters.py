@@ -31,7 +31,7 @@ from shoal_dtensor import (
 )
 from shoal_mesh import DeviceMesh, purpose
 
-from ..apply.parameter_state import carry_over, note_replaced
+from ..apply.parameter_state import carry_gradient, carry_over, note_replaced
 from ..errors import LayoutError
 from ..lowering.parameters import grad_hooked
 from ..sharding.module_sharding import shard_sizes
@@ -166,7 +166,8 @@ class ShardedParameter:
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
         leaf: Any = self.leaf
-        grad = DTensor(reduced.to(local_shard(leaf).device, leaf.dtype), leaf.spec)
+        dtype = leaf.grad_dtype or leaf.dtype
+        grad = DTensor(reduced.to(local_shard(leaf).device, dtype), leaf.spec.with_(dtype=dtype))
         if grad_hooked(leaf):
             torch.autograd.backward([leaf], [grad])
         elif leaf.grad is None:
@@ -218,8 +219,7 @@ def shard_parameter(
         return DTensor(shard, resting)
 
     leaf = nn.Parameter(rows(param), requires_grad=param.requires_grad)
-    if param.grad is not None:
-        leaf.grad = rows(param.grad)
+    carry_gradient(param, leaf, None if param.grad is None else rows(param.grad))
     _carry(param, leaf)
     return ShardedParameter(
         tuple(sites),
@@ -250,8 +250,7 @@ def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Paramete
     for parameter in parameters:
         leaf = parameter.leaf
         param = nn.Parameter(whole(parameter, leaf), requires_grad=leaf.requires_grad)
-        if leaf.grad is not None:
-            param.grad = whole(parameter, leaf.grad)
+        carry_gradient(leaf, param, None if leaf.grad is None else whole(parameter, leaf.grad))
         if parameter.inner is None:
             carry_over(leaf, param)
         else:
@@ -285,7 +284,8 @@ def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
 def _dtypes(param: Tensor, precision: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
     """In which a parameter is used, and in which its gradient is reduced."""
     computed = precision.param_dtype if precision.param_dtype and param.is_floating_point() else param.dtype
-    return computed, precision.reduce_dtype or computed
+    chosen = param.grad_dtype if param.grad_dtype is not param.dtype else None  # by the user, to sum gradients in
+    return computed, precision.reduce_dtype or chosen or computed
 
 
 def _data_shard(param: nn.Parameter, placement: Callable[[nn.Parameter], Shard | None] | None) -> Placement:
