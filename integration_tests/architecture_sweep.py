@@ -7,6 +7,7 @@ python -m integration_tests.architecture_sweep --only llama     # architectures 
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ def page(outcomes: dict[Case, Outcome]) -> str:
         "# Architectures of transformers",
         "",
         f"Written by `nox -s architecture_sweep` with torch {torch.__version__} and transformers "
-        f"{transformers.__version__}; do not edit. {HOW}",
+        f"{transformers.__version__}, at commit {_commit()}; do not edit. {HOW}",
         "",
         *(f"- {plan} ({text}): {_total(outcomes, plan)}." for plan, text in PLANS.items()),
         "",
@@ -121,6 +122,12 @@ def page(outcomes: dict[Case, Outcome]) -> str:
             reasons.setdefault(_line(why, 160), []).append(f"`{case.name}: {path}`")
     lines += [f"- {why}: {', '.join(paths)}" for why, paths in reasons.items()]
     return "\n".join([*lines, ""])
+
+
+def _commit() -> str:
+    """The commit of the sources, `-dirty` where they have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _total(outcomes: dict[Case, Outcome], plan: str) -> str:

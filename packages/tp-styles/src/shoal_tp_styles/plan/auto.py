@@ -13,6 +13,7 @@ from torch import nn
 from shoal_mesh import DeviceMesh
 
 from ..argument_types import takes
+from ..styles.attention_parameters import LatentProjection
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .recipes import SMALL, Entries, general_paths, recipes
 from .resolve import AutoPlan, apply_plan, resolve, sharded_parameters
@@ -94,14 +95,17 @@ def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Itera
         for name, param in module._parameters.items():
             if param is not None and param.ndim > 1 and id(param) not in sharded:
                 small = param.numel() * layers[general[path]] < least
-                tried = "" if general[path] in plan else dropped.get(general[path], "")
-                yield f"{general[path]}.{name}".lstrip("."), _SMALL if small else _reason(module, tried)
+                style = plan.get(general[path])
+                why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
+                yield f"{general[path]}.{name}".lstrip("."), _SMALL if small else why
 
 
 _SMALL = "small: gathering its output costs more than its bytes"
 
 
-def _reason(module: nn.Module, tried: str) -> str:
+def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
+    if isinstance(style, LatentProjection):
+        return "every rank computes the latent of which its heads read all"
     if tried:
         return f"every recipe computes something else; the first: {tried[:200]}"
     return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
