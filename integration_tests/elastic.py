@@ -1,10 +1,11 @@
-"""Training that goes on while ranks are killed: survivors form a smaller mesh and resume from the last checkpoint.
+"""Training that goes on while ranks are killed: survivors go on in the same processes, newcomers join them.
 
-    python integration_tests/elastic.py [--steps N] [--kills N] [--minutes M] [--plot FILE]
+    python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--minutes M] [--plot FILE]
 
-Every run trains one model on one sequence of global batches. A rank of it kills itself at a random step, anywhere in
-the step; the launcher starts the others again, as torchrun does, on a mesh that is smaller by one, and from one rank on
-a mesh of four. With `--minutes`, runs follow one another; memory, descriptors and threads go to a plot.
+Every run trains one model on one sequence of global batches. Processes kill themselves at random steps, anywhere in the
+step. The others form a smaller world in place, make a mesh over it, take over what they still hold, and read the last
+checkpoint only where shards are lost. Once three of four are gone, three new processes start and are let in. With
+`--minutes`, runs follow one another; memory, descriptors and threads go to a plot.
 """
 
 from __future__ import annotations
@@ -14,32 +15,57 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the optimizer needs it: processes that are started find it imported
+import torch.distributed as dist
 from torch import nn
 
 from shoal_dtensor.api.state_dicts import get_state_dict, set_state_dict
-from shoal_dtensor.checkpoint import Checkpointer
-from shoal_mesh import RankError, all_reduce, init_device_mesh
+from shoal_dtensor.checkpoint import Checkpointer, HeldState
+from shoal_mesh import DeviceMesh, ElasticWorld, RankError, all_reduce, init_device_mesh
 from shoal_mesh.local_ranks.pool import RankPool
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
 
 MESHES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2)}
 ROWS, WIDTH = 12, 8  # rows divide by every data-parallel size
 MOMENTS = ("before the forward pass", "before the backward pass", "before the step", "before the save")
+WAYS = {"replicate": replicate, "fully_shard": fully_shard}
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank kills itself, in which step and at which moment of it."""
+    """In which step a rank kills itself, at which moment of it, and which rank, modulo the size of the world."""
 
-    rank: int
     step: int
     moment: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process is given.
+
+    Attributes:
+        folder: of this run alone.
+        port: of the launcher's store.
+        steps: how many there are in all.
+        kills: each happens once.
+        data: whether data-parallel ranks hold replicas of the state, or shards.
+    """
+
+    folder: str
+    port: int
+    steps: int
+    kills: tuple[Kill, ...]
+    data: str
 
 
 @dataclass
@@ -48,13 +74,13 @@ class Outcome:
 
     Attributes:
         losses: of every step, by number.
-        sizes: ranks of each start.
+        worlds: of each world its number of ranks and where its state came from.
         pauses: seconds from each kill until the next step had its loss on all ranks.
-        usage: time, and MiB, descriptors and threads of the launcher and of rank 0, after every start.
+        usage: time, and MiB, descriptors and threads of the launcher and of rank 0, once a world.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
-    sizes: list[int] = field(default_factory=list)
+    worlds: list[tuple[int, str]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     usage: list[tuple[float, ...]] = field(default_factory=list)
 
@@ -69,103 +95,155 @@ def usage() -> tuple[int, int, int]:
     )
 
 
-def train(folder: str, steps: int, kill: Kill | None) -> None:
-    """What every rank runs: from the newest checkpoint, if there is one, to the last step."""
-    shape = MESHES[torch.distributed.get_world_size()]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+class Trainer:
+    """One process of a run, over all worlds that it is in."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.held = job, HeldState()
+        self.store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        self.world = ElasticWorld(self.store, 4)
+
+    def die(self, step: int, moment: str) -> None:
+        """Kill this process, if that is planned and has not happened yet."""
+        for number, kill in enumerate(self.job.kills):
+            planned = (kill.step, kill.moment, kill.rank % dist.get_world_size()) == (step, moment, dist.get_rank())
+            if planned and self.store.add(f"kill/{number}", 1) == 1:
+                with Path(self.job.folder, "killed").open("a") as file:
+                    file.write(f"{self.world.round} {time.time()}\n")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def log(self, name: str, *facts: object) -> None:
+        """A line in a file of the run, of rank 0."""
+        if dist.get_rank() == 0:
+            with Path(self.job.folder, name).open("a") as file:
+                file.write(f"{self.world.round} {' '.join(map(str, facts))}\n")
+
+    def steps(self) -> None:
+        """In one world: from what is held, or the newest checkpoint, to the last step."""
+        mesh = init_device_mesh("cpu", MESHES[dist.get_world_size()], mesh_dim_names=("dp", "tp"))
+        model = built(mesh, self.job.data)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with Checkpointer(Path(self.job.folder, "steps")) as checkpoints:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            done, source = self.held.recover(state), "memory"
+            if done is None:
+                done, source = checkpoints.load(state), "checkpoint"
+            if done is not None:
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                self.held.keep(done, state)
+            self.log("worlds", dist.get_world_size(), source if done is not None else "nothing", *usage())
+            for step in range(0 if done is None else done + 1, self.job.steps):
+                self.world.admit()
+                self.step(step, mesh, model, optimizer, checkpoints)
+
+    def step(self, step: int, mesh: DeviceMesh, model: Any, optimizer: Any, checkpoints: Checkpointer) -> None:
+        """One step; every second one is saved."""
+        ranks = mesh.size(0)
+        batch = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        rows = batch.chunk(ranks)[mesh.get_local_rank("dp")]
+        self.die(step, MOMENTS[0])
+        optimizer.zero_grad()
+        loss = (model(rows) - rows.flip(1)).square().mean()
+        self.die(step, MOMENTS[1])
+        loss.backward()
+        self.die(step, MOMENTS[2])
+        total = all_reduce(loss.detach(), mesh.comm("dp")).item() / ranks
+        self.log("losses", time.time(), step, total.hex())  # before anybody holds the state after this step
+        self.held.forget()
+        optimizer.step()
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        self.held.keep(step, state)
+        self.die(step, MOMENTS[3])
+        if step % 2:
+            checkpoints.save(step, state)
+
+
+def built(mesh: DeviceMesh, data: str) -> Any:
+    """The model, with the values that it begins with."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)).double()
     model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    model = fully_shard(model, mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def die(step: int, moment: str) -> None:
-        if kill == Kill(torch.distributed.get_rank(), step, moment):
-            Path(folder, "killed").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with Checkpointer(Path(folder, "steps")) as checkpoints:
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        done = checkpoints.load(state)
-        if done is not None:
-            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        for step in range(0 if done is None else done + 1, steps):
-            batch = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-            rows = batch.chunk(shape[0])[mesh.get_local_rank("dp")]
-            die(step, MOMENTS[0])
-            optimizer.zero_grad()
-            loss = (model(rows) - rows.flip(1)).square().mean()
-            die(step, MOMENTS[1])
-            loss.backward()
-            die(step, MOMENTS[2])
-            optimizer.step()
-            total = all_reduce(loss.detach(), mesh.comm("dp")).item() / shape[0]
-            if torch.distributed.get_rank() == 0:
-                with Path(folder, "log").open("a") as log:
-                    log.write(f"{time.time()} {step} {total.hex()} {' '.join(map(str, usage()))}\n")
-            die(step, MOMENTS[3])
-            model_state, optimizer_state = get_state_dict(model, optimizer)
-            checkpoints.save(step, {"model": model_state, "optimizer": optimizer_state})
+    return WAYS[data](model, mesh["dp"])
 
 
-def run(folder: str, steps: int, kills: int, seed: int = 0) -> Outcome:
-    """Train to the end, starting again after every kill.
+def train(job: Job) -> None:
+    """What every process runs."""
+    trainer = Trainer(job)
+    trainer.world.run(trainer.steps, wait=120.0)
+
+
+def planned(steps: int, kills: int, seed: int) -> tuple[Kill, ...]:
+    """Kills at random moments of distinct steps, the first step left out."""
+    choices = random.Random(seed)
+    at = sorted(choices.sample(range(1, steps), kills))
+    return tuple(Kill(step, choices.choice(MOMENTS), choices.randrange(12)) for step in at)
+
+
+def run(folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "replicate") -> Outcome:
+    """Train to the end: four processes, and three new ones whenever three are gone.
 
     Args:
-        folder: of this run alone.
-        steps: how many there are in all.
-        kills: how many ranks are killed, each at a random moment of a step that is still to come.
-        seed: of the random choices.
+        folder, steps, kills, data: see `Job`.
     """
-    choices, size, outcome = random.Random(seed), 4, Outcome()
-    log, killed = Path(folder, "log"), Path(folder, "killed")
-    read, waiting, finished = 0, list[float](), False
-    while not finished:
-        begin = min(1 + max(outcome.losses, default=-1), steps - 1)
-        last = max(begin + 1, steps - kills + 1)  # leaves a step for each kill that follows
-        kill = Kill(choices.randrange(size), choices.randrange(begin, last), choices.choice(MOMENTS)) if kills else None
-        outcome.sizes.append(size)
-        finished = _started(size, folder, steps, kill)
-        if not finished and not killed.exists():
-            raise RuntimeError(f"the run in {folder} failed, but not by {kill}")
-        fresh = [line.split() for line in log.read_text().splitlines()[read:]] if log.exists() else []
-        if fresh:
-            read += len(fresh)
-            outcome.pauses += [float(fresh[0][0]) - moment for moment in waiting]
-            waiting.clear()
-            outcome.losses.update({int(step): float.fromhex(loss) for _, step, loss, *_ in fresh})
-            outcome.usage.append((time.time(), *usage(), *map(float, fresh[-1][3:])))
-        if not finished:
-            waiting.append(float(killed.read_text()))
-            killed.unlink()
-        kills, size = max(kills - 1, 0), size - 1 if size > 1 else 4
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job, outcome = Job(folder, store.port, steps, kills, data), Outcome()
+    gone, threads, unseen = list[BaseException](), list[threading.Thread](), 0
+
+    def one() -> None:
+        try:
+            with RankPool(1) as pool:  # each process in a pool of its own, so that its end ends no other
+                pool.run(train, job, timeout=900.0)
+        except BaseException as error:
+            gone.append(error)
+
+    def start(count: int) -> None:
+        threads.extend(threading.Thread(target=one) for _ in range(count))
+        for thread in threads[-count:]:
+            thread.start()
+
+    start(4)
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(0.05)
+        worlds = read(folder, "worlds")
+        outcome.usage += [(time.time(), *usage(), *map(float, world[3:])) for world in worlds[len(outcome.usage) :]]
+        if len(gone) >= unseen + 3:
+            unseen += 3
+            start(3)
+    if len(gone) != len(read(folder, "killed")) or not all(isinstance(error, RankError) for error in gone):
+        raise RuntimeError(f"processes of the run in {folder} ended that nobody killed: {gone}")
+    outcome.worlds = [(int(world[1]), world[2]) for world in read(folder, "worlds")]
+    losses = read(folder, "losses")
+    outcome.losses = {int(step): float.fromhex(loss) for _, _, step, loss in losses}
+    for number, moment in read(folder, "killed"):
+        after = (float(at) for world, at, *_ in losses if int(world) > int(number))
+        outcome.pauses.append(next(after, time.time()) - float(moment))
     return outcome
 
 
-def _started(size: int, folder: str, steps: int, kill: Kill | None) -> bool:
-    """Whether ranks that are started come to the end."""
-    try:
-        with RankPool(size) as pool:
-            pool.run(train, folder, steps, kill, timeout=120.0)
-    except RankError:
-        if kill is None:
-            raise
-        return False
-    return True
+def read(folder: str, name: str) -> list[list[str]]:
+    """The lines of a file of a run, as words."""
+    with suppress(FileNotFoundError):
+        return [line.split() for line in Path(folder, name).read_text().splitlines()]
+    return []
 
 
 def soak(minutes: float, steps: int, kills: int) -> list[tuple[float, ...]]:
     """Usage over one run after the other, each compared with the undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
-        undisturbed = run(folder, steps, 0).losses
-    end, points, seed = time.time() + 60 * minutes, [], 0
+        undisturbed = run(folder, steps).losses
+    end, seed = time.time() + 60 * minutes, 0
+    points, pauses, sources = list[tuple[float, ...]](), list[float](), Counter[str]()
     while time.time() < end:
         seed += 1
         with tempfile.TemporaryDirectory() as folder:
-            outcome = run(folder, steps, kills, seed)
+            outcome = run(folder, steps, planned(steps, kills, seed), [*WAYS][seed % 2])
         compare(outcome.losses, undisturbed)
         points += outcome.usage
-    print(f"{seed} runs with {seed * kills} kills, every loss as in the undisturbed run")
+        pauses += outcome.pauses
+        sources.update(source for _, source in outcome.worlds)
+        spent = f"{min(pauses):.1f} to {max(pauses):.1f} s from a kill to a loss"
+        print(f"{seed} runs, {seed * kills} kills, worlds with state from {dict(sources)}, {spent}", flush=True)
+    print("every loss as in the undisturbed run")
     return points
 
 
@@ -201,16 +279,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kills", type=int, default=6)
+    parser.add_argument("--data", choices=WAYS, default="replicate")
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--plot", type=Path, default=Path("soak.svg"))
     asked = parser.parse_args()
     if asked.minutes:
         plot(soak(asked.minutes, asked.steps, asked.kills), asked.plot)
         return
+    kills = planned(asked.steps, asked.kills, 0)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        undisturbed, disturbed = run(one, asked.steps, 0), run(other, asked.steps, asked.kills)
+        undisturbed, disturbed = run(one, asked.steps), run(other, asked.steps, kills, asked.data)
     worst = compare(disturbed.losses, undisturbed.losses)
-    print(f"ranks of each start: {disturbed.sizes}; last loss {disturbed.losses[asked.steps - 1]!r}")
+    print("worlds, and where their state came from:", *(f"{size} ({source})" for size, source in disturbed.worlds))
     print(f"largest difference of a loss to the undisturbed run: {worst:.1e}")
     print("seconds from a kill until the next step has its loss:", *(f"{pause:.1f}" for pause in disturbed.pauses))
 

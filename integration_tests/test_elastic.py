@@ -5,20 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from integration_tests.elastic import compare, plot, run
+from integration_tests.elastic import MOMENTS, Kill, compare, planned, plot, run
 
 
+@pytest.mark.timeout(240)
 def test_losses_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
     for name in ("undisturbed", "disturbed"):
         (tmp_path / name).mkdir()
-    undisturbed = run(str(tmp_path / "undisturbed"), 4, 0)
-    disturbed = run(str(tmp_path / "disturbed"), 4, 2)
-    assert (undisturbed.sizes, disturbed.sizes) == ([4], [4, 3, 2])
-    assert [*undisturbed.losses] == [0, 1, 2, 3]
+    kills = (Kill(1, MOMENTS[2], 3), Kill(2, MOMENTS[0], 0), Kill(4, MOMENTS[1], 1))
+    undisturbed = run(str(tmp_path / "undisturbed"), 6)
+    disturbed = run(str(tmp_path / "disturbed"), 6, kills)
+    assert [*undisturbed.losses] == [0, 1, 2, 3, 4, 5] and undisturbed.worlds == [(4, "nothing")]
+    # Of 2 x 2 and of 3 x 1 ranks the others hold all shards, of 1 x 2 they do not.
+    assert disturbed.worlds[:4] == [(4, "nothing"), (3, "memory"), (2, "memory"), (1, "checkpoint")]
+    assert all(source == "memory" for _, source in disturbed.worlds[4:])  # newcomers take it from the one that is left
     assert compare(disturbed.losses, undisturbed.losses) < 1e-9
-    assert len(disturbed.pauses) == 2 and all(0 < pause < 60 for pause in disturbed.pauses)
+    assert len(disturbed.pauses) == 3 and all(0 < pause < 60 for pause in disturbed.pauses)
     plot(disturbed.usage, tmp_path / "usage.svg")
     assert (tmp_path / "usage.svg").read_text().count("<polyline") == 6
+
+
+def test_kills_are_planned_once_a_step() -> None:
+    kills = planned(9, 8, 0)
+    assert sorted(kill.step for kill in kills) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert kills == planned(9, 8, 0) != planned(9, 8, 1)
 
 
 def test_other_losses_are_refused() -> None:

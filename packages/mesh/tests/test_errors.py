@@ -21,6 +21,7 @@ BUILTINS: dict[str, set[type[Exception]]] = {
     "MissingExtraError": {ValueError, RuntimeError},
     "NoGroupError": {ValueError, RuntimeError},
     "PeerError": {ValueError, RuntimeError},
+    "NewcomerError": {RuntimeError},
     "RankError": {RuntimeError},
 }
 

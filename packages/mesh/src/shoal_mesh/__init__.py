@@ -12,6 +12,7 @@ from .collectives.pending import Pending
 from .collectives.rooted import broadcast, gather, permute, scatter
 from .collectives.tree_sums import sums_are_in_tree, sums_in_tree, tree_sum
 from .collectives.uneven import all_gather_v, all_to_all_v, reduce_scatter_v
+from .elastic import ElasticWorld
 from .errors import (
     AxisError,
     BackendError,
@@ -23,6 +24,7 @@ from .errors import (
     MeshMismatchError,
     MeshTypeError,
     MissingExtraError,
+    NewcomerError,
     NoGroupError,
     PeerError,
     RankError,
@@ -32,9 +34,10 @@ from .groups.process_groups import BackendChoice, Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
 from .logs import log_from_environment, log_to_stderr
-from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
+from .mesh.create import abstract_mesh, init_device_mesh, measured_order, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .mesh.rank_layout import Layout
+from .mesh.rank_order import RankOrder
 from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import in_lockstep, lockstep
@@ -59,6 +62,7 @@ __all__ = [
     "CommDebugMode",
     "DeviceMesh",
     "DimError",
+    "ElasticWorld",
     "Event",
     "Layout",
     "Link",
@@ -68,12 +72,14 @@ __all__ = [
     "MeshMismatchError",
     "MeshTypeError",
     "MissingExtraError",
+    "NewcomerError",
     "NoGroupError",
     "Observer",
     "PackedPending",
     "PeerError",
     "Pending",
     "RankError",
+    "RankOrder",
     "Timeline",
     "Topology",
     "__version__",
@@ -106,6 +112,7 @@ __all__ = [
     "lockstep",
     "log_to_stderr",
     "measure_topology",
+    "measured_order",
     "new_axes",
     "note",
     "observe",

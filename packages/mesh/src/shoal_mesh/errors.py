@@ -17,6 +17,7 @@ __all__ = [
     "MeshMismatchError",
     "MeshTypeError",
     "MissingExtraError",
+    "NewcomerError",
     "NoGroupError",
     "PeerError",
     "RankError",
@@ -79,6 +80,10 @@ class PeerError(CollectiveError):
 
 class LockstepError(PeerError):
     """Ranks were about to run different collectives, one never came, or replicas differ; on all ranks."""
+
+
+class NewcomerError(RuntimeError):
+    """Ranks wait to join: raised on all ranks by `ElasticWorld.admit`, and caught by `ElasticWorld.run`."""
 
 
 class RankError(RuntimeError):

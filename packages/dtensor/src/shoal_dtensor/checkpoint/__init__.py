@@ -4,5 +4,6 @@ Imported when asked for: `from shoal_dtensor.checkpoint import Checkpointer`.
 """
 
 from .checkpointer import Checkpointer
+from .held_state import HeldState
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "HeldState"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,11 @@ from shoal_mesh import purpose
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
+from .agreement import agreed
 from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
 
 __all__ = ["Checkpointer"]
-
-R = TypeVar("R")
 
 
 class Checkpointer:
@@ -144,10 +143,10 @@ class Checkpointer:
         """
         group = dist.group.WORLD
         self.wait()
-        found = _agreed(self._steps.numbers, group)[0]
+        found = agreed(self._steps.numbers, group)[0]
         for number in found if step is None else [step]:
             try:
-                _agreed(partial(self._check, number), group)
+                agreed(partial(self._check, number), group)
             except CheckpointError as error:
                 if step is not None:
                     raise
@@ -166,7 +165,7 @@ class Checkpointer:
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         sizes = {name: size for name, (size, _) in self._steps.manifest(step).items()}
         reader = TrustedReader(self._steps.path(step), sizes)
-        _agreed(reader.read_metadata, group, send=False)  # refused on all ranks before the first of them loads
+        agreed(reader.read_metadata, group, send=False)  # refused on all ranks before the first of them loads
         with purpose(f"load step {step}"):
             try:
                 dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
@@ -197,30 +196,15 @@ class Checkpointer:
             if first:
                 steps.complete(step, {name: fact for files in written for name, fact in files.items()})
 
-        _agreed(begin, group)
+        agreed(begin, group)
         try:
             dcp.save(state_dict, checkpoint_id=steps.partial(step), process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
             raise CheckpointError(f"step {step} was not saved: {error.failures}") from error
-        written: list[Files] = _agreed(read_back, group)
-        _agreed(complete, group)
-        _agreed(partial(self._check, step), group)
-        _agreed(lambda: steps.remove_all_but(self._keep) if first else None, group)
-
-
-def _agreed(function: Callable[[], R], group: Any, *, send: bool = True) -> list[R]:
-    """What a function returns on every rank; raises on all of them if it did on one."""
-    value, failure = None, ""
-    try:
-        value = function()
-    except Exception as error:  # of the file system, mostly
-        failure = str(error) if isinstance(error, CheckpointError) else repr(error)
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (failure, value if send else None), group=group)
-    failures = {rank: text for rank, (text, _) in enumerate(answers) if text}
-    if failures:
-        raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in failures.items()))
-    return [value for _, value in answers]
+        written: list[Files] = agreed(read_back, group)
+        agreed(complete, group)
+        agreed(partial(self._check, step), group)
+        agreed(lambda: steps.remove_all_but(self._keep) if first else None, group)
 
 
 def _copied(value: Any) -> Any:

@@ -23,7 +23,7 @@ from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
 from .world import require_world, world_place
 
-__all__ = ["BackendChoice", "Comm", "comm_over", "find_or_create"]
+__all__ = ["BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +242,14 @@ def _renew(comm: Comm) -> None:
         if _torch.backend_config(group) != comm.backend:
             raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
         comm._group, comm.name, comm.kept, comm._world = group, _torch.group_name(group), (), world
+
+
+def forget_groups() -> None:
+    """Let go of the groups of all communicators: what the default group's end does not free would stay connected."""
+    world = require_world()
+    for comm in list(_COMMS):
+        if comm._group is not None:
+            _forget_group(comm, world)
 
 
 def _forget_group(comm: Comm, world: ProcessGroup) -> None:

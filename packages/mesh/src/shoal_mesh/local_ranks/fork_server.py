@@ -15,7 +15,7 @@ from .._torch import TCPStore
 __all__ = ["ForkServer"]
 
 # What test files import and takes long: what the parent has of it is imported once, before ranks are forked.
-_SLOW_IMPORTS = ("pytest", "hypothesis", "torch.testing._internal.common_methods_invocations")
+_SLOW_IMPORTS = ("pytest", "hypothesis", "torch._dynamo", "torch.testing._internal.common_methods_invocations")
 
 
 class ForkServer:
@@ -58,8 +58,9 @@ class ForkServer:
     def fork(self, **order: object) -> None:
         """Fork a rank; `order` are the arguments of `worker._run_rank`."""
         assert self.process.stdin is not None, "opened with a pipe"
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        with self._lock:  # pools of several threads
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
 
     def close(self) -> None:
         """End the server and its ranks."""

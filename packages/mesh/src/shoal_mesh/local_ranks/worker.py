@@ -34,8 +34,10 @@ def die_with_parent() -> None:
 
 
 def serve_forks(preload: list[str]) -> None:
-    """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself."""
-    die_with_parent()
+    """Import what ranks need, then fork one for every line of JSON on stdin; when stdin closes, end them and itself.
+
+    It closes with the parent. The kernel's own signal would come with the end of the thread that has started this one.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch.distributed  # noqa: F401  # imported once, for all ranks
 

@@ -13,12 +13,31 @@ from .channel import Channel
 from .peers import state_of, written_down
 from .segment import machine, processes_of
 
-__all__ = ["BackendWork", "lost_ranks"]
+__all__ = ["BackendWork", "lost_ranks", "settle"]
 
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
 _ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
+
+
+_ABANDONED: list[Work] = []  # declared mutable state: works of gloo that a rank has left before they were complete
+
+
+def settle(timeout: float) -> None:
+    """Until threads of gloo need the interpreter's lock no more, so that its groups can be freed.
+
+    A thread drops the tensors of a collective a moment after its end, for which it needs the lock, and a group that is
+    freed under the lock waits for its threads. What a rank has left ends when others let go of their groups.
+
+    Args:
+        timeout: seconds, after which gloo has given up by itself.
+    """
+    deadline = time.monotonic() + timeout
+    while any(not work.is_completed() for work in _ABANDONED) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    _ABANDONED.clear()
+    time.sleep(0.05)  # from the end of a collective to the drop are microseconds
 
 
 class BackendWork:
@@ -40,7 +59,11 @@ class BackendWork:
     def wait(self) -> None:
         """Until the collective is complete."""
         if self._channel is not None:
-            self._watch(self._channel)
+            try:
+                self._watch(self._channel)
+            except PeerError:
+                _ABANDONED.append(self._work)
+                raise
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -1,0 +1,247 @@
+"""ElasticWorld: ranks that are left after a loss go on in the same processes, and newcomers join them.
+
+Ranks agree in a store that outlives them on who is in the next world: round after round, each a list of members that is
+written once. Whoever comes registers; the first to see that all members of the last world have come or are gone
+writes the list. Who is not on it waits for the next round.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import secrets
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from . import _torch
+from .argument_types import require
+from .collectives.even import all_reduce
+from .errors import MeshError, NewcomerError, PeerError
+from .groups.process_groups import comm_over, forget_groups
+from .groups.world import device_of, require_world
+from .shared_memory.backend_work import settle
+from .shared_memory.channel import give_up
+from .shared_memory.peers import state_of
+from .shared_memory.segment import machine
+
+__all__ = ["ElasticWorld"]
+
+R = TypeVar("R")
+Member = dict[str, Any]  # id, machine and process
+
+_POLL = 0.01  # seconds between two looks into the store
+
+
+class ElasticWorld:
+    """The worlds that a process is in, one after the other: smaller after a loss, larger when newcomers wait.
+
+    Every process calls `run`, at the start or at any time later. Where ranks of a world are lost, `run` lets go of the
+    groups of the old world and calls its function again in the next one. Of a machine's own processes it is seen at
+    once that they have ended; others count as lost if they do not come in `patience` seconds.
+
+    Args:
+        store: in which ranks meet; it has to outlive them. A TCPStore that a launcher holds, say.
+        size: ranks of the first world, which begins when so many have come.
+        backend: of the default group.
+        at_least: ranks of any later world; with fewer, ranks wait for newcomers.
+        patience: seconds that the others wait for a member that is alive, or cannot be seen, and does not come.
+        timeout: seconds after which collectives give up.
+
+    Attributes:
+        round: number of the present world; -1 before the first.
+
+    Raises:
+        MeshTypeError: an argument of a wrong type.
+        MeshError: a number that is not positive.
+
+    Example:
+        >>> def example() -> list[int]:
+        ...     world = ElasticWorld(dist.HashStore(), size=1)
+        ...     sizes: list[int] = []
+        ...     world.run(lambda: sizes.append(dist.get_world_size()))
+        ...     return sizes
+        >>> launch(example, 1)
+        [[1]]
+    """
+
+    def __init__(
+        self,
+        store: _torch.Store,
+        size: int,
+        *,
+        backend: str = "gloo",
+        at_least: int = 1,
+        patience: float = 30.0,
+        timeout: float = 60.0,
+    ) -> None:
+        require(store, _torch.Store, "ranks of an elastic world meet in a torch.distributed store")
+        require(size, int, "the first world has a number of ranks")
+        require(at_least, int, "a world has at least a number of ranks")
+        require(backend, str, "a backend is named by a string")
+        for seconds in (patience, timeout):
+            require(seconds, int | float, "patience and timeout are numbers of seconds")
+        if min(size, at_least, patience, timeout) <= 0:
+            raise MeshError(f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}")
+        self.round = -1
+        self._store = _torch.PrefixStore("shoal_elastic", store)
+        self._size, self._backend, self._at_least = size, backend, at_least
+        self._patience, self._timeout = patience, timedelta(seconds=timeout)
+        self._machine = machine()
+        self._member: Member = {"id": secrets.token_hex(8), "machine": self._machine, "process": os.getpid()}
+
+    def run(self, function: Callable[[], R], *, wait: float = 600.0) -> R:
+        """What `function` returns in the first world in which it comes to its end.
+
+        It is called once in each world. Groups of the world before are gone then, and meshes over them are of no
+        use; tensors are still there.
+
+        Args:
+            function: all of the program that communicates.
+            wait: seconds that this rank waits for a world that takes it.
+
+        Raises:
+            Exception: what the function has raised, where no rank is lost: on all ranks that raised.
+            PeerError: no world took this rank in time.
+            MeshTypeError: an argument of a wrong type.
+        """
+        require(function, Callable, "an elastic world runs a function")  # type: ignore[arg-type]  # an abstract class
+        require(wait, int | float, "wait is a number of seconds")
+        failure: Exception | None = None
+        while True:
+            before = self.members() if self.round >= 0 else []
+            self._leave("goes on in another world" if failure is None else f"raised {failure!r:.200}")
+            members = self._next_members(wait)
+            if failure is not None and not isinstance(failure, NewcomerError) and members == before:
+                raise failure
+            if not self._begin(members):
+                failure = None
+                continue
+            try:
+                result = function()
+            except Exception as error:
+                for each in (error, error.__cause__, error.__context__):  # their frames keep groups alive
+                    traceback.clear_frames(each.__traceback__ if each is not None else None)
+                failure = error
+                continue
+            self._finish(members)
+            return result
+
+    def admit(self) -> None:
+        """Let newcomers in, between two steps: called by all ranks; all go back to `run` if somebody waits.
+
+        Raises:
+            NewcomerError: somebody waits; `run` catches it.
+            PeerError: a rank is lost.
+        """
+        world = require_world()
+        waiting = world.rank() == 0 and self._store.check([f"{self.round + 1}/1"])
+        flag = torch.tensor([int(waiting)], device=device_of(world))
+        if all_reduce(flag, comm_over(range(world.size())), "max").item():
+            raise NewcomerError("somebody waits to join")
+
+    def members(self, number: int | None = None) -> list[Member]:
+        """The members of a world, by rank; of the present one by default."""
+        members: list[Member] = json.loads(self._store.get(f"{self.round if number is None else number}/members"))
+        return members
+
+    def _leave(self, reason: str) -> None:
+        """Let go of the groups of the present world, so that nobody waits for this rank there."""
+        if dist.is_initialized():
+            give_up(reason)
+            forget_groups()
+            settle(self._timeout.total_seconds())
+            dist.destroy_process_group()
+            gc.collect()  # ranks that wait for this one over gloo see that it is gone when its groups are freed
+
+    def _finish(self, members: list[Member]) -> None:
+        """Wait for the others: the end of this process would break what they are in."""
+        self._store.set(f"left/{self._member['id']}", "1")
+        for member in members:
+            while not self._is_gone(member) and member not in self._registered(self.round + 1):
+                time.sleep(_POLL)
+
+    def _next_members(self, wait: float) -> list[Member]:
+        """Register for the next world, until one takes this rank."""
+        deadline = time.monotonic() + wait
+        while True:
+            self.round += 1
+            if self._store.check([f"{self.round}/members"]):
+                continue  # this one began without us
+            place = self._store.add(f"{self.round}/registered", 1)
+            self._store.set(f"{self.round}/{place}", json.dumps(self._member))
+            members = self._agreed(deadline)
+            if self._member in members:
+                return members
+
+    def _agreed(self, deadline: float) -> list[Member]:
+        """The members of this round, once somebody has written them."""
+        begin, key = time.monotonic(), f"{self.round}/members"
+        while not self._store.check([key]):
+            came, now = self._registered(self.round), time.monotonic()
+            if now > deadline:
+                raise PeerError(f"no world has taken this rank in time; {len(came)} have come to round {self.round}")
+            if self._is_complete(came, now - begin):
+                order = {member["id"]: rank for rank, member in enumerate(self._last())}
+                came.sort(key=lambda member: order.get(member["id"], len(order)))  # newcomers follow, as they came
+                self._store.compare_set(key, "", json.dumps(came))
+            time.sleep(_POLL)
+        return self.members()
+
+    def _registered(self, number: int) -> list[Member]:
+        """Who has come to a round and is still there."""
+        keys = [f"{number}/{place + 1}" for place in range(self._store.add(f"{number}/registered", 0))]
+        came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        return [member for member in came if not self._is_gone(member)]
+
+    def _last(self) -> list[Member]:
+        return self.members(self.round - 1) if self.round else []
+
+    def _is_complete(self, came: list[Member], waited: float) -> bool:
+        """Whether nobody has to be waited for any longer."""
+        last = self._last()
+        if not last:
+            return len(came) >= self._size
+        missing = [member for member in last if member not in came and not self._is_gone(member)]
+        if missing and (waited < self._patience or all(member not in last for member in came)):
+            return False  # newcomers alone do not decide that a world is lost
+        return len(came) >= self._at_least
+
+    def _is_gone(self, member: Member) -> bool:
+        """Whether a member has ended, as far as this machine shows, or has left for good."""
+        here = bool(self._machine) and member["machine"] == self._machine
+        return (here and state_of(member["process"]) == "ended") or self._store.check([f"left/{member['id']}"])
+
+    def _begin(self, members: list[Member]) -> bool:
+        """Whether the groups of the next world could be made: not if somebody is lost meanwhile."""
+        own = members.index(self._member)
+        if not self._all_say("here", own, members):
+            return False
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=_torch.PrefixStore(f"{self.round}/world", self._store),
+                rank=own,
+                world_size=len(members),
+                timeout=self._timeout,
+            )
+        except RuntimeError:  # of the backend, which did not reach a rank
+            return False
+        return self._all_say("connected", own, members)  # who leaves before would break what others still make
+
+    def _all_say(self, word: str, own: int, members: list[Member]) -> bool:
+        """Say something in the store, and wait until all members have; False if one is gone meanwhile."""
+        self._store.set(f"{self.round}/{word}/{own}", "1")
+        deadline = time.monotonic() + self._patience
+        for rank, member in enumerate(members):
+            while not self._store.check([f"{self.round}/{word}/{rank}"]):
+                if self._is_gone(member) or time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL)
+        return True
