@@ -24,7 +24,8 @@ from shoal_tp_styles import (
     replicate,
 )
 from shoal_tp_styles.__main__ import main
-from shoal_tp_styles.invariant.fingerprints import _of_tensor, first_difference
+from shoal_tp_styles.invariant.fingerprints import first_difference
+from shoal_tp_styles.runs.global_parts import part_of_tensor
 
 NAMES = ("data", "tensor")
 
@@ -97,7 +98,7 @@ def test_a_fingerprint_is_that_of_the_whole_tensor(dtype: torch.dtype) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
     numbers = torch.randn(7, 12, generator=torch.Generator().manual_seed(0))
     whole = numbers > 0 if dtype is torch.bool else numbers.to(dtype)
-    want, _ = _of_tensor(whole)
+    want = part_of_tensor(whole).digest()
     layouts: list[Any] = [
         (Shard(0), Shard(1)),
         (Shard(0), Shard(0)),
@@ -107,9 +108,10 @@ def test_a_fingerprint_is_that_of_the_whole_tensor(dtype: torch.dtype) -> None:
     ]
     layouts += [(Partial(), Shard(0))] if dtype.is_floating_point else []
     for placements in layouts:
-        part, (over,) = _of_tensor(distribute_tensor(whole, mesh, placements))
-        assert all_reduce(part, (over, over.axis_names)) == want, placements
-    assert _of_tensor(whole.flip(0))[0] != want
+        part = part_of_tensor(distribute_tensor(whole, mesh, placements))
+        (over,) = part.meshes
+        assert all_reduce(part.digest(), (over, over.axis_names)) == want, placements
+    assert part_of_tensor(whole.flip(0)).digest() != want
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

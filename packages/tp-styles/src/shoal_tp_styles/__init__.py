@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from .plan.preview import Preview, preview
     from .plan.propose import Candidate, Proposal, propose
     from .plan.verify import Verification, verify
+    from .runs.compare import Comparison, compare_runs
+    from .runs.record import RunRecord, record_run
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -75,6 +77,7 @@ __all__ = [
     "CheckpointError",
     "Collective",
     "ColwiseParallel",
+    "Comparison",
     "ContextParallel",
     "DeclaredStyle",
     "Documents",
@@ -107,6 +110,7 @@ __all__ = [
     "Proposal",
     "ReplicateModule",
     "RowwiseParallel",
+    "RunRecord",
     "Saved",
     "SecondOrderError",
     "SequenceLayout",
@@ -130,6 +134,7 @@ __all__ = [
     "auto_plan",
     "check_arithmetic",
     "choose",
+    "compare_runs",
     "context_parallel",
     "context_parallel_attention",
     "context_parallel_unshard",
@@ -146,6 +151,7 @@ __all__ = [
     "parallelize_module",
     "preview",
     "propose",
+    "record_run",
     "reduce_after_last_microbatch",
     "register_fsdp_forward_method",
     "replicate",
@@ -174,6 +180,8 @@ _LATER = {
         ".data_parallel.replicate": ("ReplicateModule", "replicate"),
         ".hf": ("hf",),
         ".invariant.fingerprints": ("StepFingerprints",),
+        ".runs.compare": ("Comparison", "compare_runs"),
+        ".runs.record": ("RunRecord", "record_run"),
         ".invariant.self_check": ("check_arithmetic",),
         ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),

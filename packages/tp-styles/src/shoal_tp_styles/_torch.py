@@ -10,11 +10,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo as never_compiled
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "FakeTensor",
+    "TorchDispatchMode",
     "apply",
     "at_end_of_backward",
     "autocast_dtype",

@@ -15,22 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Partial, Replicate, Shard, local_shard
 from shoal_mesh import DeviceMesh, all_reduce
 
 from ..arithmetic import COMPLETION
 from ..errors import StyleError
 from ..lowering.lowered import Lowered, lowered_of
+from ..runs.global_parts import GlobalPart, part_of_output, part_of_tensor
 from .block_sums import entered
 
 __all__ = ["StepFingerprints", "first_difference"]
 
 _Meshes = tuple[DeviceMesh, ...]
 """Over whose ranks parts of a fingerprint are added."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # of splitmix64, as signed numbers
-_OFFSET = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 class StepFingerprints:
@@ -78,33 +74,14 @@ class StepFingerprints:
     def _hook(self, name: str, lowered: Lowered) -> Any:
         def record(module: nn.Module, _: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.ndim:
-                self._record(f"output of {name} ({type(module).__name__})", *self._of_output(output.detach(), lowered))
+                part = part_of_output(output.detach(), lowered, self.batch)
+                self._record(f"output of {name} ({type(module).__name__})", part)
 
         return record
 
-    def _of_output(self, output: Tensor, lowered: Lowered) -> tuple[Tensor, _Meshes]:
-        local, layout = output, lowered.port_out.desired
-        if isinstance(output, DTensor):
-            (layout,) = output.placements
-            local = local_shard(output)
-        sharded = {0: [self.batch]} if self.batch is not None else {}
-        if isinstance(layout, Shard):
-            sharded.setdefault(layout.dim % local.ndim, []).append(lowered.mesh)
-        indices, sizes = [], []
-        for dim, size in enumerate(local.shape):
-            start = 0
-            for mesh in sharded.get(dim, []):
-                start = start * mesh.size() + mesh.comm(tuple(range(mesh.ndim))).rank
-            ranks = torch.Size(mesh.size() for mesh in sharded.get(dim, [])).numel()
-            indices.append(torch.arange(size, device=local.device) + start * size)
-            sizes.append(size * ranks)
-        counted = isinstance(layout, Shard) or lowered.comm.rank == 0
-        meshes = (lowered.mesh, *([] if self.batch is None else [self.batch]))
-        return _digest(local, indices, sizes) * counted, meshes
-
-    def _record(self, name: str, digest: Tensor, meshes: _Meshes) -> None:
+    def _record(self, name: str, part: GlobalPart) -> None:
         call = sum(seen == name or seen.startswith(f"{name} #") for seen in self._seen) + 1
-        self._seen[name if call == 1 else f"{name} #{call}"] = digest, meshes
+        self._seen[name if call == 1 else f"{name} #{call}"] = part.digest(), part.meshes
 
     @torch.no_grad()
     def write(self, step: int, **values: Tensor) -> None:
@@ -115,13 +92,13 @@ class StepFingerprints:
             values: what else is recorded, equal on all ranks or a DTensor: the loss, say.
         """
         for name, value in values.items():
-            self._record(f"value of {name}", *_of_tensor(value.detach()))
+            self._record(f"value of {name}", part_of_tensor(value.detach()))
         named = [*self.model.named_parameters()]
         for name, param in reversed(named):  # as backward comes to them
             if param.grad is not None:
-                self._record(f"gradient of {name}", *_of_tensor(param.grad))
+                self._record(f"gradient of {name}", part_of_tensor(param.grad))
         for name, param in named:
-            self._record(name, *_of_tensor(param.detach()))
+            self._record(name, part_of_tensor(param.detach()))
         sums = dict(self._summed())
         line = {name: f"{sums[name] % (1 << 64):016x}" for name in self._seen}
         self._seen.clear()
@@ -141,39 +118,6 @@ class StepFingerprints:
 
 def _writes() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _of_tensor(tensor: Tensor) -> tuple[Tensor, _Meshes]:
-    """This rank's part of the fingerprint of a DTensor, or that of a tensor which every rank has."""
-    if not isinstance(tensor, DTensor):
-        return _digest(tensor, [torch.arange(n, device=tensor.device) for n in tensor.shape], list(tensor.shape)), ()
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
-        tensor = tensor.redistribute(placements=placements)
-    spec, local = tensor.spec, local_shard(tensor)
-    at = spec.coordinate
-    if at is None or any(i and p.is_replicate() for i, p in zip(at, spec.placements, strict=True)):
-        return torch.zeros((), dtype=torch.int64, device=local.device), (spec.mesh,)
-    indices = [torch.tensor(s.indices(at), dtype=torch.int64, device=local.device) for s in spec.dim_shardings]
-    return _digest(local, indices, list(spec.shape)), (spec.mesh,)
-
-
-def _digest(local: Tensor, indices: list[Tensor], sizes: list[int]) -> Tensor:
-    """The sum of the hashes of elements, whose global indices are given for each dim of a tensor of global sizes."""
-    place = torch.zeros((1,) * local.ndim, dtype=torch.int64, device=local.device)
-    for dim, (index, size) in enumerate(zip(indices, sizes, strict=True)):
-        place = place * size + index.view(-1, *(1,) * (local.ndim - dim - 1))
-    if local.is_complex():
-        local, place = torch.view_as_real(local.resolve_conj()), torch.stack([2 * place, 2 * place + 1], -1)
-    bits = local.contiguous().view(_BITS[local.element_size()]).long()
-    return _mixed(bits + _mixed(place + _OFFSET)).sum()
-
-
-def _mixed(number: Tensor) -> Tensor:
-    """The finalizer of splitmix64, element by element."""
-    for shift, factor in zip((30, 27), _FACTORS, strict=True):
-        number = (number ^ (number >> shift & (1 << 64 - shift) - 1)) * factor
-    return number ^ (number >> 31 & (1 << 33) - 1)
 
 
 def first_difference(one: str | Path, other: str | Path) -> str:

@@ -1,0 +1,1 @@
+"""What a run computes, recorded small, and where two runs differ first."""
