@@ -13,7 +13,7 @@ project_copyright = "2026, The shoal authors"
 release = __version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
@@ -23,6 +23,7 @@ extensions = [
 exclude_patterns = ["_build", "examples"]
 myst_enable_extensions = ["attrs_block", "colon_fence"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebook is run by a test, which keeps what its cells show
 suppress_warnings = ["ref.python"]  # errors of one name in two packages: a docstring means its own
 default_role = "py:obj"  # `names` of docstrings are code, and links where the name is known
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec, draw_layout, draw_plan, explain
 from shoal_mesh import abstract_mesh
 
 HERE = Path(__file__).parent / "_static"
@@ -42,31 +41,18 @@ def draw_layouts() -> None:
     )
     figure, axes = plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
     for axis, placements in zip(axes.flat, cases, strict=True):
-        spec = Spec(mesh, placements, (8, 6))
-        holders: dict[Any, list[int]] = {}
-        for coordinate in product(range(2), range(2)):
-            holders.setdefault(spec.box(coordinate), []).append(mesh.rank_at(coordinate))
-        for color, (((top, bottom), (left, right)), ranks) in zip(COLORS, holders.items(), strict=False):
-            axis.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=color, edgecolor="white", lw=3))
-            middle = ((left + right) / 2, (top + bottom) / 2)
-            note = "\nsum over tensor" if Partial() in placements else ""
-            axis.text(
-                *middle,
-                ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks)) + note,
-                ha="center",
-                va="center",
-                fontsize=9,
-            )
-        axis.set(xlim=(-0.1, 6.1), ylim=(8.1, -0.1), aspect="equal", xlabel="dim 1", ylabel="dim 0")
-        axis.set_xticks((0, 3, 6))
-        axis.set_yticks((0, 2, 4, 6, 8))
-        axis.set_title(f"[{', '.join(map(_short, placements))}]", fontsize=10, family="monospace")
+        draw_layout(
+            Spec(mesh, placements, (8, 6)), axis, f"[{', '.join(repr(p).replace('dim=', '') for p in placements)}]"
+        )
     figure.suptitle("An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=11)
     save(figure, "layouts")
 
 
-def _short(placement: Placement) -> str:
-    return repr(placement).replace("dim=", "")
+def draw_redistribution() -> None:
+    """A plan of several steps, with the layout after each."""
+    mesh = abstract_mesh((4, 2), ("data", "tensor"))
+    src = Spec(mesh, (Partial(), Replicate()), (1024, 1024))
+    save(draw_plan(explain(src, src.with_(placements=(Replicate(), Replicate()))).chosen), "redistribution")
 
 
 def draw_mesh() -> None:
@@ -153,6 +139,7 @@ FLOWS = {
 def main() -> None:
     """All figures."""
     draw_layouts()
+    draw_redistribution()
     draw_mesh()
     for name, (title, boxes) in FLOWS.items():
         draw_flow(name, boxes, title)

@@ -42,7 +42,7 @@ from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import in_lockstep, lockstep
 from .observers.memory import MemoryTrace
-from .observers.pictures import draw_memory, new_axes
+from .observers.pictures import draw_memory, draw_timeline, new_axes
 from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
 from .observers.timeline import Timeline
@@ -103,6 +103,7 @@ __all__ = [
     "current_mesh",
     "differentiable",
     "draw_memory",
+    "draw_timeline",
     "errors",
     "gather",
     "in_lockstep",

@@ -67,6 +67,7 @@ def draw_timeline(trace: Sequence[Timed], ax: Any = None) -> Any:
             )
     ax.set_yticks(range(len(rows)), rows)
     ax.invert_yaxis()
+    ax.set_xlim(left=0)
     ax.set_xlabel("milliseconds since the start")
     if trace:
         ax.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False)
