@@ -18,6 +18,7 @@ from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     ContextParallel,
+    Documents,
     HeadParallel,
     LayoutError,
     PlanError,
@@ -58,6 +59,17 @@ class Block(nn.Module):
         return cast(Tensor, self.o(mixed.transpose(1, 2).flatten(-2)))
 
 
+class Packed(Block):
+    """Two documents behind each other, each by itself."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        each = [
+            super(Packed, self).forward(*part)
+            for part in zip(x.tensor_split([4], 1), positions.tensor_split([4]), strict=True)
+        ]
+        return torch.cat(each, 1)
+
+
 TENSOR = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
 
 
@@ -94,6 +106,16 @@ def test_a_block_over_four_ranks_and_times_tensor_parallelism(method: Method) ->
         plan = {"": style} | {name: style.on("tensor") for name, style in TENSOR.items()}
         module = parallelize_module(copy.deepcopy(single), mesh, plan)
         assert_as_one_device(module, mesh["context"], layout, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_packed_documents_times_tensor_parallelism(method: Method) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "tensor"))
+    layout, documents = SequenceLayout.head_tail(11, 2), Documents.from_ids(torch.tensor([0] * 4 + [1] * 7))
+    style = ContextParallel(method=method, layout=layout, documents=documents).on("context")
+    plan = {"": style} | {name: each.on("tensor") for name, each in TENSOR.items()}
+    assert_as_one_device(parallelize_module(Block(), mesh, plan), mesh["context"], layout, Packed())
 
 
 @on_ranks(2)
