@@ -29,7 +29,7 @@ def test_layers_below_are_pinned_from_the_own_version_to_the_next_minor(layer: A
 
 
 def test_extras_are_used(layer: Any) -> None:
-    source = "\n".join(path.read_text() for path in layer.files)
+    source = "\n".join(path.read_text().lower() for path in layer.files)  # IPython is called ipython on the index
     for names in pyproject(layer.home)["project"].get("optional-dependencies", {}).values():
         for name in names:
             module = name.partition("[")[0].partition(">")[0].strip().replace("-", "_")

@@ -17,9 +17,6 @@ from torch import nn
 from shoal_mesh import DeviceMesh, abstract_mesh
 
 from .errors import PlanError
-from .plan.auto import auto_plan
-from .plan.preview import preview
-from .plan.verify import verify
 
 __all__ = ["add_options", "preview_plan", "verify_plan"]
 
@@ -36,6 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def preview_plan(asked: argparse.Namespace) -> int:
     """Print what the plan costs."""
+    from .plan.preview import preview
+
     model, plan, mesh = _subject(asked)
     if not asked.input:
         raise PlanError("a preview needs the shapes of example inputs: --input 8x16, or --input 2x16:1000 for tokens")
@@ -45,6 +44,8 @@ def preview_plan(asked: argparse.Namespace) -> int:
 
 def verify_plan(asked: argparse.Namespace) -> int:
     """Print what is wrong with the plan; 0 if nothing is."""
+    from .plan.verify import verify
+
     found = verify(*_subject(asked), *asked.input)
     sys.stdout.write(f"{found}\n")
     return int(not found.ok)
@@ -72,6 +73,8 @@ def _model(text: str) -> nn.Module:
 
 def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tensor]) -> Any:
     if text == "auto":
+        from .plan.auto import auto_plan
+
         return auto_plan(model, mesh, *inputs)
     if text == "own":
         return model.tp_plan
