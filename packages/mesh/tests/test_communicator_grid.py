@@ -140,3 +140,21 @@ def test_the_communicator_of_the_world_lists_no_ranks_until_asked() -> None:
         comm = mesh.comm(0)
         assert comm.line == range(16384) and comm.group is dist.group.WORLD
         assert comm.ranks == tuple(range(16384)) and comm.order is None and comm.rank == 0
+
+
+@on_ranks(4)
+def test_compiled_code_asks_a_mesh_for_its_groups() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def sums(x: torch.Tensor) -> torch.Tensor:
+        once: torch.Tensor = functional.all_reduce(x * 2, "sum", grid.get_group("tp"))
+        twice: torch.Tensor = functional.all_reduce(x, "sum", grid["dp"].get_group())
+        return once + twice + grid.get_group(0).size()
+
+    x = torch.full((3,), float(dist.get_rank()))
+    torch._dynamo.reset()
+    compiled = torch.compile(sums, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), sums(x))

@@ -148,6 +148,7 @@ def constant_when_compiled(cls: Class) -> Class:
     Instances are created, read and called while it traces, guarded by equality, and may be arguments of what the graph
     calls. The class needs `__eq__`, `__hash__` and `__fx_repr__`, which returns how generated code spells an instance
     and the names it needs. Traced code may read attributes that the class itself has: slots, properties and methods.
+    Methods that return process groups are named in `_TRACED`: a group is an input of a graph, so they are traced into.
 
     Raises:
         MeshTypeError: it is no class, or lacks one of these methods.
@@ -175,6 +176,7 @@ def constant_when_compiled(cls: Class) -> Class:
         )
     names = [name for name in dir(cls) if not name.startswith("__") or name == "__getitem__"]
     members = dict.fromkeys(names, opaque_object.MemberType.USE_REAL)
+    members |= dict.fromkeys(getattr(cls, "_TRACED", ()), opaque_object.MemberType.INLINED)
     newer = getattr(opaque_object, "register_custom_class", None)  # its name in torch 2.15, where the old one logs
     try:
         if newer is not None:

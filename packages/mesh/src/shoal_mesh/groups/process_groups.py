@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +24,7 @@ from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
 from .world import require_world, world_place
 
-__all__ = ["BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups"]
+__all__ = ["GROUPS_IN_GRAPHS", "BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups", "note_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,23 @@ class Comm:
 
     def __repr__(self) -> str:
         return f"Comm({'x'.join(self.axes)}: rank {self.rank} of {self.size}, group {self.name!r})"
+
+
+GROUPS_IN_GRAPHS = SimpleNamespace()
+"""By name the groups that compiled code asked a mesh for: there a graph finds them again, each time that it runs."""
+
+
+def note_group(comm: Comm) -> str:
+    """Keep a communicator's group for compiled code; returns its name. Those of an earlier world are forgotten.
+
+    An attribute is read when its name is traced; of a dict Dynamo would keep the keys that it had at first.
+    """
+    world, kept = require_world(), vars(GROUPS_IN_GRAPHS)
+    if kept.get("") is not world:
+        kept.clear()
+        kept[""] = world
+    kept[comm.name] = comm.group
+    return comm.name
 
 
 @dataclass(slots=True)

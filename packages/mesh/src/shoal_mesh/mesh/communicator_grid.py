@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import _torch
-from .._torch import ProcessGroup, refuse_its_own_mesh
+from .._torch import ProcessGroup, is_compiling, refuse_its_own_mesh
 from ..errors import MeshError, NoGroupError
-from ..groups.process_groups import BackendChoice, Comm, find_or_create
+from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_or_create, note_group
 from ..groups.world import world_place
 from .rank_grid import AxisLike, RankGrid
 
@@ -19,6 +19,7 @@ class CommunicatorGrid(RankGrid):
     """A RankGrid whose ranks can communicate along its axes."""
 
     __slots__ = ()
+    _TRACED = ("get_group",)
 
     def _create_groups(self) -> None:
         """Have the group of every axis ready; runs on the ranks of the mesh."""
@@ -81,8 +82,15 @@ class CommunicatorGrid(RankGrid):
 
     def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
         """The process group along one or several axes; one of a 1-D mesh if none is given. Raises as `comm` does."""
+        if is_compiling():
+            group: ProcessGroup = getattr(GROUPS_IN_GRAPHS, self._noted_group(mesh_dim))
+            return group
         refuse_its_own_mesh(self)
         return self.comm(self._only_axis() if mesh_dim is None else mesh_dim).group
+
+    def _noted_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None) -> str:
+        """The name under which traced code finds a group; called while it is traced."""
+        return note_group(self.comm(self._only_axis() if mesh_dim is None else mesh_dim))
 
     def get_all_groups(self) -> list[ProcessGroup]:
         """The process group of every axis, in their order."""
