@@ -121,3 +121,31 @@ def test_rowwise_embedding(
         out.backward(place(seed))
     assert counts(mode) == backward
     assert_same_gradients(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("features", [8, 6, 2])
+@pytest.mark.parametrize("kind", ["embedding", "bag", "conv"])
+def test_rows_reduce_scatter_along_their_features(features: int, kind: str) -> None:
+    tokens = torch.randint(10, (3, 5))
+    dim = -1
+    if kind == "conv":  # with a bias, which is added to each rank's own channels
+        single: Any = nn.Conv1d(8, features, 3).double()
+        style, x, dim = (
+            RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
+            torch.randn(2, 8, 6).double(),
+            -2,
+        )
+    else:
+        single = (nn.Embedding if kind == "embedding" else nn.EmbeddingBag)(10, features).double()
+        style, x = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)), tokens
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    expected = single(x)
+    with CommDebugMode() as comm:
+        got = module(x)
+    assert counts(comm) == {"reduce_scatter": 1}
+    torch.testing.assert_close(got, own_shard(expected, dim % expected.ndim))
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    got.backward(own_shard(seed, dim % expected.ndim))
+    assert_same_parameters(module, single)

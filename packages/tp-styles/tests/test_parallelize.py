@@ -1,4 +1,4 @@
-"""Covers: plan/parallelize.py."""
+"""Covers: plan/parallelize.py, styles/tied.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,21 @@ from shoal_tp_styles import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    TiedWeightError,
     context_parallel_attention,
     parallelize_module,
     preview,
     unparallelize_module,
 )
-from shoal_tp_styles.testing import MLP, ModelArgs, StackedMLP, Transformer, all_ranks, transformer_plan
+from shoal_tp_styles.testing import (
+    MLP,
+    ModelArgs,
+    StackedMLP,
+    Transformer,
+    all_ranks,
+    own_shard,
+    transformer_plan,
+)
 from tp_checks import assert_same_gradients
 
 MESH = abstract_mesh((4,), ("tp",))
@@ -63,6 +72,61 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     expected.square().mean().backward()
     got.square().mean().backward()
     assert_same_gradients(module, single)
+
+
+class Tied(nn.Module):
+    """A head that holds the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.table(tokens).tanh())
+        return out
+
+
+ROWS, COLUMNS = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "plan", [{"table": ROWS}, {"head": COLUMNS}, {"table": ColwiseParallel(output_layouts=Replicate())}]
+)
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_plan_that_names_one_of_two_tied_modules(plan: dict[str, ParallelStyle], lower: bool) -> None:
+    single = Tied().double()
+    module = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
+    assert module.head.weight is module.table.weight
+    tokens = torch.randint(10, (3, 8))
+    expected, got = single(tokens), module(tokens)
+    torch.testing.assert_close(got, expected)
+    expected.square().mean().backward()
+    got.square().mean().backward()
+    assert_same_gradients(module, single)
+    torch.testing.assert_close(unparallelize_module(module)(tokens), expected)
+
+
+@on_ranks(4)
+def test_tied_modules_in_two_calls_and_tied_again() -> None:
+    """As torch's own example does; the second call's style takes the place of the implied one."""
+    single = Tied().double()
+    module = parallelize_module(copy.deepcopy(single), all_ranks(), {"table": ROWS})
+    parallelize_module(module, all_ranks(), {"head": ColwiseParallel()})
+    module.head.weight = module.table.weight
+    tokens = torch.randint(10, (3, 8))
+    expected, got = single(tokens), module(tokens)
+    torch.testing.assert_close(got, own_shard(expected, 2))
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    got.backward(own_shard(seed, 2))
+    assert_same_gradients(module, single)
+    with pytest.raises(PlanError, match="already has the style ColwiseParallel"):
+        parallelize_module(module, all_ranks(), {"head": ColwiseParallel()})
+    other = parallelize_module(copy.deepcopy(single), all_ranks(), {"table": ROWS})
+    with pytest.raises(TiedWeightError, match="it is shared and already"):
+        parallelize_module(other, all_ranks(), {"head": RowwiseParallel()})
 
 
 def test_no_mesh_is_an_error_and_no_plan_a_warning() -> None:

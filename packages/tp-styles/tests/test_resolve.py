@@ -53,8 +53,19 @@ def test_tied_weights_must_agree() -> None:
     resolve(model, agree).check()
     with pytest.raises(TiedWeightError, match=r"tok_embeddings.weight: .*output.weight"):
         resolve(model, {"tok_embeddings": ColwiseParallel(), "output": ColwiseParallel()}).check()
-    with pytest.raises(TiedWeightError, match=r"output.weight: no style"):
-        resolve(model, {"tok_embeddings": RowwiseParallel(input_layouts=Replicate())}).check()
+
+
+def test_a_module_that_holds_a_sharded_weight_gets_a_style_with_replicated_inputs_and_outputs() -> None:
+    model = Transformer(ModelArgs(n_layers=1))
+    for named, other in (("tok_embeddings", "output"), ("output", "tok_embeddings")):
+        style = RowwiseParallel(input_layouts=Replicate()) if named == "tok_embeddings" else ColwiseParallel()
+        resolved = resolve(model, {named: style})
+        resolved.check()
+        (_, implied) = resolved.uses
+        assert (
+            implied.path == other and implied.sharding is not None and implied.sharding.parameters["weight"] == Shard(0)
+        )
+        assert implied.sharding.output_port().desired == Replicate()
 
 
 def test_axes_of_a_mesh_with_several() -> None:

@@ -24,6 +24,7 @@ from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused,
 from .parameter_state import carry_gradient, carry_over
 
 __all__ = [
+    "TIED",
     "already_parallel",
     "apply_sharding",
     "check_parameters",
@@ -34,6 +35,7 @@ __all__ = [
     "shardings_of",
 ]
 
+TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
 _UNDECLARED = "_shoal_undeclared_styles"
 
@@ -72,7 +74,7 @@ def apply_sharding(
         raise LayoutError(
             f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
         )
-    if inner is not None and inner.sharding.style == COMPLETION:
+    if inner is not None and inner.sharding.style in (COMPLETION, TIED):
         inner = None
     earlier = conflicting_style(module, sharding.style, distributes=sharding.distributes)
     if earlier is not None:
@@ -225,7 +227,7 @@ def conflicting_style(module: nn.Module, style: str, *, distributes: bool) -> st
     if style in module.__dict__.get(_UNDECLARED, ()):
         return style
     for sharding, _ in shardings_of(module):
-        if sharding.style == style or (sharding.distributes and distributes):
+        if sharding.style == style or (sharding.distributes and distributes and sharding.style != TIED):
             return sharding.style
     return None
 

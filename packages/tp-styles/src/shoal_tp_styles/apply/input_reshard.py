@@ -100,7 +100,7 @@ class _Resharding:
     def pack(self, tensor: Tensor) -> Any:
         """What is saved instead of a tensor."""
         if isinstance(tensor, DTensor):
-            replicated = tensor.spec.is_replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
+            replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
             return tensor.redistribute(placements=(Shard(self.dim),)) if replicated and not tensor.is_leaf else tensor
         if tensor.ndim <= self.dim or (tensor.data_ptr(), tensor.shape, tensor.stride()) not in self.known:
             return tensor

@@ -49,7 +49,7 @@ def followed(
             return taken or [LocalLayout(unknown=layout.unknown)] * len(outs)
     drawn = any(layout is not None and layout.drawn for layout in layouts)
     specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]
-    if all(spec.is_replicated for spec in specs):
+    if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
     key: list[Any] = [func, *((out.shape, out.dtype) for out in outs)]
     _describe((args, kwargs), key)

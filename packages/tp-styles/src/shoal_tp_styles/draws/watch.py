@@ -302,7 +302,7 @@ class Watch(TorchFunctionMode):
                 f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
                 "draw other numbers when backward runs the function again; checkpoint a module instead"
             )
-        if any(layout is not None and layout.spec and not layout.spec.is_replicated for layout in layouts):
+        if any(layout is not None and layout.spec and not layout.spec.replicated for layout in layouts):
             return self._draw_sharded(name, func, args, kwargs)
         out = func(*args, **kwargs)
         for each in out if isinstance(out, tuple | list) else (out,):
@@ -335,9 +335,7 @@ class Watch(TorchFunctionMode):
         passed_by = layout is None and tensor.requires_grad and not tensor.is_leaf
         if isinstance(tensor, DTensor):
             spec = self._spec_of(tensor)
-            passed_by = (
-                self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.is_replicated)
-            )
+            passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
         if passed_by:
             why = "it comes from code that is no torch function, or from a DTensor of some of the axes"
         if why:

@@ -15,7 +15,7 @@ from shoal_mesh import Comm
 
 from ..arithmetic import current_arithmetic
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, Port
+from ..sharding.module_sharding import ModuleCall, Port, shard_sizes
 from .boundary import from_local, local_input, local_output, output_dtensor, port_moves, traced_move
 from .collective_functions import (
     Sizes,
@@ -150,16 +150,22 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
     port, comm, local = lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     features %= partial.ndim
     where = sharded_dim(port.desired, comm)
-    if where is not None and where[1] % partial.ndim != features:
+    if where is not None:
         _, dim, sizes = where
         dim %= partial.ndim
-        if sizes is not None or partial.shape[dim] % comm.size == 0:
+        shape, even = partial.shape, partial.shape[dim] % comm.size == 0
+        if dim == features and sizes is None and not even:
+            sizes = tuple(shard_sizes(shape[dim], Shard(dim), comm.size))  # the next module knows them by its weight
+        if sizes is not None or even:
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
-            out = scatter(partial, comm, dim, sizes)
-            out = _plus(out, _bias(lowered, bias, comm), features)
-            return out if local else from_local(out, port.desired, lowered.mesh, None)
+            out, whole = scatter(partial, comm, dim, sizes), _bias(lowered, bias, comm)
+            if whole is not None and dim == features:
+                held = sizes or (shape[dim] // comm.size,) * comm.size
+                whole = whole.narrow(0, sum(held[: comm.rank]), held[comm.rank])
+            out = _plus(out, whole, features)
+            return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:
-            raise uneven_output(lowered.sharding.style, partial.shape[dim], dim, comm)
+            raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
     full = _plus(reduce(partial, comm), _bias(lowered, bias), features)
     if local and port.desired.is_replicate():
         return full
@@ -181,11 +187,11 @@ def declare_partial_output(call: ModuleCall, bias: str | None = None, features: 
         yield Collective("all_reduce", size)
         return
     dim = desired.dim % out.ndim
-    even = dim != features % out.ndim and (desired.sizes is not None or out.shape[dim] % call.ranks == 0)
-    yield Collective("reduce_scatter" if even else "all_reduce", size)
+    known = dim == features % out.ndim or desired.sizes is not None or out.shape[dim] % call.ranks == 0
+    yield Collective("reduce_scatter" if known else "all_reduce", size)
     if out.requires_grad:
         yield Collective("all_gather", size, backward=True)
-    if even and bias is not None:
+    if known and bias is not None:
         yield from declare_summed_gradients(call.trained(bias))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import nn
 
-from shoal_dtensor import Replicate
+from shoal_dtensor import DTensor, Placement, Replicate
 from shoal_mesh import DeviceMesh
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
@@ -18,6 +18,7 @@ from ..argument_types import check_mesh
 from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
+from ..styles.tied import style_of_tied
 from .wildcards import Tree
 
 __all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "named_styles", "resolve", "sharded_parameters"]
@@ -99,10 +100,15 @@ class Resolved:
         return problems
 
     def tied_conflicts(self) -> list[str]:
-        """Shared parameters with two layouts, or of which one owner has no style."""
+        """Shared parameters with two layouts, or of which one owner has no style.
+
+        Those that an earlier call has sharded are compared with their layout when the styles are applied.
+        """
         asked = {key: layout for use in self.uses for key, layout in _layouts(use)}
         problems = []
         for names in shared_parameters(self.root):
+            if isinstance(self.root.get_parameter(next(iter(names.values()))), DTensor):
+                continue
             known = {path: asked.get(key) for key, path in names.items()}
             if len(set(known.values())) > 1:
                 layouts = ", ".join(f"{path}: {layout or 'no style'}" for path, layout in known.items())
@@ -233,7 +239,23 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
             if style is not None and (number, id(modules[path])) not in resolved:
                 resolved.add((number, id(modules[path])))
                 uses.append(_use(key, path, modules[path], style))
-    return Resolved(root, tuple(uses), tuple(unmatched))
+    return Resolved(root, (*uses, *_of_tied(root, uses)), tuple(unmatched))
+
+
+def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
+    """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
+    asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)}
+    for names in shared_parameters(root):
+        styled = [asked[key] for key in names if key in asked]
+        if not styled or isinstance(root.get_parameter(next(iter(names.values()))), DTensor):
+            continue
+        use, (placement, second, axis) = styled[0]
+        for key, path in names.items():
+            owner, _, name = path.rpartition(".")
+            whole = isinstance(placement, Placement) and second is None and name == "weight" and key not in asked
+            style = style_of_tied(root.get_submodule(owner), placement) if whole else None  # type: ignore[arg-type]
+            if style is not None:
+                yield _use(use.key, owner, root.get_submodule(owner), style._with(axis=axis))
 
 
 def _by_module(
