@@ -34,6 +34,7 @@ from shoal_shard_api import (
     ShardingPlan,
     ShardingSpecError,
     ShardMetadata,
+    SpecTypeError,
     TensorProperties,
     UnsupportedOpError,
     _shard_tensor,
@@ -215,8 +216,8 @@ TENSORS: Wrong = {
         ArgumentTypeError,
         lambda g: g.tensor.gather(0, on_rank(0, FULL.clone(), None), enforce_dtype="x"),
     ),
-    "reshard: None": (ArgumentTypeError, lambda g: g.tensor.reshard(None)),
-    "resharded: torch's spec": (ArgumentTypeError, lambda g: g.tensor.resharded(g.torch_spec)),
+    "reshard: None": (SpecTypeError, lambda g: g.tensor.reshard(None)),
+    "resharded: torch's spec": (SpecTypeError, lambda g: g.tensor.resharded(g.torch_spec)),
     "resharded: dim": (ShardingSpecError, lambda g: g.tensor.resharded(chunk(5, (0, 1)))),
     "resharded: rank": (ShardingSpecError, lambda g: g.tensor.resharded(chunk(0, (7,)))),
     "grad: a number": (ArgumentTypeError, lambda g: assign_grad(3)),
@@ -312,6 +313,7 @@ BUILTIN = {
     ProcessGroupError: RuntimeError,
     RankMismatchError: ValueError,
     ShardingSpecError: ValueError,
+    SpecTypeError: NotImplementedError,
     UnsupportedOpError: RuntimeError,
 }
 

@@ -9,6 +9,7 @@ from .errors import (
     LocalShardError,
     MissingParameterError,
     NotExpressibleError,
+    NotInGroupError,
     ParameterError,
     PlanConflictError,
     PlanTypeError,
@@ -16,6 +17,7 @@ from .errors import (
     RankMismatchError,
     SharderPathError,
     ShardingSpecError,
+    SpecTypeError,
     UnsupportedOpError,
 )
 from .module.plan import Sharder, ShardingPlan, ShardingPlanner
@@ -65,6 +67,7 @@ __all__ = [
     "LocalShardError",
     "MissingParameterError",
     "NotExpressibleError",
+    "NotInGroupError",
     "ParameterError",
     "PlacementSpec",
     "PlanConflictError",
@@ -83,6 +86,7 @@ __all__ = [
     "ShardingPlanner",
     "ShardingSpec",
     "ShardingSpecError",
+    "SpecTypeError",
     "TensorProperties",
     "UnsupportedOpError",
     "__version__",

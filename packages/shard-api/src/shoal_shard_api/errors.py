@@ -54,6 +54,14 @@ class ProcessGroupError(RuntimeError):
     """No process group, a rank outside it, or another group than the one that a tensor was saved with."""
 
 
+class SpecTypeError(ArgumentTypeError, NotImplementedError):
+    """A tensor was to be resharded by something that is no sharding spec."""
+
+
+class NotInGroupError(ProcessGroupError, ValueError, AssertionError):
+    """A rank outside of a process group made a call of its members."""
+
+
 class UnsupportedOpError(RuntimeError):
     """An operation that is not defined on this ShardedTensor."""
 

@@ -14,7 +14,7 @@ from shoal_mesh import Comm, DeviceMesh
 
 from .._torch import default_group
 from ..arguments import expect, type_name
-from ..errors import ArgumentTypeError, ProcessGroupError
+from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError
 
 _LOADING: ContextVar[dist.ProcessGroup | None] = ContextVar("process group of load_with_process_group", default=None)
 
@@ -24,7 +24,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
     Raises:
         ArgumentTypeError: It is no process group.
-        ProcessGroupError: There is no default group, or this rank is not in the group.
+        ProcessGroupError: There is no default group, or this rank is not in the group (`NotInGroupError`).
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
@@ -32,7 +32,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup | int):  # c10d represents a group without this rank by an integer
         raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type_name(group)}")
     if isinstance(group, int) or dist.get_rank(group) < 0:
-        raise ProcessGroupError(
+        raise NotInGroupError(
             f"rank {dist.get_rank()} is not in the given process group ({group}); only its members make this call"
         )
     return group

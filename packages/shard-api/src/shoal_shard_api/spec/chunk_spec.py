@@ -35,6 +35,7 @@ class ChunkShardingSpec(ShardingSpec):
         [[3, 2], [2, 2]]
     """
 
+    ShardingDim = int | str
     dim: int | str
     placements: list[RemoteDevice]
 

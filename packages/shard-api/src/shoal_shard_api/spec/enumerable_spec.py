@@ -81,12 +81,16 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMet
     shards = list(shards_metadata)
     if not shards or any(shard.placement is None for shard in shards) or not shards[0].shard_sizes:
         return EnumerableShardingSpec(shards)
-    size = [max(shard.shard_offsets[d] + shard.shard_sizes[d] for shard in shards) for d in range(_ndim(shards))]
+    # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
+    size = [
+        max((s.shard_offsets[d] + s.shard_sizes[d] for s in shards if s.shard_sizes[d]), default=0)
+        for d in range(_ndim(shards))
+    ]
     sharded = [d for d, n in enumerate(size) if any(shard.shard_sizes[d] != n for shard in shards)]
     if len(sharded) > 1:
         return EnumerableShardingSpec(shards)
     dim = sharded[0] if sharded else 0
-    # An empty shard has any offset, so it is ordered last: torch.chunk has its empty chunks there too.
+    # It is ordered last: torch.chunk has its empty chunks there too.
     filled = [s for s in shards if s.shard_sizes[dim] > 0]
     empty = [s for s in shards if s.shard_sizes[dim] == 0]
     ordered = sorted(filled, key=lambda shard: shard.shard_offsets[dim]) + empty

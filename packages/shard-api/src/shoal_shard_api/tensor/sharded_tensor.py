@@ -17,8 +17,8 @@ import torch.distributed as dist
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm
 
-from ..arguments import expect, type_name
-from ..errors import ArgumentTypeError, LocalShardError, ProcessGroupError, UnsupportedOpError
+from ..arguments import expect, type_error, type_name
+from ..errors import ArgumentTypeError, LocalShardError, ProcessGroupError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, dtensor_conversion
 from ..ops.handlers import with_layout_of
 from ..ranks.agreement import agree, devices_of_all
@@ -140,10 +140,12 @@ class ShardedTensor(ShardedTensorConstructors):
             spec: The spec of the result.
 
         Raises:
-            ArgumentTypeError: It is no ShardingSpec.
+            SpecTypeError: It is no ShardingSpec.
             ShardingSpecError: It does not fit the size or the group.
         """
-        expect("ShardedTensor.resharded", "spec", spec, ShardingSpec)
+        wrong = type_error("ShardedTensor.resharded", "spec", spec, ShardingSpec)
+        if wrong is not None:
+            raise SpecTypeError(*wrong.args)
         metadata = checked_metadata(
             spec.build_metadata(self.size(), self.metadata().tensor_properties), self._process_group
         )
