@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,19 @@ from typing import Any
 import torch
 from integration_tests.drop_in.libraries import names
 
+from shoal_dtensor import Spec
+
 __all__ = ["differences"]
+
+# The row of docs/differences.md that says why a name differs, by the longest prefix.
+_ROWS = {
+    "DTensorSpec": "d-specs",
+    "DebugMode": "d-debug-mode",
+    "ExplicitRedistributionContext.observe_redistribution": "d-debug-mode",
+    "LocalShardsWrapper": "d-local-shards",
+    "_StridedShard": "d-strided",
+    "_pre_dp_module_transform": "d-ddp",
+}
 
 _SHARD_NAMES = [
     "ShardedTensor",
@@ -55,13 +68,17 @@ _SHARD_NAMES = [
 ]
 
 
-def differences() -> list[str]:
-    """One line per difference: `NAME: what`; the name is that of a class, a function or a method."""
+def differences() -> list[tuple[str, str]]:
+    """One pair per difference: the anchor of its row, empty where there is none, and `NAME: what`.
+
+    The name is that of a class, a function or a method.
+    """
     theirs, ours = names("torch"), names("shoal")
     public = [n for n, value in theirs.items() if inspect.isclass(value) or inspect.isfunction(value)]
     pairs = [(n, theirs[n], ours[n]) for n in public if n not in ("spread", "numbers", "local", "S", "P")]
     pairs += [(f"sh.{n}", _of_shard_api(theirs, n), _of_shard_api(ours, n)) for n in _SHARD_NAMES]
-    return [line for name, peer, own in pairs for line in _of(name, peer, own)]
+    lines = [line for name, peer, own in pairs for line in _of(name, peer, own)]
+    return [(next((row for name, row in _ROWS.items() if line.startswith(name)), ""), line) for line in lines]
 
 
 def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
@@ -72,6 +89,7 @@ def _of(name: str, peer: Any, own: Any) -> Iterator[str]:
         yield from _parameters(name, peer, own)
         return
     yield from _parameters(name, peer, own)
+    own = Spec if name == "DTensorSpec" else own  # what it makes
     for attribute in _attributes(peer):
         if not hasattr(own, attribute) and attribute not in getattr(own, "__annotations__", {}):
             yield f"{name}.{attribute}: is not there"
@@ -108,10 +126,18 @@ def _parameters(name: str, peer: Any, own: Any) -> Iterator[str]:
             parameter not in positions or positions.index(parameter) != expected.index(parameter)
         ):
             yield f"{name}({parameter}): at another position"
-        elif repr(there.default) != repr(here.default) and there.default is not there.empty:
+        elif repr(_default(peer, there)) != repr(_default(own, here)) and there.default is not there.empty:
             yield f"{name}({parameter}): default {here.default!r}, torch's {there.default!r}"
         elif there.default is not there.empty and here.default is here.empty:
             yield f"{name}({parameter}): has no default"
+
+
+def _default(function: Any, parameter: inspect.Parameter) -> Any:
+    """The default of a parameter; of a factory of a dataclass, what it makes."""
+    field = getattr(function, "__dataclass_fields__", {}).get(parameter.name)
+    if field is None or field.default_factory is dataclasses.MISSING:
+        return parameter.default
+    return field.default_factory()
 
 
 def _unbound(parameters: Any) -> dict[str, inspect.Parameter]:

@@ -99,7 +99,7 @@ def test_the_axes_of_rows_that_communicate_are_named() -> None:
     # Where the collective costs more than a gather, the input is gathered.
     dear = [Row((S(0),), (S(0),), traffic=lambda ranks: 1e15)]
     sharding = assign(dear, ShardingProblem((one,), (one.tensor_meta,)), MESH)
-    assert sharding is not None and sharding.communicating == () and sharding.inputs[0].is_replicated
+    assert sharding is not None and sharding.communicating == () and sharding.inputs[0].replicated
 
 
 def test_an_even_row_takes_even_shards_only() -> None:

@@ -255,14 +255,25 @@ def test_what_an_operator_derives_from_a_plain_argument_is_compared() -> None:
 def test_who_holds_references_on_one_rank_divides_no_ranks() -> None:
     """A mode on one rank keeps torch's own tensors alive: there they have a name, so all ranks refuse."""
     mesh = init_device_mesh("cpu", (4,))
-    x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)], src_data_rank=None)
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
+    weight = torch.ones(4)
     kept: list[Any] = []
     if dist.get_rank() == 2:
         with recording(lambda op, args, kwargs: kept.append(args)), pytest.raises(MixedTensorError):
-            torch.quantile(x, 0.3)
+            F.binary_cross_entropy_with_logits(x, x, pos_weight=weight)
     else:
         with pytest.raises(MixedTensorError):
-            torch.quantile(x, 0.3)
+            F.binary_cross_entropy_with_logits(x, x, pos_weight=weight)
+
+
+@on_ranks(4)
+def test_one_element_is_replicated_if_all_ranks_hold_the_same() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)], src_data_rank=None)
+    for shape in ((1,), (1, 1)):
+        assert ((x * torch.full(shape, 2.0)) - 1).sum().item() == 32
+        with pytest.raises(MixedTensorError, match="values differ between the ranks"):
+            x * torch.full(shape, float(dist.get_rank()))
 
 
 @on_ranks(2)

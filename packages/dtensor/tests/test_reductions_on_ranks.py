@@ -248,3 +248,29 @@ def test_weights_of_given_norm(shape: tuple[int, ...], placement: Placement) -> 
         grads = torch.autograd.grad(expected.pow(3).sum(), plain)
         for one, many in zip(grads, torch.autograd.grad(got.pow(3).sum(), spread), strict=True):
             torch.testing.assert_close(whole(many), one, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", ["mean", "mse_loss", "nll_loss", "multi_margin_loss"])
+@pytest.mark.parametrize(("rows", "shape"), [(8, (4,)), (7, (4,)), (8, (2, 2)), (6, (2, 2))])
+def test_what_to_local_reads_of_a_mean_is_a_mean(name: str, rows: int, shape: tuple[int, ...]) -> None:
+    """Of the local shard along axes with even shards, as torch has it; else of the whole tensor."""
+    mesh = init_device_mesh("cpu", shape)
+    x = torch.randn(rows, 4, dtype=torch.float64)
+    classes = torch.arange(rows) % 4
+    target = torch.randn(rows, 4, dtype=torch.float64) if name == "mse_loss" else classes
+    placements = [Shard(0)] * len(shape)
+    sharded = [distribute_tensor(t, mesh, placements, src_data_rank=None) for t in (x.requires_grad_(), target)]
+    source: Any = sharded[0].detach().requires_grad_()
+    reduce = {"mean": lambda x, _: x.mean()}.get(name) or getattr(torch.nn.functional, name)
+    expected, got = reduce(x, target), reduce(source, sharded[1])
+    assert got.placements[-1] == (Partial("avg") if rows % 4 == 0 else Replicate())
+    averaged = [Shard(0) if placement.is_partial("avg") else Replicate() for placement in got.placements]
+    parts = [t.redistribute(placements=averaged).to_local().detach() for t in sharded]
+    torch.testing.assert_close(got.to_local(), reduce(*parts))
+    torch.testing.assert_close(got.full_tensor(), expected)
+    expected.backward()
+    got.backward()
+    assert source.grad is not None and x.grad is not None
+    torch.testing.assert_close(whole(source.grad), x.grad)
+    x.grad = None

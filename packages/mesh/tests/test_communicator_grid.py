@@ -142,7 +142,7 @@ def test_the_communicator_of_the_world_lists_no_ranks_until_asked() -> None:
         assert comm.ranks == tuple(range(16384)) and comm.order is None and comm.rank == 0
 
 
-@on_ranks(4)
+@on_ranks(4, timeout=200)  # Dynamo is imported on each
 def test_compiled_code_asks_a_mesh_for_its_groups() -> None:
     from torch.distributed import _functional_collectives as functional
 

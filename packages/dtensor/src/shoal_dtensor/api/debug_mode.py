@@ -55,8 +55,14 @@ class ExplicitRedistributionContext:
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
     """`CommDebugMode` that also records the operators on DTensors, and under each the collectives that it starts.
 
+    The options are those of torch's. What is not recorded here is refused where it is asked for; what says how torch
+    prints a line changes nothing.
+
     Attributes:
         operators: a line for each operator and collective, in order; collectives that an operator starts are indented.
+
+    Raises:
+        ArgumentValueError: for an option of torch's that records something else.
 
     Example:
         >>> import torch
@@ -74,8 +80,39 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
           all_to_all_single of 32 bytes along 0
     """
 
-    def __init__(self) -> None:
+    def __init__(  # noqa: PLR0913  # torch's options
+        self,
+        *,
+        record_torchfunction: bool = False,
+        record_faketensor: bool = False,
+        record_realtensor: bool = True,
+        record_tensor_attributes: Any = None,
+        record_nn_module: bool = False,
+        store_original_args: bool = False,
+        record_stack_trace: bool = False,
+        record_output: bool = True,
+        record_ids: bool = False,
+        record_profiler_context: bool = True,
+        record_localtensor: bool = True,
+        run_compile_with_interpreter: bool = False,
+    ) -> None:
         super().__init__()
+        asked = {
+            "record_torchfunction": record_torchfunction,
+            "record_faketensor": record_faketensor,
+            "record_tensor_attributes": record_tensor_attributes,
+            "record_nn_module": record_nn_module,
+            "store_original_args": store_original_args,
+            "record_stack_trace": record_stack_trace,
+            "record_ids": record_ids,
+            "run_compile_with_interpreter": run_compile_with_interpreter,
+        }
+        if any(asked.values()):
+            names = ", ".join(name for name, value in asked.items() if value)
+            raise ArgumentValueError(
+                f"DebugMode: {names}: this mode records operators on DTensors and collectives alone; CommDebugMode "
+                "says which module starts them, torch.utils._debug_mode.DebugMode records what torch does"
+            )
         self.operators: list[str] = []
         self._depth = 0
 
@@ -101,8 +138,18 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     def _note(self, text: str) -> None:
         self.operators.append("  " * self._depth + text)
 
-    def debug_string(self) -> str:
-        """All lines."""
+    def reset(self) -> None:
+        """Forget all lines."""
+        self.operators = []
+
+    def debug_string(self, show_stack_trace: bool | None = None) -> str:
+        """All lines.
+
+        Raises:
+            ArgumentValueError: if stack traces are asked for, which are not recorded.
+        """
+        if show_stack_trace:
+            raise ArgumentValueError("DebugMode.debug_string: stack traces are not recorded, got show_stack_trace=True")
         return "\n".join(self.operators)
 
 

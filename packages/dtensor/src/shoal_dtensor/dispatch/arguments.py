@@ -77,7 +77,7 @@ class Plain(NamedTuple):
     """A plain tensor among the arguments, as part of a key.
 
     Attributes:
-        candidate: whether it has no dims, or may be torch's own.
+        candidate: whether it has one element, or may be torch's own.
     """
 
     shape: torch.Size
@@ -161,7 +161,7 @@ def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
                 key.append(type(arg))
             return local
         elif isinstance(arg, torch.Tensor):
-            key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.ndim == 0 or is_candidate(cls, arg)))
+            key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)))
             return arg.resolve_conj().resolve_neg()
         elif isinstance(arg, list | tuple):
             key.append(len(arg))

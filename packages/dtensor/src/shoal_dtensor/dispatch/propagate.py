@@ -111,7 +111,7 @@ def decide(
     sized = None if outs else class_of(op, rule, args, kwargs)
     known = known_class(op, rule, sized, args, kwargs, build)
     metas = _global_outputs(op, build, specs) if known is None or sized is None else known.outputs(sized)
-    if len(outs) > len(metas) and not all(spec.is_replicated for spec in outs):
+    if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
             f"pass replicated tensors, or use the form that returns its result"

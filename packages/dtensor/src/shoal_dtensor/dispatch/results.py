@@ -68,7 +68,7 @@ def with_kernel_metadata(
         if i and local.shape == spec.local_shape:
             specs[i] = spec.with_(dtype=local.dtype)
             continue
-        assert spec.is_replicated, (
+        assert spec.replicated, (
             f"the rule of {op} is wrong: its local result is {local.dtype} of shape {tuple(local.shape)} where "
             f"{spec!r} has {tuple(spec.local_shape)}; please report it"
         )

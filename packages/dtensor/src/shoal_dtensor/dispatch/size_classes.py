@@ -210,9 +210,8 @@ def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[st
                 return None
             key += (name, tuple([numbers.setdefault(n, len(numbers)) for n in value.shape]), order, value.dtype)
             if layout is not None:
-                layout = (
-                    [*layout, value.mesh, value.placements, value.shard_order, value.even] if _is_plain(value) else None
-                )
+                even = tuple([sharding.even for sharding in value.dim_shardings])
+                layout = [*layout, value.mesh, value.placements, value.shard_order, even] if _is_plain(value) else None
         elif isinstance(value, list | tuple):
             if not all(type(item) in _NUMBERS for item in value):
                 return None

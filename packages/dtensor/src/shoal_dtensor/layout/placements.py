@@ -341,4 +341,16 @@ def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = 
     return StridedShard(dim, split_factor=split_factor, sizes=sizes)
 
 
+def _moves_nothing(name: str) -> property:
+    """The error of who calls a method of torch's placements."""
+
+    def read(placement: Placement) -> NoReturn:
+        raise AttributeError(f"{type(placement).__name__} has no {name}: {_WHO_MOVES}")
+
+    return property(read)
+
+
+for _name in _TORCH_METHODS:
+    setattr(Placement, _name, _moves_nothing(_name))
+
 PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of

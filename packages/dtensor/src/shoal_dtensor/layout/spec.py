@@ -44,7 +44,7 @@ class Spec(SpecNames):
         partials: pairs (mesh axis, reduce op) of the axes over which values are still to be reduced.
         coordinate: of this rank in the mesh; None if it is outside.
         local_shape: of this rank's part; `(0,)` outside the mesh.
-        is_replicated: whether every rank of the mesh holds all of the tensor.
+        replicated: whether every rank of the mesh holds all of the tensor.
         even: whether every rank's part has the same shape.
         tensor_meta: global shape, stride and dtype.
         device_mesh: the mesh, under torch's name.
@@ -67,13 +67,13 @@ class Spec(SpecNames):
         "dim_shardings",
         "dtype",
         "even",
-        "is_replicated",
         "is_strided",
         "local_shape",
         "mesh",
         "ndim",
         "partials",
         "placements",
+        "replicated",
         "shape",
         "shard_order",
         "stride",
@@ -94,7 +94,7 @@ class Spec(SpecNames):
     coordinate: tuple[int, ...] | None
     local_shape: torch.Size
     ndim: int
-    is_replicated: bool
+    replicated: bool
     even: bool
     tensor_meta: TensorMeta
     device_mesh: DeviceMesh
@@ -178,7 +178,7 @@ class Spec(SpecNames):
         put(spec, "dim_shardings", dim_shardings)
         put(spec, "is_strided", any(isinstance(sharding, StridedDimSharding) for sharding in dim_shardings))
         put(spec, "ndim", len(shape))
-        put(spec, "is_replicated", all(type(placement) is Replicate for placement in placements))
+        put(spec, "replicated", all(type(placement) is Replicate for placement in placements))
         put(spec, "even", all(sharding.even for sharding in dim_shardings))
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)

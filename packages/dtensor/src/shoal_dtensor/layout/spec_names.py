@@ -32,6 +32,7 @@ class SpecNames:
         placements: tuple[Placement, ...]
         dim_shardings: tuple[AnyDimSharding, ...]
         partials: tuple[tuple[int, str], ...]
+        replicated: bool
 
     @property
     def dim_map(self) -> list[int]:
@@ -48,6 +49,10 @@ class SpecNames:
     @property
     def sums(self) -> list[int]:
         return [axis for axis, _ in self.partials]
+
+    def is_replicated(self) -> bool:
+        """Whether every rank of the mesh holds all of the tensor."""
+        return self.replicated
 
     def is_sharded(self) -> bool:
         """Whether some mesh axis shards the tensor."""

@@ -266,7 +266,7 @@ class DTensor(torch.Tensor):
         Raises:
             PlacementError: if the tensor is not replicated and `force` is not set.
         """
-        if not self._spec.is_replicated and not force:
+        if not self._spec.replicated and not force:
             raise PlacementError(
                 f"numpy() of {self._spec!r}: only a replicated tensor is an array; use numpy(force=True)"
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from shoal_mesh import all_reduce
 
 from .op_call import LocalCall, LocalFunction, OpCall
-from .rows import Traffic
+from .rows import P, R, Row, Traffic
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -20,6 +22,8 @@ __all__ = [
     "all_reduced",
     "drop_dims",
     "in_every_form",
+    "mean_of_sums",
+    "mean_rows",
     "sharding_axes",
     "with_arguments",
     "zeros",
@@ -45,6 +49,37 @@ def all_reduce_traffic(nbytes: float) -> Traffic:
         150.0
     """
     return lambda ranks: 2 * nbytes * (ranks - 1) / ranks
+
+
+def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
+    """The two rows of a mean along a factor, given the one of its sum; only its first result is a mean.
+
+    Even shards leave the average of their means, as torch does. The means of uneven shards do not average: there the
+    mean is all-reduced, for a rank's summand would read as another mean by `to_local`.
+    """
+    nbytes = prod(call.outputs[0].shape) * call.outputs[0].dtype.itemsize
+    mine = row.traffic or (lambda ranks: 0.0)
+    reduced = all_reduce_traffic(nbytes)
+    yield replace(row, outputs=(P("avg"), *row.outputs[1:]), even=True)
+    yield replace(row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks))
+
+
+def mean_of_sums(decided: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """From this rank's part of a sum, divided by the global count, to the result of a row of `mean_rows`.
+
+    Args:
+        decided: the decided call; its first output is the mean.
+        axes: the mesh axes that shard what is averaged.
+    """
+    result = decided.outputs[0]
+    averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
+    ranks = prod(result.mesh.shape[axis] for axis in averaged)
+    others = tuple(axis for axis in axes if axis not in averaged)
+
+    def run(part: Tensor) -> Tensor:
+        return all_reduced(part * ranks if ranks > 1 else part, result, others)
+
+    return run
 
 
 def with_arguments(call: OpCall, **changes: Any) -> LocalFunction:

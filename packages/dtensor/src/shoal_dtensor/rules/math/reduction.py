@@ -1,7 +1,8 @@
 """Sharding of reductions, on one mesh axis.
 
 A dim that is kept stays sharded.  Sharding a reduced dim leaves a partial value where the reduction has a partial form.
-Mean and variance divide by the global count, so uneven shards are right.  Log-sum-exp finishes with an all-reduce.
+A mean over even shards is the average of their means.  Uneven means, variances and log-sum-exp finish with an
+all-reduce.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal_mesh import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
 from ...layout.placements import Partial
-from ..language.local_ops import all_reduced, drop_dims, in_every_form, sharding_axes
+from ..language.local_ops import all_reduced, drop_dims, in_every_form, mean_of_sums, mean_rows, sharding_axes
 from ..language.notation import unrounded
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
@@ -70,19 +71,22 @@ def _shards_reduced(decided: LocalCall) -> bool:
 
 
 def mean(call: OpCall) -> Iterator[Row]:
-    yield from _rows(call, P("sum"))
+    for row in _rows(call, P("sum")):
+        yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
     yield from unrounded([*call.linear("self")], call)
 
 
 def _mean(decided: LocalCall) -> LocalFunction | None:
-    """The mean is the sum over ranks of (local sum / global count)."""
-    if not _shards_reduced(decided):
-        return None
+    """The operator itself over even shards; over uneven ones the sum over ranks of (local sum / global count)."""
     dims, count = list(reduced_dims(decided.call)), _count(decided)
+    axes = sharding_axes(decided.inputs[0], dims)
+    if all((axis, "avg") in decided.outputs[0].partials for axis in axes):
+        return None
     keepdim, dtype = bool(decided.call.get("keepdim", False)), decided.outputs[0].dtype
+    finish = mean_of_sums(decided, axes)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.sum(x, dims, keepdim, dtype=dtype) / count
+        return finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
 
     return in_every_form(decided.call, run)
 

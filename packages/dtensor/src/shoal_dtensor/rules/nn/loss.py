@@ -1,7 +1,7 @@
 """Sharding of losses.
 
-Elementwise losses sum their shard and divide by the global count.  Negative log-likelihood also runs with sharded
-classes: each rank looks up the targets whose class it has.
+A mean over even shards is the average of theirs, over uneven ones it is all-reduced.  Negative log-likelihood also
+runs with sharded classes: each rank looks up the targets whose class it has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from torch import Tensor
 
 from ...layout.spec import Spec
 from ..language.index_bounds import check_bounds
-from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes, with_arguments
+from ..language.local_ops import (
+    all_reduce_traffic,
+    all_reduced,
+    in_every_form,
+    mean_of_sums,
+    mean_rows,
+    sharding_axes,
+    with_arguments,
+)
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -33,14 +41,34 @@ def loss(call: OpCall) -> Iterator[Row]:
         yield from pointwise().rows(call)
     else:
         text = ", ".join([ELLIPSIS] * len(call.tensors)) + " -> "
-        yield from factor_rows(parse(text), call.tensors, call.outputs)
+        for row in factor_rows(parse(text), call.tensors, call.outputs):
+            yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
 def _loss(decided: LocalCall) -> LocalFunction | None:
-    """Mean below = sum over shards of (this shard's sum / global count), forward and backward."""
-    call = decided.call
-    if call["reduction"] != MEAN or not any(sharding_axes(spec) for spec in decided.inputs):
+    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
+    axes = _loss_axes(decided)
+    if all((axis, "avg") in decided.outputs[0].partials for axis in axes):
         return None
+    finish, run = mean_of_sums(decided, axes), _divided(decided)
+    return lambda *args, **kwargs: finish(run(*args, **kwargs))
+
+
+def _loss_axes(decided: LocalCall) -> tuple[int, ...]:
+    """The axes that shard what a mean is over; none without a mean."""
+    if decided.call["reduction"] != MEAN:
+        return ()
+    return tuple(sorted({axis for spec in decided.inputs for axis in sharding_axes(spec)}))
+
+
+def _loss_gradient(decided: LocalCall) -> LocalFunction | None:
+    """The gradient of the sum / global count."""
+    return _divided(decided) if _loss_axes(decided) else None
+
+
+def _divided(decided: LocalCall) -> LocalFunction:
+    """The operator with a sum in the place of its mean, divided by the global count."""
+    call = decided.call
     shapes = [meta.shape for meta in call.tensors]
     count = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch gives it no types
     sum_of = with_arguments(call, reduction=SUM)
@@ -67,21 +95,26 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     inputs: dict[str, Any] = {name: S(0) for name in call.places if name != "weight"}
     if is_backward and reduces:
         inputs["grad_output"] = R
-    yield call.row(**inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
+    row = call.row(**inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
+    yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
     if is_backward:
         yield from call.linear("grad_output")
 
 
 def _sample_loss(decided: LocalCall) -> LocalFunction | None:
     """Mean below = sum over shards of (this shard's sum / global number of samples)."""
-    call = decided.call
-    if call["reduction"] != MEAN or not any(sharding_axes(spec) for spec in decided.inputs):
+    call, axes = decided.call, _loss_axes(decided)
+    if not axes:
         return None
     count, sum_of = call["self"].shape[0], with_arguments(call, reduction=SUM)
+    is_gradient = "grad_output" in call.places
+    finish = (lambda part: part) if is_gradient else mean_of_sums(decided, axes)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
-        return result.div_(count) if isinstance(result, Tensor) else (result[0].div_(count), *result[1:])
+        if isinstance(result, Tensor):
+            return finish(result.div_(count))
+        return (finish(result[0].div_(count)), *result[1:])
 
     return run
 
@@ -111,7 +144,8 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(d), weight=S(0), out0=R, traffic=both, ordered=True)
         else:
             target = S(_target_dim(d, classes))
-            yield call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
+            row = call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
+            yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
 def _nll_loss(decided: LocalCall) -> LocalFunction | None:
@@ -123,6 +157,7 @@ def _nll_loss(decided: LocalCall) -> LocalFunction | None:
         return None
     pick = _picker(spec, classes, call["ignore_index"])
     reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
+    finish = mean_of_sums(decided, tuple(axis for axis in axes if axis not in over_classes))
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         losses, weights = pick(x, target, weight)
@@ -131,7 +166,7 @@ def _nll_loss(decided: LocalCall) -> LocalFunction | None:
             return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
         total = all_reduced(weights.sum(), spec, axes)
         loss = all_reduced(losses.sum(), spec, over_classes)
-        return (loss / total if reduction == MEAN else loss), total
+        return (finish(loss / total) if reduction == MEAN else loss), total
 
     return in_every_form(call, run)
 
@@ -195,8 +230,8 @@ LOSS: Table = family(
     {
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss),
         "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss),
-        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss_gradient),
+        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss_gradient),
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss),
         "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward),
     },
