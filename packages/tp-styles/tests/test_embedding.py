@@ -73,8 +73,6 @@ def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
         parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, replicated)
     with pytest.raises(UnsupportedModuleError, match=r"its batch can: SequenceParallel\(sequence_dim=0\)"):
         parallelize_module(nn.LSTM(4, 4, batch_first=True), axis, SequenceParallel())
-    with pytest.raises(UnsupportedModuleError, match="ColwiseParallel has no sharding for GRU"):
-        parallelize_module(nn.GRU(4, 4), axis, ColwiseParallel())
     dropping: Any = parallelize_module(nn.GRU(4, 4, num_layers=2, dropout=0.5), axis, SequenceParallel())
     with pytest.raises(UnsupportedModuleError, match="between its layers"):
         dropping(torch.randn(3, 2, 4))
