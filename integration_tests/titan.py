@@ -8,6 +8,9 @@ torchtitan as it is, on torch, writes its seed checkpoint; every run loads that,
 global batches in float64, and its losses and gradient norms are compared with those of one process, step for step.
 torchtitan itself divides gradients once more by the ranks of a DistributedDataParallel, and does not divide them by the
 tokens in a pipeline: the one process has the same factor there.  `--torch` runs every mesh on torch's own stack too.
+
+`--models deepseek_v3` routes tokens in float32: under a tensor axis both stacks are as far from one process as that is.
+Its experts on several ranks need a kernel for GPUs; context parallelism asks for private names of torch.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 8,
         "hidden_dim": 64,
         "vocab_size": 96,
-        "enable_weight_tying": False,  # torchtitan does not split a tied model into stages
+        "enable_weight_tying": False,
     },
     "deepseek_v3": {
         "dim": 32,
@@ -79,8 +82,6 @@ def degrees(**given: int) -> dict[str, Any]:
         "shard": "data_parallel_shard_degree",
         "tp": "tensor_parallel_degree",
         "pp": "pipeline_parallel_degree",
-        "cp": "context_parallel_degree",
-        "ep": "expert_parallel_degree",
     }
     parts = given.get("replicate", 1) * given.get("shard", 1)
     found = {f"parallelism.{full}": given.get(short, 1) for short, full in names.items()}
@@ -111,7 +112,6 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "pp2 x fsdp2, zero bubble": (4, degrees(pp=2, shard=2) | pipeline("ZBVZeroBubble")),
     "pp2 x fsdp2 x tp2": (8, degrees(pp=2, shard=2, tp=2) | pipeline("1F1B")),
     "hsdp2x2 x tp2": (8, degrees(replicate=2, shard=2, tp=2)),
-    "fsdp4, experts on 2": (4, degrees(shard=4, ep=2)),
     "fsdp2 x tp2, accumulated": (4, degrees(shard=2, tp=2) | ACCUMULATED),
     "fsdp2 x tp2, checkpointed": (4, degrees(shard=2, tp=2) | CHECKPOINTED),
     "fsdp2 x tp2, selective": (4, degrees(shard=2, tp=2) | SELECTIVE),
@@ -169,7 +169,7 @@ def train(run: Run, ranks: int, work: Path) -> list[list[float]]:
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=["llama3", "qwen3"])
     parser.add_argument("--meshes", nargs="*", default=list(MESHES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--torch", action="store_true")
@@ -208,11 +208,13 @@ def compare(model: str, given: argparse.Namespace, stacks: Mapping[str, list[str
 
     alone = degrees()
     start("seed", "torch", 1, alone | {"checkpoint.create_seed_checkpoint": True, "checkpoint.initial_load_path": None})
-    factors = {name: gradient_factor(MESHES[name][1]) for name in given.meshes}
+    # torchtitan splits Qwen3 into no stages.
+    meshes = [name for name in given.meshes if model != "qwen3" or not name.startswith("pp")]
+    factors = {name: gradient_factor(MESHES[name][1]) for name in meshes}
     one = {each: start(f"one {each}", "torch", 1, alone, each) for each in {1.0, *factors.values()}}
     print(f"{model}, one process on torch: losses {', '.join(f'{line[0]:.6f}' for line in one[1.0])}", flush=True)
     wrong = 0
-    for name, stack in product(given.meshes, ("shoal", "torch") if given.torch else ("shoal",)):
+    for name, stack in product(meshes, ("shoal", "torch") if given.torch else ("shoal",)):
         ranks, config = MESHES[name]
         try:
             many = start(name, stack, ranks, config)

@@ -19,7 +19,9 @@ from data_parallel_model import PLAN, Model, backward_of_each, batch, full, loss
 from shoal_dtensor import DTensor, redistribute_shards
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import LayoutError, fully_shard, parallelize_module, replicate
+from shoal_tp_styles import LayoutError, StyleError, fully_shard, parallelize_module, replicate
+from shoal_tp_styles.data_parallel.unit import Unit
+from shoal_tp_styles.data_parallel.unit_forward import state_of
 
 
 def build(seed: int = 0) -> Any:
@@ -151,6 +153,45 @@ def test_hooks_that_parameters_have_before_they_are_sharded() -> None:
     other.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
     with pytest.raises(LayoutError, match="after fully_shard"):
         fully_shard(other, mesh["data"])
+
+
+@on_ranks(4)
+def test_modules_that_are_gathered_ahead_are_those_that_were_named() -> None:
+    mesh = mesh_of(4, 1)
+    model = sharded(Model(6, 3).double(), mesh)
+    plain = sharded(Model(6, 3).double(), mesh)
+    plain.load_state_dict(model.state_dict())
+    first, second, third = model.blocks
+    first.set_modules_to_forward_prefetch([second, third])
+    second.set_modules_to_forward_prefetch([])
+    third.set_modules_to_backward_prefetch([second, first])
+    with pytest.raises(StyleError, match="got Linear"):
+        first.set_modules_to_backward_prefetch([nn.Linear(2, 2)])
+    numbers = {state_of(block).unit: i for i, block in enumerate(model.blocks)}
+    seen: list[str] = []
+    begin = Unit.start
+
+    def start(unit: Unit) -> None:
+        before = unit._coming
+        begin(unit)
+        if unit._coming is not before and unit in numbers:
+            seen.append(f"gather {numbers[unit]}")
+
+    for i, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: seen.append(f"forward {i}"))
+        block.register_full_backward_pre_hook(lambda *_, i=i: seen.append(f"backward {i}"))
+    for step in range(2):
+        seen.clear()
+        with patch.object(Unit, "start", start):
+            loss_of(model, *own(mesh, *batch(step))).backward()
+        loss_of(plain, *own(mesh, *batch(step))).backward()
+        at = {what: i for i, what in reversed(list(enumerate(seen)))}
+        assert at["gather 1"] < at["gather 2"] < at["forward 0"] < at["forward 1"]
+        again = seen[at["forward 2"] :]
+        assert again.index("gather 0") < again.index("backward 2") < again.index("backward 1")
+        assert len(seen) == 12
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad.to_local(), expected.grad.to_local())
 
 
 @on_ranks(4)

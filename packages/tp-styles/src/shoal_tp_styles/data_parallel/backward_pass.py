@@ -55,9 +55,9 @@ class BackwardPass:
         self._open.append(unit)
         self._units.update(dict.fromkeys(forward.units))
         self._expected.add(unit)
-        before = forward.before[-1] if forward.before else None
-        if before is not None and before.current is not None and before.frees:
-            before.start()
+        for before in forward.before[-1:] if unit.next_backward is None else unit.next_backward:
+            if before.current is not None and before.frees:
+                before.start()
         if self._reductions:
             self._reductions[-1].poll()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,27 @@ class FSDPModule(nn.Module):
         for state in states_of(self, recurse):
             state.unit.frees = reshard_after_forward
 
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Set the modules whose parameters start to be gathered when this one's forward begins.
+
+        Without it, it is the one whose forward came next the last time; with an empty list, none.
+
+        Args:
+            modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        state_of(self).unit.next_forward = _units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backward: by default, the module whose forward came before this one's.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        state_of(self).unit.next_backward = _units(modules)
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what this unit's summed gradients are divided by: the number of ranks on the data axes by default.
 
@@ -100,6 +121,13 @@ class FSDPModule(nn.Module):
         1 here.
         """
         state_of(self).unit.divisor = float(factor)
+
+
+def _units(modules: Sequence[nn.Module]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise StyleError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [state_of(module).unit for module in modules]
 
 
 @takes(module=nn.Module, method_name=str)

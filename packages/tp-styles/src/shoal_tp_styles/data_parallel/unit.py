@@ -116,6 +116,8 @@ class Unit:
         current: the gathered parameters; None before the first forward.
         open: the forwards whose backward is running.
         shows_gathered: whether the modules see gathered parameters rather than the leaves.
+        next_forward, next_backward: the units that start to gather when this one's forward, or backward, begins; None:
+            the one that came next the last time.
     """
 
     receive: Receive
@@ -134,6 +136,8 @@ class Unit:
         self.current: Gathered | None = None
         self.open: set[Forward] = set()
         self.shows_gathered: bool = False
+        self.next_forward: Sequence[Unit] | None = None
+        self.next_backward: Sequence[Unit] | None = None
         self._coming: tuple[ShardsInFlight, Versions] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:

@@ -59,8 +59,9 @@ class Schedule:
             self.order.append(unit)
         forward = unit.enter()
         forward.units, forward.before = self.units, self.order[:at]
-        if not recomputes and at + 1 < len(self._previous) and self._previous[at] is unit:
-            self._previous[at + 1].start()
+        follows = self._previous[at + 1 : at + 2] if self._previous[at : at + 1] == [unit] else ()
+        for ahead in () if recomputes else follows if unit.next_forward is None else unit.next_forward:
+            ahead.start()
         return forward
 
 
