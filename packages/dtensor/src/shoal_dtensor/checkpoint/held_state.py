@@ -20,7 +20,6 @@ from ..layout.placements import Partial
 from ..layout.tensor_meta import Box
 from ..redistribute.blocks import intersect, volume
 from ..tensor.dtensor import DTensor
-from ..tensor.shard_access import local_shard
 from .agreement import agreed
 
 __all__ = ["HeldState"]
@@ -182,6 +181,8 @@ def _shards_of(name: Name, tensor: Tensor) -> tuple[_Shards, Tensor]:
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
     spec = tensor.spec
     boxes = [] if spec.coordinate is None else spec.boxes(spec.coordinate)
+    from ..tensor.shard_access import local_shard  # above DTensor, which is above most of this layer
+
     return _Shards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), local_shard(tensor).detach()
 
 

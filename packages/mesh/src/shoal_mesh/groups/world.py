@@ -20,7 +20,6 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
-from ..shared_memory.backend_work import BackendWork, settle
 
 __all__ = [
     "all_gather_objects",
@@ -89,6 +88,8 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     if "fake" not in backend:
         _meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span)
     del world
+    from ..shared_memory.backend_work import settle  # below most modules of this layer: read when it is needed
+
     settle(span.total_seconds() if span is not None else 0.0)
     dist.destroy_process_group()
     dist.init_process_group(
@@ -211,6 +212,8 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     """The bytes of every rank of a group, equally many on all of them."""
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
     every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
+    from ..shared_memory.backend_work import BackendWork  # as above
+
     BackendWork(group._allgather_base(every, own), group, None).wait()
     gathered = bytes_of(every.cpu())
     return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._torch import ProcessGroup
 from ..argument_types import require, require_each
 from ..errors import MeshError
 from ..groups.link_costs import measured_costs
@@ -74,15 +75,18 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
             f"{', order topology' * (order == 'topology')}"
         )
     check_fits(shape, world.size())
-    layout, rank_map = Layout.dense(shape), None
-    if order == "topology":
-        ranks = order_by_costs(shape, measured_costs(world, _device(device_type))).ranks
-        fitting = Layout.fit(shape, ranks)
-        layout, rank_map = (layout, ranks) if fitting is None else (fitting, None)
+    layout, rank_map = (Layout.dense(shape), None) if order == "rank" else _fastest(shape, device_type, world)
     mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices, rank_map))
     if not lazy:
         mesh._create_groups()
     return mesh
+
+
+def _fastest(shape: tuple[int, ...], device_type: str, world: ProcessGroup) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout of the ranks in measured order; that in rank order with a map of ranks, where no layout says it."""
+    ranks = order_by_costs(shape, measured_costs(world, _device(device_type))).ranks
+    fitting = Layout.fit(shape, ranks)
+    return (Layout.dense(shape), ranks) if fitting is None else (fitting, None)
 
 
 def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankOrder:

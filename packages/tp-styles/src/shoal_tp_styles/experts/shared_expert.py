@@ -16,7 +16,6 @@ from ..errors import LayoutError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
 from ..sharding.module_sharding import OwnOptions
-from .routed_experts import RoutedExperts
 
 __all__ = ["BlockMembers", "OverlappedBlock"]
 
@@ -41,6 +40,8 @@ class OverlappedBlock(Boundary):
 
     @never_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from .routed_experts import RoutedExperts  # styles import this module to declare it
+
         members, block = self.sharding.options, self.module
         assert isinstance(members, BlockMembers), "the style declares them"
         experts = lowered_of(block.get_submodule(members.experts))

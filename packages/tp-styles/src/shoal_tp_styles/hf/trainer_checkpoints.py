@@ -23,7 +23,6 @@ from shoal_dtensor import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ..apply.loading import load_sharded
 from ..apply.saving import agree, save_sharded
-from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
 __all__ = ["checkpoint_shards"]
@@ -48,6 +47,8 @@ def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = Non
     """The model, by all ranks; tokenizer and arguments, by rank 0."""
     directory = output_dir or trainer.args.output_dir
     if _adapted(trainer.model):
+        from .adapters import save_adapters  # most models have none
+
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
     else:
         save_sharded(trainer.model, directory)
@@ -77,6 +78,8 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
     model = trainer.model if model is None else model
     if _adapted(model):
+        from .adapters import load_adapters  # as above
+
         load_adapters(model, checkpoint, model.active_adapter)
     else:
         load_sharded(model, source_of(find_files(checkpoint)[1]))

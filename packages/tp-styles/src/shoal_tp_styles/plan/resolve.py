@@ -18,7 +18,6 @@ from ..argument_types import check_mesh
 from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
-from ..styles.tied import style_of_tied
 from .wildcards import Tree
 
 __all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "named_styles", "resolve", "sharded_parameters"]
@@ -244,6 +243,8 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
 
 def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
     """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
+    from ..styles.tied import style_of_tied  # above the styles, most of which a plan may not need
+
     asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)}
     for names in shared_parameters(root):
         styled = [asked[key] for key in names if key in asked]

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-__all__ = ["TransposedLinear", "computed_parameters", "keeps_forward", "kinds_of", "out_features"]
+__all__ = [
+    "CONVOLUTIONS",
+    "TransposedLinear",
+    "computed_parameters",
+    "is_grouped",
+    "keeps_forward",
+    "kinds_of",
+    "out_features",
+]
+
+CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 class TransposedLinear(nn.Module):
@@ -35,6 +47,11 @@ def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
     """
     parents = tuple(kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
     return (TransposedLinear, *parents) if _is_transposed(module) else parents
+
+
+def is_grouped(module: Any) -> bool:
+    """Whether a module is a convolution of several groups, which reads each input channel in one of them."""
+    return isinstance(module, CONVOLUTIONS) and module.groups > 1
 
 
 def keeps_forward(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -12,13 +11,12 @@ from shoal_dtensor import Placement, Shard
 from ..lowering.lowered import Lowered
 from ..modules.grouped_convolution import ChannelsOfGroups, GroupedChannels
 from ..modules.norm import ChannelGroups, ChannelShards
-from ..sharding.module_kinds import keeps_forward
+from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
-__all__ = ["ChannelParallel", "is_grouped", "sharded_groups"]
+__all__ = ["ChannelParallel", "sharded_groups"]
 
-_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 _KINDS: tuple[type[nn.Module], ...] = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
 
 
@@ -66,11 +64,6 @@ class ChannelParallel(DeclaredStyle):
         )
 
 
-def is_grouped(module: Any) -> bool:
-    """Whether a module is a convolution of several groups, which reads each input channel in one of them."""
-    return isinstance(module, _CONVOLUTIONS) and module.groups > 1
-
-
 def sharded_groups(
     style: DeclaredStyle, module: nn.Module, arriving: Placement | None, leaving: Placement | None
 ) -> ModuleSharding:
@@ -86,8 +79,8 @@ def sharded_groups(
         UnsupportedModuleError: if the module has a forward of its own.
     """
     name, own = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
-    if not any(keeps_forward(module, kind) for kind in _CONVOLUTIONS):
-        raise unsupported(name, module, _CONVOLUTIONS)
+    if not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
+        raise unsupported(name, module, CONVOLUTIONS)
     return ModuleSharding(
         name,
         own.parameters,

@@ -24,9 +24,8 @@ from ..modules.hidden_units import sharded_hidden_units
 from ..modules.recurrent import RECURRENT
 from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.heads import Heads, HeadShard
-from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of
+from ..sharding.module_kinds import TransposedLinear, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
-from .channel import is_grouped, sharded_groups
 from .style import DeclaredStyle, LayoutField, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None
@@ -130,6 +129,8 @@ class _FeatureStyle(DeclaredStyle):
         """Of a convolution of several groups, whose channels are sharded inside whatever the style."""
         self._overlap(module, None)
         arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
+        from .channel import sharded_groups  # the lowerings of groups, which few plans need
+
         return sharded_groups(self, module, arriving, leaving)
 
     def _overlap(
