@@ -62,7 +62,7 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
     for rank, outputs in enumerate(pool.run(_run_on_rank, cell, sent, unsent, timeout=None)):
         for output in outputs:
             said.setdefault(output, []).append(rank)
-    for (kind, text), ranks in sorted(said.items(), key=lambda item: (item[0][0] == "html", item[1])):
+    for (kind, text), ranks in sorted(said.items(), key=lambda item: item[0][0] == "html"):  # else as they came
         show(kind, text, ranks)
 
 
