@@ -27,6 +27,7 @@ import torch
 import torch._dynamo  # the optimizer needs it: processes that are started find it imported
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 from shoal_dtensor.api.state_dicts import get_state_dict, set_state_dict
 from shoal_dtensor.checkpoint import Checkpointer, HeldState
@@ -37,7 +38,7 @@ from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, paral
 MESHES = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2)}
 ROWS, WIDTH = 12, 8  # rows divide by every data-parallel size
 MOMENTS = ("before the forward pass", "before the backward pass", "before the step", "before the save")
-WAYS = {"replicate": replicate, "fully_shard": fully_shard}
+WAYS: dict[str, Any] = {"replicate": replicate, "fully_shard": fully_shard}
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Trainer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.held = job, HeldState()
-        self.store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        self.store = TCPStore("127.0.0.1", job.port, is_master=False)
         self.world = ElasticWorld(self.store, 4)
 
     def die(self, step: int, moment: str) -> None:
@@ -185,7 +186,7 @@ def run(folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "repl
     Args:
         folder, steps, kills, data: see `Job`.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job, outcome = Job(folder, store.port, steps, kills, data), Outcome()
     gone, threads, unseen = list[BaseException](), list[threading.Thread](), 0
 

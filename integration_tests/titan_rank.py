@@ -72,7 +72,8 @@ class Tokens:
                 yield {"input": inputs}, targets
 
     def own(self, samples: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return samples.chunk(self.ranks)[self.rank].split(self.local)
+        rows = samples.chunk(self.ranks)[self.rank]
+        return rows.chunk(len(rows) // self.local)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -89,7 +90,8 @@ class Metrics:
         self.color = importlib.import_module("torchtitan.tools.utils").NoColor()
         stats = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
         self.device_memory_monitor = SimpleNamespace(device_name="CPU", get_peak_stats=lambda: stats)
-        self.ntokens_since_last_log, self.data_loading_times = 0, []
+        self.ntokens_since_last_log = 0
+        self.data_loading_times: list[float] = []
         self.last = time.perf_counter()
         self.lines: list[list[float]] = []
 
@@ -122,7 +124,7 @@ def prepare(run: Run) -> None:
     sys.path[:0] = run.packages
     os.environ["LOCAL_RANK"] = "0"  # torchtitan makes a device of it, and a CPU has one
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch.cpu.current_device = lambda: 0
+    vars(torch.cpu)["current_device"] = lambda: 0
     torch.histc = lambda tokens, bins, **_: torch.bincount(tokens.reshape(-1), minlength=bins)
     if find_spec("triton") is not None:
         return

@@ -60,6 +60,7 @@ def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = Non
         StyleError: the runs have no value in common, or the tolerance is negative.
 
     Example:
+        >>> from shoal_tp_styles import record_run
         >>> model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
         >>> with record_run(model) as one:
         ...     y = model(x)
