@@ -1,4 +1,4 @@
-"""Covers: checkpointer.py, stored_steps.py: kills at every stage, damage, elastic loading, saves in the background."""
+"""Covers: checkpointer.py, agreement.py, stored_steps.py: kills at every stage, damage, elastic loading, background."""
 
 from __future__ import annotations
 
