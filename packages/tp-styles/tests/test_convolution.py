@@ -28,23 +28,27 @@ CONVS: list[tuple[Any, tuple[int, ...]]] = [
 ]
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(("kind", "shape"), CONVS)
-@pytest.mark.parametrize("gathered", [False, True])
-def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) -> None:
-    single: Any = nn.Sequential(kind(6, 10, 3, padding=1), nn.ReLU(), kind(10, 6, 3)).double()
-    module: Any = copy.deepcopy(single)
-    first = ColwiseParallel(output_layouts=Replicate() if gathered else None)
-    second = RowwiseParallel(input_layouts=Replicate() if gathered else None)
-    parallelize_module(module, all_ranks(), {"0": first, "2": second})
+def assert_as_one_device(single: Any, plan: Any, shape: tuple[int, ...], lower: bool = True, **options: Any) -> None:
+    """Replicated inputs and outputs, and all gradients."""
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
     full = torch.randn(shape, dtype=torch.double)
     x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
-    expected, got = single(x), module(y)
+    expected, got = single(x, **options), module(y, **options)
     torch.testing.assert_close(got, expected)
     expected.square().sum().backward()
     got.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
     assert_same_parameters(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("kind", "shape"), CONVS)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_convolution_pairs(kind: Any, shape: tuple[int, ...], gathered: bool) -> None:
+    single: Any = nn.Sequential(kind(6, 10, 3, padding=1), nn.ReLU(), kind(10, 6, 3)).double()
+    first = ColwiseParallel(output_layouts=Replicate() if gathered else None)
+    second = RowwiseParallel(input_layouts=Replicate() if gathered else None)
+    assert_as_one_device(single, {"0": first, "2": second}, shape)
 
 
 @on_ranks(4)
@@ -69,19 +73,6 @@ TRANSPOSED: list[tuple[Any, tuple[int, ...]]] = [
     (nn.ConvTranspose2d, (6, 4, 3)),
     (nn.ConvTranspose3d, (2, 6, 3, 2, 2)),
 ]
-
-
-def assert_as_one_device(single: Any, plan: Any, shape: tuple[int, ...], lower: bool = True, **options: Any) -> None:
-    """Replicated inputs and outputs, and all gradients."""
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
-    full = torch.randn(shape, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
-    expected, got = single(x, **options), module(y, **options)
-    torch.testing.assert_close(got, expected)
-    expected.square().sum().backward()
-    got.square().sum().backward()
-    torch.testing.assert_close(y.grad, x.grad)
-    assert_same_parameters(module, single)
 
 
 @on_ranks(4)

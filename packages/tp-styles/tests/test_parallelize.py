@@ -41,6 +41,15 @@ MESH = abstract_mesh((4,), ("tp",))
 PREPARE = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
 
 
+def assert_as_one_device(module: nn.Module, single: nn.Module, tokens: torch.Tensor) -> None:
+    """The output and all gradients."""
+    expected, got = single(tokens), module(tokens)
+    torch.testing.assert_close(got, expected)
+    expected.square().mean().backward()
+    got.square().mean().backward()
+    assert_same_gradients(module, single)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("make", [MLP, StackedMLP])
 @pytest.mark.parametrize("lower", [True, False])
@@ -66,12 +75,7 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     module: Any = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), transformer_plan(sequence))
     assert (module.output.weight is module.tok_embeddings.weight) is tied
-    tokens = torch.randint(10, (3, 8))
-    expected, got = single(tokens), module(tokens)
-    torch.testing.assert_close(got, expected)
-    expected.square().mean().backward()
-    got.square().mean().backward()
-    assert_same_gradients(module, single)
+    assert_as_one_device(module, single, torch.randint(10, (3, 8)))
 
 
 class Tied(nn.Module):
@@ -100,12 +104,8 @@ def test_a_plan_that_names_one_of_two_tied_modules(plan: dict[str, ParallelStyle
     module = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
     assert module.head.weight is module.table.weight
     tokens = torch.randint(10, (3, 8))
-    expected, got = single(tokens), module(tokens)
-    torch.testing.assert_close(got, expected)
-    expected.square().mean().backward()
-    got.square().mean().backward()
-    assert_same_gradients(module, single)
-    torch.testing.assert_close(unparallelize_module(module)(tokens), expected)
+    assert_as_one_device(module, single, tokens)
+    torch.testing.assert_close(unparallelize_module(module)(tokens), single(tokens))
 
 
 @on_ranks(4)

@@ -37,7 +37,7 @@ def run(asked: argparse.Namespace) -> int:
             speed = f"{link.bandwidth / 1e9:.3f} GB/s"
             sys.stdout.write(f"{axis:>4} {size:>6} {link.latency * 1e6:>9.1f} us {speed:>14}\n")
         values = ", ".join(f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links)
-        sys.stdout.write(f"set_topology(mesh, [{values}])\norder={'topology'!r}: {order}\n")
+        sys.stdout.write(f"set_topology(mesh, [{values}])\norder='topology': {order}\n")
     return 0
 
 

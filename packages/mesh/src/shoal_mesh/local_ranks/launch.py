@@ -101,7 +101,10 @@ def keep_ranks() -> None:
 def kept_pool(nprocs: int, backend: str | None = None) -> RankPool:
     """The pool of that many ranks which `launch` keeps, after `keep_ranks`."""
     assert _Kept.pools is not None, "keep_ranks() first"
-    return _Kept.pools.setdefault((nprocs, backend), RankPool(nprocs, backend=backend, show_output=True))
+    key = (nprocs, backend)
+    if key not in _Kept.pools:
+        _Kept.pools[key] = RankPool(nprocs, backend=backend, show_output=True)
+    return _Kept.pools[key]
 
 
 def _pool(nprocs: int, backend: str | None) -> AbstractContextManager[RankPool]:

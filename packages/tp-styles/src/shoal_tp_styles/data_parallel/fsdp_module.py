@@ -96,7 +96,8 @@ class FSDPModule(nn.Module):
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.
 
-        Without it, it is the one whose forward came next the last time; with an empty list, none.
+        Without it, and in a copy of the module, it is the one whose forward came next the last time; with
+        an empty list, none.
 
         Args:
             modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
