@@ -272,7 +272,8 @@ HEAD = f"""# Faults
 What the other ranks see when one of three goes wrong. The timeout of the process group is {TIMEOUT:g} seconds. Those
 at fault are in `error.ranks`, or in the text of the error. `gloo` is the way between hosts, or with
 `SHOAL_SHARED_MEMORY=0`. There a message of another length than expected aborts the process that gets it, in a thread of
-gloo, and the other ranks name that process: only `lockstep()` sees the difference before anything is sent.
+gloo; the others name that process and say what each of them had started. Only `lockstep()` sees the difference before
+anything is sent.
 
 This page is generated: `python integration_tests/fault_table.py`.
 

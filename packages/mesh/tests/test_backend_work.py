@@ -59,6 +59,21 @@ def test_a_rank_that_is_lost_is_named(how: str, text: str, tmp_path: Path) -> No
         assert said.startswith("(1,)") and "rank 1 " in said and text in said, said
 
 
+def start(different: int, seen: str) -> None:
+    comm, rank = through_gloo(), dist.get_rank()
+    with pytest.raises(PeerError) as caught:
+        all_gather(torch.ones(4), comm) if rank == different else all_reduce(torch.ones(4), comm, "max")
+    Path(f"{seen}.{rank}").write_text(f"{caught.value.ranks} {caught.value}")
+
+
+def test_a_rank_that_starts_another_collective_is_named(tmp_path: Path) -> None:
+    launch(start, 3, 1, str(tmp_path / "seen"), timeout=TIMEOUT + 8)
+    for rank in range(3):
+        said = (tmp_path / f"seen.{rank}").read_text()
+        assert said.startswith("(1,)") and "rank 1: all_gather of 4 x float32" in said, said
+        assert "rank 2: all_reduce max of 4 x float32" in said
+
+
 @pytest.mark.parametrize("large", [1, 0])
 @on_ranks(3)
 def test_large_messages_that_differ_are_not_sent(large: int) -> None:

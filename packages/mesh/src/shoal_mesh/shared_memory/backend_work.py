@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 
 from .. import _torch
 from .._torch import ProcessGroup, Work
 from ..errors import PeerError
 from .channel import Channel
-from .peers import state_of, written_down
+from .peers import minority, state_of, written_down
+from .recorder import last_of_backend
 from .segment import machine, processes_of
 
 __all__ = ["BackendWork", "lost_ranks", "settle"]
@@ -95,25 +97,34 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
         return PeerError(f"the process group was destroyed while one of its collectives waited: {said}")
     positions = _torch.group_ranks(group)
     ranks = sorted(positions, key=positions.__getitem__)
-    me, deadline = ranks[group.rank()], time.monotonic() + _DEATH_SECONDS
-    while not (lost := lost_ranks(group, ranks)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    culprits: tuple[int, ...] = tuple(lost)
-    text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
-    if not lost:
-        silent = _silent(group, ranks, me)
-        if silent is None:
-            text = "the store of the default group does not answer, so its process or host (rank 0?) may be gone"
-        elif silent:
-            culprits = tuple(silent)
-            names = ", ".join(map(str, silent))
-            text = f"rank {names} has not reported this failure: it is elsewhere, stuck or out of reach"
-        else:
-            text = "all ranks have reported it: they started different collectives, or the network is slow"
+    me = ranks[group.rank()]
+    text, culprits = _who(group, ranks, me)
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
     if channel is None:
         return PeerError(error + written_down(me, error, culprits, {}), culprits)
     return channel.fail(error, [positions[rank] for rank in culprits])
+
+
+def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int, ...]]:
+    """What has happened to a group of some ranks, and who is at fault, as far as this one can know."""
+    deadline = time.monotonic() + _DEATH_SECONDS
+    while not (lost := lost_ranks(group, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if lost:
+        text = ", ".join(f"rank {rank} {state}" for rank, state in lost.items())
+        if all("ended" in state for state in lost.values()):  # gloo may have aborted it, for what another rank sent
+            started = _roll_call(group, [rank for rank in ranks if rank not in lost], me, _DEATH_SECONDS)
+            if started and (different := _differing(started)):
+                text = f"{text}; {different[0]}"
+        return text, tuple(lost)
+    started = _roll_call(group, ranks, me, _ROLL_CALL_SECONDS)
+    if started is None:
+        return "the store of the default group does not answer, so its process or host (rank 0?) may be gone", ()
+    if silent := tuple(rank for rank in ranks if rank not in started):
+        names = ", ".join(map(str, silent))
+        return f"rank {names} has not reported it: it is elsewhere, stuck or out of reach", silent
+    same = "all ranks have reported it and started the same last: one has left one out, or the network is slow"
+    return _differing(started) or (same, ())
 
 
 def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
@@ -127,27 +138,34 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
     return lost
 
 
-def _silent(group: ProcessGroup, ranks: list[int], me: int) -> list[int] | None:
-    """The ranks that report no failure of the group in some seconds; None if the store does not answer."""
-    answer: list[list[int]] = []
+def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -> dict[int, str] | None:
+    """What those of some ranks that report a failure of the group have started last; None if the store is silent."""
+    answer: list[dict[int, str]] = []
 
     def ask() -> None:
-        store, key = _torch.default_store(), f"shoal_failed/{_torch.group_name(group)}"
-        store.set(f"{key}/{me}", "1")
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS
-        missing = [rank for rank in ranks if rank != me]
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
-            answer[:] = [missing]
+        store, name = _torch.default_store(), _torch.group_name(group)
+        keys = {rank: f"shoal_failed/{name}/{rank}" for rank in ranks}
+        store.set(keys[me], last_of_backend(name))
+        deadline = time.monotonic() + seconds
+        while not store.check([*keys.values()]) and time.monotonic() < deadline:
             time.sleep(0.05)
+        came = [rank for rank in ranks if store.check([keys[rank]])]
+        said = store.multi_get([keys[rank] for rank in came])
+        answer.append({rank: text.decode() for rank, text in zip(came, said, strict=True)})
 
     def quietly() -> None:
-        try:
+        with suppress(RuntimeError):  # the store is gone
             ask()
-        except RuntimeError:  # the store is gone
-            answer.clear()
 
     thread = threading.Thread(target=quietly, daemon=True)  # a store that is out of reach blocks for minutes
     thread.start()
-    thread.join(_ROLL_CALL_SECONDS + 1)
+    thread.join(seconds + 1)
     return answer[0] if answer else None
+
+
+def _differing(started: dict[int, str]) -> tuple[str, tuple[int, ...]] | None:
+    """What to say if ranks have started different collectives last, and who is in the minority."""
+    if len(set(started.values())) == 1:
+        return None
+    text = ", ".join(f"rank {rank}: {what}" for rank, what in started.items())
+    return f"ranks started different collectives on one communicator: {text}", minority(started)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["ENTRIES", "PURPOSES", "SWITCH", "dump", "folder", "note", "record"]
+__all__ = ["ENTRIES", "PURPOSES", "SWITCH", "dump", "folder", "last_of_backend", "note", "record"]
 
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
@@ -41,6 +41,12 @@ def note(said: tuple[str, int]) -> None:
 def record(group: str, what: Any) -> None:
     """Remember that a collective starts."""
     _append((_now(), group, what, _purposes()))
+
+
+def last_of_backend(group: str) -> str:
+    """The last call of the backend of a group, in words; 'nothing' if it is no longer known."""
+    last = next((entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)), None)
+    return "nothing" if last is None else _of_backend(*last[2])
 
 
 def folder() -> str:
