@@ -1,25 +1,29 @@
 """Training that goes on while ranks are killed: survivors go on in the same processes, newcomers join them.
 
-    python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--minutes M] [--plot FILE]
+    python integration_tests/elastic.py [--steps N] [--kills N] [--data WAY] [--torchrun] [--minutes M] [--plot FILE]
 
 Every run trains one model on one sequence of global batches. Processes kill themselves at random steps, anywhere in the
 step. The others form a smaller world in place, make a mesh over it, take over what they still hold, and read the last
-checkpoint only where shards are lost. Once three of four are gone, three new processes start and are let in. With
-`--minutes`, runs follow one another; memory, descriptors and threads go to a plot.
+checkpoint only where shards are lost. Once three of four are gone, three new processes start and are let in; with
+`--torchrun` each process has an agent of torchrun's, which starts it again whenever it is killed. With `--minutes`,
+runs follow one another; memory, descriptors and threads go to a plot.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +64,7 @@ class Job:
         steps: how many there are in all.
         kills: each happens once.
         data: whether data-parallel ranks hold replicas of the state, or shards.
+        pause: seconds before each step, in which a process that starts again may catch up.
     """
 
     folder: str
@@ -67,6 +72,7 @@ class Job:
     steps: int
     kills: tuple[Kill, ...]
     data: str
+    pause: float = 0.0
 
 
 @dataclass
@@ -134,6 +140,7 @@ class Trainer:
                 self.held.keep(done, state)
             self.log("worlds", dist.get_world_size(), source if done is not None else "nothing", *usage())
             for step in range(0 if done is None else done + 1, self.job.steps):
+                time.sleep(self.job.pause)
                 self.world.admit()
                 self.step(step, mesh, model, optimizer, checkpoints)
 
@@ -173,6 +180,12 @@ def train(job: Job) -> None:
     trainer.world.run(trainer.steps, wait=120.0)
 
 
+def train_from(path: str) -> None:
+    """`train` of a job that is in a file."""
+    said = json.loads(Path(path).read_text())
+    train(Job(**{**said, "kills": tuple(Kill(**kill) for kill in said["kills"])}))
+
+
 def planned(steps: int, kills: int, seed: int) -> tuple[Kill, ...]:
     """Kills at random moments of distinct steps, the first step left out."""
     choices = random.Random(seed)
@@ -180,20 +193,38 @@ def planned(steps: int, kills: int, seed: int) -> tuple[Kill, ...]:
     return tuple(Kill(step, choices.choice(MOMENTS), choices.randrange(12)) for step in at)
 
 
-def run(folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "replicate") -> Outcome:
-    """Train to the end: four processes, and three new ones whenever three are gone.
+def in_pool(job: Job) -> None:
+    """One process, in a pool of its own, so that its end ends no other."""
+    with RankPool(1) as pool:
+        pool.run(train, job, timeout=900.0)
+
+
+def under_torchrun(job: Job) -> None:
+    """One process with an agent of its own, which starts it again after each of its ends but the last."""
+    path = Path(job.folder, "job.json")
+    path.write_text(json.dumps(asdict(job)))
+    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--monitor-interval=0.1"]
+    rank = [f"--max-restarts={len(job.kills)}", "-m", "integration_tests.elastic", "--job", str(path)]
+    subprocess.run([sys.executable, *agent, *rank], check=True, cwd=Path(__file__).parents[1], timeout=900)
+
+
+def run(
+    folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "replicate", torchrun: bool = False
+) -> Outcome:
+    """Train to the end: four processes, and as many new ones as are needed.
 
     Args:
         folder, steps, kills, data: see `Job`.
+        torchrun: whether agents of torchrun's start a process again when it has ended; otherwise three new ones start
+            whenever three are gone.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    job, outcome = Job(folder, store.port, steps, kills, data), Outcome()
+    job, outcome = Job(folder, store.port, steps, kills, data, 0.5 if torchrun else 0.0), Outcome()
     gone, threads, unseen = list[BaseException](), list[threading.Thread](), 0
 
     def one() -> None:
         try:
-            with RankPool(1) as pool:  # each process in a pool of its own, so that its end ends no other
-                pool.run(train, job, timeout=900.0)
+            (under_torchrun if torchrun else in_pool)(job)
         except BaseException as error:
             gone.append(error)
 
@@ -210,7 +241,8 @@ def run(folder: str, steps: int, kills: tuple[Kill, ...] = (), data: str = "repl
         if len(gone) >= unseen + 3:
             unseen += 3
             start(3)
-    if len(gone) != len(read(folder, "killed")) or not all(isinstance(error, RankError) for error in gone):
+    ends = 0 if torchrun else len(read(folder, "killed"))
+    if len(gone) != ends or not all(isinstance(error, RankError) for error in gone):
         raise RuntimeError(f"processes of the run in {folder} ended that nobody killed: {gone}")
     outcome.worlds = [(int(world[1]), world[2]) for world in read(folder, "worlds")]
     losses = read(folder, "losses")
@@ -281,15 +313,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--data", choices=WAYS, default="replicate")
+    parser.add_argument("--torchrun", action="store_true")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # of a process that torchrun has started
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--plot", type=Path, default=Path("soak.svg"))
     asked = parser.parse_args()
+    if asked.job:
+        train_from(asked.job)
+        return
     if asked.minutes:
         plot(soak(asked.minutes, asked.steps, asked.kills), asked.plot)
         return
     kills = planned(asked.steps, asked.kills, 0)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        undisturbed, disturbed = run(one, asked.steps), run(other, asked.steps, kills, asked.data)
+        undisturbed, disturbed = run(one, asked.steps), run(other, asked.steps, kills, asked.data, asked.torchrun)
     worst = compare(disturbed.losses, undisturbed.losses)
     print("worlds, and where their state came from:", *(f"{size} ({source})" for size, source in disturbed.worlds))
     print(f"largest difference of a loss to the undisturbed run: {worst:.1e}")

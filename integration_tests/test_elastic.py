@@ -25,6 +25,18 @@ def test_losses_are_those_of_the_undisturbed_run(tmp_path: Path) -> None:
     assert (tmp_path / "usage.svg").read_text().count("<polyline") == 6
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_agents_of_torchrun_start_what_was_killed_again(tmp_path: Path) -> None:
+    for name in ("undisturbed", "disturbed"):
+        (tmp_path / name).mkdir()
+    undisturbed = run(str(tmp_path / "undisturbed"), 40)
+    disturbed = run(str(tmp_path / "disturbed"), 40, (Kill(2, MOMENTS[1], 1), Kill(20, MOMENTS[2], 0)), torchrun=True)
+    sizes = [size for size, _ in disturbed.worlds]
+    assert sizes[:2] == [4, 3] and 4 in sizes[2:]  # one is lost, and comes back
+    assert compare(disturbed.losses, undisturbed.losses) < 1e-9 and len(disturbed.pauses) == 2
+
+
 def test_kills_are_planned_once_a_step() -> None:
     kills = planned(9, 8, 0)
     assert sorted(kill.step for kill in kills) == [1, 2, 3, 4, 5, 6, 7, 8]
