@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,29 @@ from shoal_tp_styles import (
     StyleError,
     StyleTypeError,
     UnmatchedPlanWarning,
+    accumulate_in_tree,
+    accumulate_stage_in_tree,
+    adapter_parameters,
     auto_plan,
+    check_arithmetic,
+    compare_runs,
+    context_parallel,
+    context_parallel_unshard,
+    format_plan,
     fully_shard,
     input_reshard,
+    invariant_arithmetic,
     load_sharded,
     merge_adapters,
     parallelize_module,
     preview,
     propose,
+    record_run,
+    reduce_after_last_microbatch,
     register_fsdp_forward_method,
     replicate,
     save_sharded,
+    set_rotate_method,
     unparallelize_module,
     verify,
 )
@@ -68,13 +81,37 @@ CALLS: Mapping[str, Callable[[Any, Any], object]] = {
     "load_sharded": lambda mesh, x: load_sharded(x, {}),
     "save_sharded": lambda mesh, x: save_sharded(x, Path("nowhere")),
     "merge_adapters": lambda mesh, x: merge_adapters(x),
+    "adapter_parameters": lambda mesh, x: adapter_parameters(x),
+    "accumulate_in_tree, model": lambda mesh, x: accumulate_in_tree(x, [1]),
+    "accumulate_in_tree, microbatches": lambda mesh, x: accumulate_in_tree(MODULE, x),
+    "accumulate_stage_in_tree": lambda mesh, x: accumulate_stage_in_tree(x, 2),
+    "check_arithmetic": lambda mesh, x: check_arithmetic(x),
+    "compare_runs": lambda mesh, x: compare_runs(x, x),
+    "context_parallel, buffers": lambda mesh, x: entered(context_parallel(mesh, buffers=x, buffer_seq_dims=[0, 0])),
+    "context_parallel, dims": lambda mesh, x: entered(
+        context_parallel(mesh, buffers=[torch.ones(4)], buffer_seq_dims=x)
+    ),
+    "context_parallel_unshard": lambda mesh, x: context_parallel_unshard(mesh, x, [0]),
+    "format_plan": lambda mesh, x: format_plan(x),
+    "invariant_arithmetic": lambda mesh, x: entered(invariant_arithmetic(x)),
+    "record_run, model": lambda mesh, x: entered(record_run(x)),
+    "record_run, batch": lambda mesh, x: entered(record_run(MODULE, x)),
+    "reduce_after_last_microbatch": lambda mesh, x: reduce_after_last_microbatch(x),
+    "set_rotate_method": lambda mesh, x: set_rotate_method(x),
     "register_fsdp_forward_method": lambda mesh, x: register_fsdp_forward_method(MODULE, x),
 }
 ALLOWED = {
     ("fully_shard, mesh", "None"),  # that of all ranks
     ("replicate, bucket_bytes", "int"),
     ("register_fsdp_forward_method", "str"),
+    ("record_run, batch", "None"),
+    ("format_plan", "dict"),  # of anything: it prints what is there
 }
+
+
+def entered(block: AbstractContextManager[object]) -> None:
+    with block:
+        pass
 
 
 @pytest.mark.parametrize("call", CALLS)

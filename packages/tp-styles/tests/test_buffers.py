@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
             "got 0 for 1 buffers": {"buffers": [x]},
             "some of the buffers": {"no_restore_buffers": {x}},
             "without gradients": {"buffers": [torch.zeros(8, requires_grad=True)], "buffer_seq_dims": [0]},
-            "no sequence of 8": {"buffers": [x, torch.zeros(7)], "buffer_seq_dims": [0, 0]},
+            "no sequence of as many positions": {"buffers": [x, torch.zeros(7)], "buffer_seq_dims": [0, 0]},
             "dim 1 of a buffer": {"buffers": [x, x], "buffer_seq_dims": [0, 1]},
             "no sequence of 9": {"buffers": [x], "buffer_seq_dims": [0], "layout": SequenceLayout.contiguous(9, 4)},
             "methods of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},

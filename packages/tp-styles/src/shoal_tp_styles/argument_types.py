@@ -1,4 +1,4 @@
-"""`takes` and `check_mesh`: public functions refuse arguments of a wrong type before they do anything."""
+"""Public functions refuse arguments of a wrong type before they do anything: `takes`, `check_mesh`, `submodule_of`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import LayoutError, StyleTypeError
 
-__all__ = ["check_mesh", "takes"]
+__all__ = ["check_mesh", "submodule_of", "takes"]
 
 _WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
 
@@ -60,6 +60,17 @@ def check_mesh(where: str, mesh: object) -> None:
             f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
             "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
         )
+
+
+def submodule_of(where: str, stage: object) -> nn.Module:
+    """The module of a pipeline stage, of torch's or of anyone's.
+
+    Raises:
+        StyleTypeError: it has none.
+    """
+    module = getattr(stage, "submod", None)
+    _check(f"{where}: expected the submod of stage to be", module, nn.Module)
+    return cast(nn.Module, module)
 
 
 def _check(what: str, value: Any, kinds: type | tuple[type, ...]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from shoal_mesh import sums_in_tree
 
+from .argument_types import takes
 from .errors import StyleError
 
 __all__ = ["COMPLETION", "InvariantArithmetic", "current_arithmetic", "invariant_arithmetic"]
@@ -62,6 +63,7 @@ def current_arithmetic() -> InvariantArithmetic | None:
     return _current
 
 
+@takes(blocks=int)
 @contextmanager
 def invariant_arithmetic(blocks: int = 8) -> Iterator[InvariantArithmetic]:
     """Train and serve with the same bits on any number of ranks that divides `blocks`, one rank among them.

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh, all_gather, all_gather_v
 
-from ..errors import LayoutError
+from ..errors import LayoutError, LayoutTypeError
 from .attention_mask import Documents
 from .parallel_attention import ContextOptions, Method, axis_of
 from .routing import RoutedAttention
 from .sequence_layout import SequenceLayout
 
 __all__ = ["context_parallel", "context_parallel_unshard", "set_rotate_method"]
+
+T = TypeVar("T")
 
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 _default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
@@ -75,7 +77,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
         torch.Size([1, 16])
     """
     comm = axis_of(mesh)
-    held, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    held = _listed("context_parallel: buffers", buffers, Tensor)
+    dims = _listed("context_parallel: buffer_seq_dims", buffer_seq_dims, int)
     _check(held, dims, no_restore_buffers or set())
     if held and isinstance(layout, str):
         layout = getattr(SequenceLayout, layout)(held[0].shape[dims[0]], comm.size)
@@ -116,6 +119,15 @@ def _replace(buffer: Tensor, contents: Tensor) -> None:
     torch.autograd.graph.increment_version(buffer)
 
 
+def _listed(what: str, values: Any, kind: type[T]) -> list[T]:
+    """The values as a list, each of a type."""
+    if values is None:
+        return []
+    if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
+        raise LayoutTypeError(f"{what} is a list of {kind.__name__}, got {type(values).__name__} {values!r:.60}")
+    return list(values)
+
+
 def _check(buffers: list[Tensor], dims: list[int], unrestored: set[Tensor]) -> None:
     if len(buffers) != len(dims):
         raise LayoutError(
@@ -132,8 +144,8 @@ def _check(buffers: list[Tensor], dims: list[int], unrestored: set[Tensor]) -> N
             )
         if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != buffers[0].shape[dims[0]]:
             raise LayoutError(
-                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no sequence of "
-                f"{buffers[0].shape[dims[0]]} positions, the length of the first buffer"
+                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no sequence of as many "
+                f"positions as dim {dims[0]} of the first buffer, of shape {tuple(buffers[0].shape)}"
             )
 
 
@@ -164,6 +176,8 @@ def context_parallel_unshard(
         [tensor([0, 1, 2])]
     """
     comm = axis_of(mesh)
+    buffers = _listed("context_parallel_unshard: buffers", buffers, Tensor)
+    seq_dims = _listed("context_parallel_unshard: seq_dims", seq_dims, int)
     if len(buffers) != len(seq_dims):
         raise LayoutError(
             f"context_parallel_unshard: one dim for each buffer; got {len(seq_dims)} for {len(buffers)} buffers"
@@ -200,6 +214,6 @@ def set_rotate_method(rotate_method: str) -> None:
         >>> set_rotate_method("alltoall")
         >>> set_rotate_method("allgather")
     """
-    if rotate_method not in _ROTATE_METHODS:
+    if rotate_method not in (*_ROTATE_METHODS,):  # a list cannot be looked up
         raise LayoutError(f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}")
     _default[0] = _ROTATE_METHODS[rotate_method]

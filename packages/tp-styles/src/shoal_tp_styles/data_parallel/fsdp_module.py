@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..argument_types import takes
+from ..argument_types import submodule_of, takes
 from ..errors import LayoutError, StyleError
 from .backward_pass import in_backward, reduce_kept
 from .unit import Unit
@@ -189,7 +189,7 @@ def reduce_after_last_microbatch(stage: Any) -> None:
         ...     stage = PipelineStage(half, 0, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
         ...     reduce_after_last_microbatch(stage)
     """
-    module = stage.submod
+    module = submodule_of("reduce_after_last_microbatch", stage)
     if not isinstance(module, FSDPModule):
         raise LayoutError(
             f"reduce_after_last_microbatch: expected a stage whose submod fully_shard was called on, got a stage of "

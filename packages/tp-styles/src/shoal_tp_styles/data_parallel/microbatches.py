@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..apply.owners import owners_of
-from ..argument_types import takes
+from ..argument_types import submodule_of, takes
 from ..arithmetic import current_arithmetic
 from ..errors import StyleError
 from ..invariant.forms import refuse_tied
@@ -91,6 +91,7 @@ def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     return left.add_(right)
 
 
+@takes(model=nn.Module, microbatches=Sequence)
 def accumulate_in_tree(model: nn.Module, microbatches: Sequence[Microbatch]) -> Iterator[Microbatch]:
     """The microbatches one by one; `.grad` then has the bits of one pass over all of them.
 
@@ -156,7 +157,7 @@ def accumulate_stage_in_tree(stage: Any, microbatches: int) -> None:
         ...     stage = PipelineStage(half, 0, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
         ...     accumulate_stage_in_tree(stage, microbatches=4)
     """
-    tree = _GradientTree(stage.submod, microbatches)
+    tree = _GradientTree(submodule_of("accumulate_stage_in_tree", stage), microbatches)
     backward, weights, reduce = stage.backward_one_chunk, stage.backward_weight_one_chunk, stage.perform_reduce_grad
 
     def backward_one_chunk(

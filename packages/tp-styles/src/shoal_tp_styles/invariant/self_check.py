@@ -17,6 +17,7 @@ from shoal_dtensor import clip_grad_norm_
 from shoal_mesh import Comm, DeviceMesh, all_reduce, reduce_scatter, sums_in_tree, tree_sum
 
 from .._torch import unwatched, unwatched_functions
+from ..argument_types import check_mesh
 from ..errors import VariantArithmeticError
 from .products import bias_gradient, spread, summed, weight_gradient
 from .replicated import sum_of_cells
@@ -199,6 +200,7 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
         >>> with fake_world(1):
         ...     check_arithmetic(init_device_mesh("cpu", (1,)))
     """
+    check_mesh("check_arithmetic", mesh)
     found = _differing(mesh.device_type, dtype)
     for axis in mesh.axis_names:
         found += [f"{name} along {axis!r}" for name in _differing_sums(mesh.comm(axis), mesh.device_type, dtype)]

@@ -111,6 +111,7 @@ def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
     return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
 
 
+@takes(plan=Mapping)
 def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
     """A plan as Python text.
 
@@ -126,7 +127,8 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
 
 
 def _text(style: ParallelStyle) -> str:
-    assert isinstance(style, DeclaredStyle), "every style that a recipe has is declared"
+    if not isinstance(style, DeclaredStyle):
+        return repr(style)
     shown = [
         f"{f.name}={style.given(f.name)!r}"
         for f in fields(style)

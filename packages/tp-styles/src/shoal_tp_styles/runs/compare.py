@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..argument_types import takes
 from ..errors import StyleError
 from .record import RunRecord, Value
 
@@ -45,6 +46,7 @@ class Comparison:
         return "\n".join([*lines, "  ..."] if len(self.differing) > 10 else lines)
 
 
+@takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
 def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
     """Where two runs differ first: of two programs, on as many ranks or others, or sharded and on a single device.
 

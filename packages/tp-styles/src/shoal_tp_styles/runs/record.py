@@ -25,6 +25,7 @@ from shoal_dtensor import DTensor
 from shoal_mesh import DeviceMesh, all_reduce
 
 from .._torch import TorchDispatchMode, backward_number
+from ..argument_types import check_mesh, takes
 from ..arithmetic import COMPLETION
 from ..errors import StyleError
 from ..lowering.lowered import lowered_of
@@ -92,6 +93,7 @@ class RunRecord:
             raise StyleError(f"{path} was not written by RunRecord.save: {error!r}") from error
 
 
+@takes(model=nn.Module)
 @contextmanager
 def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[RunRecord]:
     """Record the values of a step inside the block; entered and left by all ranks.
@@ -112,6 +114,8 @@ def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[Ru
         >>> [value.name for value in run.values if "aten" not in value.name][2:4]
         ['output of model', 'gradient at output of model']
     """
+    if batch is not None:
+        check_mesh("record_run", batch)
     record = RunRecord(dist.get_world_size() if dist.is_initialized() else 1)
     recorder = _Recorder(model, batch, record.ranks)
     for name, param in model.named_parameters():

@@ -88,6 +88,7 @@ class LoRA(DeclaredStyle):
         return super()._apply(module, device_mesh)
 
 
+@takes(model=nn.Module)
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters of all adapters, the ones to train and save.
 
