@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe_checks import assert_same_on_shards
-from moe_models import WIDTH, Mixture, mixture
+from moe_models import WIDTH, Mixture, PackedExperts, mixture
 from shoal_dtensor import Replicate
-from shoal_mesh import CommDebugMode, all_to_all_v
+from shoal_mesh import CommDebugMode, all_reduce, all_to_all_v
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ExpertParallel,
@@ -26,7 +26,7 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.experts import exchange
 from shoal_tp_styles.testing import all_ranks
-from tp_checks import counts
+from tp_checks import assert_same_gradients, counts
 
 PLAN = {"": SharedExpertOverlap(shared="shared"), "experts": ExpertParallel()}
 
@@ -77,6 +77,53 @@ def test_the_shared_expert_runs_while_tokens_and_their_gradients_travel(checkpoi
         events.clear()
         out.sum().backward()
     assert events == forward * checkpointed + ["sent", "shared backward", "awaited"]
+
+
+class Recomputed(Mixture):
+    """A block that recomputes a part of itself, or all, in backward."""
+
+    def __init__(self, part: str, *, reentrant: bool) -> None:
+        torch.manual_seed(3)
+        super().__init__(PackedExperts(6), 6)
+        self.part, self.reentrant = part, reentrant
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def again(function: Any) -> Any:
+            return lambda *inputs: checkpoint(function, *inputs, use_reentrant=self.reentrant)
+
+        weights, chosen = self.router(x).softmax(-1).topk(self.choices, -1)
+        experts = again(self.experts) if self.part == "experts" else self.experts
+        shared = again(self.shared) if self.part == "shared" else self.shared
+        out = experts(x, chosen, weights)
+        made: Tensor = out + shared(x)
+        return made
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("part", ["experts", "shared", "block"])
+def test_parts_that_are_computed_again_in_backward(part: str, reentrant: bool) -> None:
+    single = Recomputed(part, reentrant=reentrant)
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), PLAN)
+    run = module if part != "block" else lambda x: checkpoint(module, x, use_reentrant=reentrant)
+    rank = torch.distributed.get_rank()
+    x = torch.randn(12, WIDTH, dtype=torch.double, requires_grad=True)
+    out = single(x)
+    out.square().sum().backward()
+    own = slice(*((0, 5), (5, 5), (5, 8), (8, 12))[rank])
+    mine = x.detach()[own].clone().requires_grad_()
+    got = run(mine)
+    torch.testing.assert_close(got, out[own])
+    got.square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(mine.grad, x.grad[own])
+    for name, param in module.named_parameters():
+        if "experts" not in name:
+            param.grad = all_reduce(
+                param.grad if param.grad is not None else torch.zeros_like(param), all_ranks().comm(0)
+            )
+    assert_same_gradients(module, single)
 
 
 @on_ranks(2)

@@ -48,7 +48,7 @@ class RoutedExperts(Lowered):
         own: this rank's experts.
         tensor: the axis that shards the hidden features; None without one.
         shared: the axes along which inputs are replicated and outputs partial; None without one.
-        beside: what the next call computes while its rows are under way; None: nothing.
+        beside: asked by the next call what to compute while its rows are under way; None: nothing.
     """
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
@@ -58,7 +58,7 @@ class RoutedExperts(Lowered):
         assert isinstance(experts, Experts), "the style declared experts"
         self.experts: Experts = experts
         sharded = self.sharded
-        self.beside: Callable[[], None] | None = None
+        self.beside: Callable[[], Callable[[], None] | None] | None = None
         self.per_rank: list[int] = experts_per_rank(experts.count, self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
@@ -158,7 +158,8 @@ class RoutedExperts(Lowered):
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
         exchange = Exchange.of(counts, self.per_rank, self.comm)
-        beside, self.beside = self.beside, None
+        beside = self.beside() if self.beside is not None else None
+        self.beside = None
         arrived = exchange.to_experts(rows) if beside is None else exchange.to_experts_beside(rows, beside)
         return exchange.back(self.computed(arrived, exchange.own))
 

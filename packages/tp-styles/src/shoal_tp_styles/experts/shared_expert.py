@@ -6,12 +6,13 @@ then calls it, it gets what was computed. In backward, gradients of the rows tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from .._torch import never_compiled
+from .._torch import never_compiled, saving_state
 from ..errors import LayoutError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
@@ -54,28 +55,41 @@ class OverlappedBlock(Boundary):
         siblings: dict[str, Any] = block.get_submodule(above)._modules
         shared = siblings[name]
         computed = siblings[name] = _Computed(shared, members, (*args, *kwargs.values())[0])
-        experts.beside = computed.compute
+        experts.beside = computed.start
         try:
             return super().__call__(*args, **kwargs)
         finally:
-            siblings[name], experts.beside = shared, None
+            siblings[name], experts.beside, computed.in_turn = shared, None, True
 
 
 class _Computed:
-    """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch."""
+    """Stands for a shared expert while its block runs: calls get what was computed beside the dispatch.
+
+    Where the block recomputes its experts in backward, what runs inside of them belongs to their recomputation: then
+    the shared expert is computed where the block calls it. So it is in the recomputation of the shared expert itself,
+    which still calls this object when the block is done.
+    """
 
     def __init__(self, shared: Any, members: BlockMembers, tokens: Tensor) -> None:
         self.shared, self.members, self.tokens = shared, members, tokens
         self.output: Tensor | None = None
+        self.in_turn, self.state = False, saving_state()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.shared, name)
+
+    def start(self) -> Callable[[], None] | None:
+        """What runs the shared expert, if it can run now."""
+        self.in_turn = saving_state() != self.state
+        return None if self.in_turn else self.compute
 
     def compute(self) -> None:
         """Run the shared expert."""
         self.output = self.shared(self.tokens)
 
     def __call__(self, input: Tensor) -> Tensor:
+        if self.in_turn:
+            return self.shared(input)  # type: ignore[no-any-return]  # a module's call has no type
         if self.output is None or not _is_same(input, self.tokens):
             wrong = "before the experts" if self.output is None else "with another tensor than the block's input"
             raise LayoutError(
