@@ -303,12 +303,14 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def hugging_face(session: nox.Session) -> None:
-    """The tests beside peft, accelerate and Lightning, which no other session has."""
+    """The tests beside peft, accelerate, Lightning and torchao, which no other session has."""
     install(session, *STACK)
-    session.install("--no-deps", *BESIDE_HF, "lightning==2.6.6", "lightning-utilities", "torchmetrics")
+    session.install(
+        "--no-deps", *BESIDE_HF, "lightning==2.6.6", "lightning-utilities", "torchmetrics", "torchao==0.18.0"
+    )
     files = [
         f"packages/tp-styles/tests/test_{name}.py"
-        for name in ("adapters", "lightning", "methods", "training", "trainer_checkpoints")
+        for name in ("adapters", "lightning", "methods", "quantized", "training", "trainer_checkpoints")
     ]
     pytest(session, *files)
 

@@ -18,7 +18,7 @@ from ..arithmetic import COMPLETION, current_arithmetic
 from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import Lowered, lowered_of, set_lowered
-from ..sharding.module_kinds import computed_parameters
+from ..sharding.module_kinds import HOW_TO_QUANTIZE, computed_parameters, holds_tensors
 from ..sharding.module_sharding import Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
 from .parameter_state import carry_gradient, carry_over
@@ -137,11 +137,11 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
         return
     for path, owner in [("", module)] if sharding.own_parameters else module.named_modules():
         for name, param in owner._parameters.items():
-            if hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh"):
+            if holds_tensors(param):
                 raise UnsupportedModuleError(
                     f"{sharding.style}: {name} of {type(owner).__name__} is a {type(param).__name__}, a tensor of "
-                    "tensors (as quantized weights are), of which only its library knows shards. Make the module "
-                    "parallel first and quantize each rank's local weights, or leave the module out of the plan"
+                    "tensors (as quantized weights are), of which only its library knows shards. "
+                    f"{HOW_TO_QUANTIZE}. Or leave the module out of the plan"
                 )
         names = [f"{path}.{name}" if path else name for name in computed_parameters(owner)]
         if names and (sharding.lowering is not None or any(map(sharding.shards, names))):

@@ -23,7 +23,7 @@ from ..draws.region import watch_draws
 from ..errors import LayoutError, StyleError
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes
+from .sharded_parameters import DataAxes, check_plain_tensors
 from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
 from .unit_parameters import UnitParameters
@@ -66,7 +66,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     Raises:
         LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
             is placed on a data axis, partial, or replicated by `replicate`.
-        StyleError: if parameters have gradients.
+        StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights are.
         TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
 
     Example:
@@ -144,6 +144,7 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
             "fully_shard: a parameter is replicated by `replicate` already; fully_shard averages gradients itself, and "
             "over two axes replicates over the first"
         )
+    check_plain_tensors("fully_shard", params)
     if any(param.grad is not None for param in params):
         raise StyleError(
             "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "

@@ -29,7 +29,7 @@ from ..errors import LayoutError, StyleError
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
 from .optimizer_shards import OptimizerShards, ShardedReplica
 from .reduction import in_groups
-from .sharded_parameters import DataAxes, Site, whole_parameters
+from .sharded_parameters import DataAxes, Site, check_plain_tensors, whole_parameters
 
 __all__ = ["ReplicateModule", "replicate"]
 
@@ -72,7 +72,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
 
     Raises:
         LayoutError: if the module is replicated already, or a parameter is placed on a data axis (by `fully_shard`).
-        StyleError: if there is no mesh for the name of an axis, or `bucket_bytes` is not positive.
+        StyleError: if an axis is named without a mesh, `bucket_bytes` is not positive, or a parameter is quantized.
         LockstepError: on all ranks, if they have other parameters.
 
     Example:
@@ -235,9 +235,10 @@ class Replicas:
         return (param for param in module.parameters() if id(param) not in others)
 
     def check(self, module: nn.Module) -> None:
-        """Raise LayoutError if a parameter is placed on a data axis, or sharded by `fully_shard`."""
+        """Raise StyleError if a parameter is placed on a data axis, sharded by `fully_shard`, or quantized."""
         data = set(self.axes.mesh.axis_names)
         of_units = {id(param) for owner in owners_of(module) if owner.owner == "fully_shard" for param in owner.held()}
+        check_plain_tensors("replicate", self._parameters(module))
         for param in self._parameters(module):
             if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
                 raise LayoutError(

@@ -9,7 +9,7 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -32,12 +32,13 @@ from shoal_dtensor import (
 from shoal_mesh import DeviceMesh, purpose
 
 from ..apply.parameter_state import carry_gradient, carry_over, note_replaced
-from ..errors import LayoutError
+from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.parameters import grad_hooked
+from ..sharding.module_kinds import holds_tensors
 from ..sharding.module_sharding import shard_sizes
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-__all__ = ["DataAxes", "ShardedParameter", "shard_parameter", "whole_parameters"]
+__all__ = ["DataAxes", "ShardedParameter", "check_plain_tensors", "shard_parameter", "whole_parameters"]
 
 Site = tuple[nn.Module, str]
 
@@ -174,6 +175,25 @@ class ShardedParameter:
             leaf.grad = grad
         else:
             leaf.grad += grad
+
+
+def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
+    """Refuse parameters that no collective can send.
+
+    Args:
+        name: of the function that got them.
+        params: plain, or DTensors.
+
+    Raises:
+        UnsupportedModuleError: if one is a tensor of tensors.
+    """
+    for param in params:
+        if holds_tensors(param):
+            raise UnsupportedModuleError(
+                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor of tensors "
+                "(as quantized weights are), of which only its library knows shards. Pass it in ignored_params: it "
+                "stays whole on every rank, and is not trained"
+            )
 
 
 def shard_parameter(

@@ -28,7 +28,7 @@ from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .compile import make_traceable
-from .parameters import delivered_shards, local_parameters, summed_gradients
+from .parameters import check_plain, delivered_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
 __all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of"]
@@ -207,6 +207,7 @@ def spec_of(param: Tensor, name: str) -> Spec:
     """
     if isinstance(param, DTensor):
         return param.spec
+    check_plain(param)
     raise LayoutError(
         f"the parameter {name!r} of a parallel module is a plain {type(param).__name__}; it must stay a DTensor. "
         "Call unparallelize_module to get a plain module back."

@@ -26,12 +26,14 @@ from shoal_dtensor import DTensor, Spec, local_shard
 from shoal_mesh import Comm
 
 from .._torch import is_compiling, will_run
-from ..errors import SecondOrderError
+from ..errors import LayoutError, SecondOrderError
+from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
 from .collective_functions import copy, sum_over_ranks
 from .compile import local_traced
 
 __all__ = [
     "GradRoute",
+    "check_plain",
     "deliver_grad",
     "deliver_product",
     "delivered_shards",
@@ -171,7 +173,19 @@ class _DeliveredShards(Function):
 
 
 def _shard(param: Tensor) -> Tensor:
-    return local_shard(param) if isinstance(param, DTensor) else param
+    if isinstance(param, DTensor):
+        return local_shard(param)
+    check_plain(param)
+    return param
+
+
+def check_plain(param: Tensor) -> None:
+    """Raise LayoutError if a parameter that is no DTensor was quantized since its module is lowered."""
+    if holds_tensors(param):
+        raise LayoutError(
+            f"a parameter of a parallel module became a {type(param).__name__}, a tensor of tensors, which local "
+            f"computation cannot read. {HOW_TO_QUANTIZE}"
+        )
 
 
 def delivered_shards(params: Sequence[Tensor], comm: Comm | None = None) -> tuple[Tensor, ...]:

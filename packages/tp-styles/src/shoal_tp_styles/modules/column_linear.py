@@ -30,7 +30,7 @@ from ..lowering.boundary import local_input
 from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks
-from ..lowering.parameters import first_order_only
+from ..lowering.parameters import check_plain, first_order_only
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
 from ..sharding.collective import Collective
@@ -219,6 +219,8 @@ class ColumnLinear(Lowered):
         except KeyError:  # one is computed since
             return self.finish(self.general(input))
         if not torch.is_grad_enabled():
+            if type(weight) is not DTensor:
+                check_plain(weight)
             return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
         if not input.requires_grad:
             plain: Tensor = _column_direct(input, weight, bias, None, None)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal_dtensor import DTensor
 
-from ..lowering.parameters import deliver_grad, deliver_product, grad_route
+from ..lowering.parameters import check_plain, deliver_grad, deliver_product, grad_route
 
 __all__ = ["cast", "note_parameters", "save_operands", "weight_grads"]
 
@@ -23,7 +23,11 @@ def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 def note_parameters(ctx: Any, weight: DTensor, bias: DTensor | None) -> None:
     """Keep the parameters for the backward, with their present specs."""
     ctx.params = weight, bias
-    ctx.specs = weight.spec, None if bias is None else bias.spec
+    try:
+        ctx.specs = weight.spec, None if bias is None else bias.spec
+    except AttributeError:
+        check_plain(weight)
+        raise
 
 
 def save_operands(ctx: Any, x: Tensor, w: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from shoal_mesh import DeviceMesh
 
 from ..argument_types import takes
+from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
 from ..styles.attention_parameters import LatentProjection
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .recipes import SMALL, Entries, general_paths, recipes
@@ -104,6 +105,8 @@ _SMALL = "small: gathering its output costs more than its bytes"
 
 
 def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
+    if any(map(holds_tensors, module._parameters.values())):
+        return f"it is a tensor of tensors. {HOW_TO_QUANTIZE}"
     if isinstance(style, LatentProjection):
         return "every rank computes the latent of which its heads read all"
     if tried:

@@ -9,8 +9,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 __all__ = [
     "CONVOLUTIONS",
+    "HOW_TO_QUANTIZE",
     "TransposedLinear",
     "computed_parameters",
+    "holds_tensors",
     "is_grouped",
     "keeps_forward",
     "kinds_of",
@@ -18,6 +20,11 @@ __all__ = [
 ]
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
+HOW_TO_QUANTIZE = (
+    "To have quantized weights sharded, apply the plan with parallelize_module(..., lower=False) and quantize then: "
+    "values and scales become shards of the same rows and columns"
+)
 
 
 class TransposedLinear(nn.Module):
@@ -71,6 +78,16 @@ def computed_parameters(module: nn.Module) -> list[str]:
         if isinstance(value, Tensor) and any(f"{name}{end}" in module._parameters for end in ("_g", "_orig")):
             names.append(name)
     return names
+
+
+def holds_tensors(param: Tensor | None) -> bool:
+    """Whether a parameter is made of tensors, as quantized weights are, and is not a DTensor.
+
+    Example:
+        >>> holds_tensors(nn.Linear(2, 2).weight)
+        False
+    """
+    return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
 
 
 def out_features(module: nn.Module) -> int | None:
