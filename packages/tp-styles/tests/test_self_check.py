@@ -76,7 +76,9 @@ BROKEN: list[tuple[object, str, object, str]] = [
 
 def test_this_device_is_invariant() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        self_check.check_device("cpu", dtype, torch.get_num_threads())
+        for rows in (None, 16):
+            with invariant_arithmetic(rows=rows):
+                self_check.check_device("cpu", dtype, torch.get_num_threads(), rows)
 
 
 @pytest.mark.parametrize(("owner", "name", "broken", "operator"), BROKEN)
@@ -85,6 +87,23 @@ def test_what_is_broken_is_named(
 ) -> None:
     monkeypatch.setattr(owner, name, broken)
     with fake_world(1), pytest.raises(VariantArithmeticError, match=operator):
+        check_arithmetic(init_device_mesh("cpu", (1,)))
+
+
+at_once = sensitive(functional.scaled_dot_product_attention)
+CUT: list[tuple[object, str, object, str]] = [
+    (products, "_parts", products._samples, "linear, over chunks"),
+    (self_check, "attention_in_rows", lambda rows, *args, **how: at_once(*args, **how), "attention, over chunks"),
+    (functional, "layer_norm", sensitive(functional.layer_norm), "layer_norm, over chunks"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "broken", "operator"), CUT)
+def test_what_depends_on_chunks_is_named(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, broken: object, operator: str
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with fake_world(1), invariant_arithmetic(rows=16), pytest.raises(VariantArithmeticError, match=operator):
         check_arithmetic(init_device_mesh("cpu", (1,)))
 
 

@@ -12,13 +12,14 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from shoal_mesh import sums_in_tree
 
 from .argument_types import takes
 from .errors import StyleError
+from .row_attention import RowAttention
 
 __all__ = ["COMPLETION", "InvariantArithmetic", "current_arithmetic", "invariant_arithmetic"]
 
@@ -32,9 +33,11 @@ class InvariantArithmetic:
 
     Attributes:
         blocks: into how many parts a dim that ranks may share is divided; degrees divide it.
+        rows: how many tokens of a sample are computed together; None for all.
     """
 
     blocks: int
+    rows: int | None = None
 
     def own_blocks(self, ranks: int, size: int, what: str) -> int:
         """How many of the blocks one of so many ranks has.
@@ -63,9 +66,9 @@ def current_arithmetic() -> InvariantArithmetic | None:
     return _current
 
 
-@takes(blocks=int)
+@takes(blocks=int, rows=(int, type(None)))
 @contextmanager
-def invariant_arithmetic(blocks: int = 8) -> Iterator[InvariantArithmetic]:
+def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterator[InvariantArithmetic]:
     """Train and serve with the same bits on any number of ranks that divides `blocks`, one rank among them.
 
     Everything happens inside: `parallelize_module`, `fully_shard` or `replicate`, forward and backward passes, clipping
@@ -74,10 +77,13 @@ def invariant_arithmetic(blocks: int = 8) -> Iterator[InvariantArithmetic]:
 
     Args:
         blocks: into how many parts sharded dims are divided, a power of two; sizes of sharded dims are multiples of it.
+        rows: for serving: how many tokens of a sample linear layers and `F.scaled_dot_product_attention` compute
+            together; what is missing is filled up. Then the chunks in which a prompt is prefilled change no bit
+            either. With None kernels see whole sequences.
 
     Raises:
-        StyleError: if `blocks` is no power of two, or another number is entered already. Inside, if a plan has a module
-            for which there is no invariant form, or a dim that the blocks do not divide.
+        StyleError: if `blocks` is no power of two, `rows` is not positive, or others are entered already. Inside, if a
+            plan has a module for which there is no invariant form, or a dim that the blocks do not divide.
 
     Example:
         >>> from torch import nn
@@ -92,12 +98,14 @@ def invariant_arithmetic(blocks: int = 8) -> Iterator[InvariantArithmetic]:
     global _current  # noqa: PLW0603  # backward passes run in threads of their own
     if blocks < 1 or blocks & (blocks - 1):
         raise StyleError(f"invariant_arithmetic: blocks are halved again and again, so a power of two; got {blocks}")
-    before, entered = _current, InvariantArithmetic(blocks)
+    if rows is not None and rows < 1:
+        raise StyleError(f"invariant_arithmetic: rows are computed together, so at least 1; got {rows}")
+    before, entered = _current, InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
-        raise StyleError(f"invariant_arithmetic(blocks={blocks}) inside invariant_arithmetic(blocks={before.blocks})")
+        raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
     _current = entered
     try:
-        with sums_in_tree():
+        with sums_in_tree(), nullcontext() if rows is None else RowAttention(rows):
             yield entered
     finally:
         _current = before

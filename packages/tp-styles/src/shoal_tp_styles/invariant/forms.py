@@ -19,6 +19,7 @@ from ..modules.norm import Tokenwise, is_norm
 from ..modules.row_linear import OverlappedRow, RowLinear
 from ..sharding.module_sharding import ModuleSharding, Port
 from .block_linear import InvariantColumn, InvariantRow, InvariantWhole
+from .block_sums import entered
 from .replicated import InvariantTokenwise, InvariantTokenwiseWhole
 from .sample_embedding import InvariantColumnEmbedding, InvariantEmbedding, InvariantRowEmbedding
 from .self_check import check_device
@@ -68,7 +69,7 @@ def complete(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
         if device != "meta":
-            check_device(device, dtype, torch.get_num_threads())
+            check_device(device, dtype, torch.get_num_threads(), entered().rows)
     along = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
     for path, owner in module.named_modules():
         around = lowered_of(owner)

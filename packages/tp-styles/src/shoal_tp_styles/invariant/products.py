@@ -1,19 +1,22 @@
 """Matrix products in blocks: as they are defined, and in fewer calls where a trial has shown the same bits.
 
-A product is defined sample by sample and block by block. Here B are samples, R rows of each, N and K features.
+A product is defined sample by sample and block by block. Here B are samples, R rows of each, N and K features. Where
+the mode has a number of rows, a sample is that many tokens, and the last ones of a sequence are filled up with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from shoal_mesh import tree_sum
 
+from ..arithmetic import current_arithmetic
 from ..errors import StyleError
 from .block_sums import contiguous_block, tree_of, tree_of_products
 from .measured import Measured
@@ -112,13 +115,27 @@ def _samples(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
 
 
+def _parts(tensor: Tensor) -> Tensor:
+    """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
+    whole, arithmetic = _samples(tensor), current_arithmetic()
+    if arithmetic is None or arithmetic.rows is None:
+        return whole
+    return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(-1, arithmetic.rows, whole.shape[2])
+
+
+def _joined(parts: Tensor, shape: Sequence[int]) -> Tensor:
+    """`_parts` back, for a tensor of this shape."""
+    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
+    return whole.contiguous().view(shape)  # elementwise kernels that follow take memory with gaps another way
+
+
 def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
     """(B, ..., K) times a matrix whose dim `dim` has the features of the output, of which `blocks` blocks are here."""
     size = matrix.shape[dim]
     if not x.numel():
         return linear(x, matrix if dim == 0 else matrix.t(), bias)
-    out = _SPREAD[dim](blocks, _samples(x), matrix, *(() if bias is None else (bias,)))
-    return out.view(*x.shape[:-1], size)
+    out = _SPREAD[dim](blocks, _parts(x), matrix, *(() if bias is None else (bias,)))
+    return _joined(out, (*x.shape[:-1], size))
 
 
 def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
@@ -127,8 +144,8 @@ def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> T
     shape = (*x.shape[:-1], matrix.shape[1 - dim])
     if not x.numel():
         return x.new_zeros(shape)
-    operands = [each for rows, weight in factors for each in (_samples(rows), weight)]
-    return _SUMMED[dim](blocks, *operands).view(shape)
+    operands = [each for rows, weight in factors for each in (_parts(rows), weight)]
+    return _joined(_SUMMED[dim](blocks, *operands), shape)
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:

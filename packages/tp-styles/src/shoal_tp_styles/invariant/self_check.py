@@ -1,7 +1,8 @@
 """`check_arithmetic`: whether operators have the same bits on this device however many ranks share them, one by one.
 
 Every check computes something as one rank does, and as 2, 4 and 8 ranks would: on their samples, features or tokens,
-joined as collectives join them. The first module that is made parallel in the mode runs those of its device and dtype.
+joined as collectives join them. The first module that is made parallel in the mode runs those of its device and dtype;
+where the mode has a number of rows, also those of a sequence in chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from shoal_mesh import Comm, DeviceMesh, all_reduce, reduce_scatter, sums_in_tre
 
 from .._torch import unwatched, unwatched_functions
 from ..argument_types import check_mesh
+from ..arithmetic import current_arithmetic
 from ..errors import VariantArithmeticError
+from ..row_attention import attention_in_rows
 from .products import bias_gradient, spread, summed, weight_gradient
 from .replicated import sum_of_cells
 from .sample_embedding import embedding_gradient
@@ -135,6 +138,30 @@ def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield f"scaled_dot_product_attention, over {what}", want, got
 
 
+def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """What is computed for a sequence at once, and for chunks of it, by so many rows of the mode."""
+    sizes = [1, rows, rows + 1, max(rows - 1, 1)]
+    x, weight = draw(sum(sizes), FEATURES), draw(FEATURES, FEATURES, samples=0)
+    q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
+    for name, function in (
+        ("linear", lambda part: spread(part, weight, 0, BLOCKS)),
+        ("linear, summed in blocks", lambda part: summed([(part, weight)], 1, BLOCKS)),
+        ("layer_norm", lambda part: functional.layer_norm(part, (FEATURES,))),
+        ("rms_norm", lambda part: functional.rms_norm(part, (FEATURES,), eps=1e-6)),
+        ("silu", functional.silu),
+    ):
+        parts = [function(part.contiguous()) for part in torch.split(x, sizes, 1)]
+        yield f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1)
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    seen = torch.ones(ends[-1], ends[-1], dtype=torch.bool, device=q.device).tril()
+    cut = [
+        (q[:, :, end - n : end], k[:, :, :end], v[:, :, :end], seen[end - n : end, :end])
+        for end, n in zip(ends, sizes, strict=True)
+    ]
+    got = torch.cat([attention_in_rows(rows, *each) for each in cut], 2)
+    yield "attention, over chunks of a sequence", attention_in_rows(rows, q, k, v, is_causal=True), got
+
+
 def _with_gradient(function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> Tensor:
     """The result and the gradients of the inputs, stacked."""
     with torch.enable_grad():
@@ -160,7 +187,7 @@ def _with_grads(grads: Iterable[Tensor]) -> list[Tensor]:
 _CHECKS: tuple[Check, ...] = (_samples, _features, _tokens, _attention, _norm)
 
 
-def _differing(device: str, dtype: torch.dtype) -> list[str]:
+def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, samples: int = SAMPLES) -> Tensor:
@@ -171,17 +198,19 @@ def _differing(device: str, dtype: torch.dtype) -> list[str]:
         for check in _CHECKS:
             for ranks in DEGREES:
                 found |= {name: None for name, want, got in check(draw, ranks) if not torch.equal(want, got)}
+        if rows is not None:
+            found |= {name: None for name, want, got in _chunks(draw, rows) if not torch.equal(want, got)}
     return list(found)
 
 
 @lru_cache
-def check_device(device: str, dtype: torch.dtype, threads: int) -> None:
-    """Check what one rank computes, once for each device, dtype and number of threads.
+def check_device(device: str, dtype: torch.dtype, threads: int, rows: int | None) -> None:
+    """Check what one rank computes, once for each device, dtype, number of threads, and rows of the mode around it.
 
     Raises:
         VariantArithmeticError: naming the operators.
     """
-    _refuse(_differing(device, dtype), device, dtype)
+    _refuse(_differing(device, dtype, rows), device, dtype)
 
 
 def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
@@ -201,7 +230,8 @@ def check_arithmetic(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> No
         ...     check_arithmetic(init_device_mesh("cpu", (1,)))
     """
     check_mesh("check_arithmetic", mesh)
-    found = _differing(mesh.device_type, dtype)
+    arithmetic = current_arithmetic()
+    found = _differing(mesh.device_type, dtype, None if arithmetic is None else arithmetic.rows)
     for axis in mesh.axis_names:
         found += [f"{name} along {axis!r}" for name in _differing_sums(mesh.comm(axis), mesh.device_type, dtype)]
     _refuse(found, mesh.device_type, dtype)
@@ -226,5 +256,6 @@ def _refuse(found: list[str], device: str, dtype: torch.dtype) -> None:
     if found:
         raise VariantArithmeticError(
             f"invariant_arithmetic on {device!r} in {dtype}, {torch.get_num_threads()} threads: these have other bits "
-            f"on other numbers of ranks: {'; '.join(found)}. Leave the mode, or use another dtype or number of threads"
+            f"on other numbers of ranks, or in chunks: {'; '.join(found)}. Leave the mode, or use another dtype or "
+            "number of threads"
         )
