@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +306,29 @@ def test_a_moved_operand_that_was_expanded_does_not_set_the_memory_order() -> No
         total: Any = expanded + partial
         assert total.stride() == total.to_local().stride() == (15, 1, 5)
         assert total.transpose(1, 2).view(15, 5).shape == (15, 5)
+
+
+def _mib() -> float:
+    """The memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@on_ranks(2, timeout=800)
+def test_memory_is_flat_over_operators_and_shapes() -> None:
+    mesh, seen = init_device_mesh("cpu", (2,)), list[float]()
+    x: Any = distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)])
+    w = distribute_tensor(torch.ones(6, 4), mesh, [Replicate()])
+    for _ in range(10):
+        for _ in range(2500):
+            y = x @ w + 1.0
+            y.sum(), y.redistribute(mesh, [Replicate()])[1:3]
+        seen.append(_mib())
+    assert seen[-1] < seen[0] + 2, seen  # 112,500 operators later
+    for rows in range(1, 101):  # 10,000 shapes, of which caches keep some thousand
+        for columns in range(1, 101):
+            a: Any = distribute_tensor(torch.ones(rows, columns), mesh, [Shard(0)], src_data_rank=None)
+            (a + 1.0).sum(0), a.redistribute(mesh, [Replicate()])[1:].softmax(-1)
+        seen.append(_mib())
+    assert seen[-1] < seen[-40] + 4, seen[::10]

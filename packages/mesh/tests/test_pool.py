@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -88,3 +90,26 @@ def test_a_script_that_starts_ranks_when_imported_is_told_so(tmp_path: Path) -> 
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     assert "__name__ == '__main__'" in ended.stderr
+
+
+def _usage() -> tuple[int, int, int, int, int]:
+    """MiB, descriptors and threads of this process, and what is in the folders for files that are not kept."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    folders = [len(os.listdir(folder)) for folder in ("/proc/self/fd", "/proc/self/task", gettempdir(), "/dev/shm")]
+    return (pages * os.sysconf("SC_PAGE_SIZE") >> 20, *folders)  # type: ignore[return-value]  # four of them
+
+
+def _one() -> int:
+    return 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_pools_leave_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen = []
+    for _ in range(1000):
+        with RankPool(1) as pool:
+            assert pool.run(_one) == [1]
+        seen.append(_usage())
+    assert seen[-1][0] <= seen[20][0] + 2 and seen[-1][1:4] == seen[20][1:4], (seen[20], seen[-1])
