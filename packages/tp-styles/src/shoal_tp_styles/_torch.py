@@ -10,11 +10,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo as never_compiled
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef as StorageReference
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "FakeTensor",
+    "StorageReference",
     "TorchDispatchMode",
     "apply",
     "at_end_of_backward",
@@ -119,7 +121,12 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     As autocast itself: only floating tensors on the autocast device, and never float64.
     """
     device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    if (
+        device == "meta"
+        or not torch.is_autocast_enabled(device)
+        or not tensor.is_floating_point()
+        or tensor.dtype == torch.float64
+    ):
         return None
     return torch.get_autocast_dtype(device)
 
@@ -139,7 +146,7 @@ preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_prese
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp of torch's CPU attention kernel; none of the tensors is empty."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

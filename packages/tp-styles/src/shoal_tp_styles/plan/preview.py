@@ -22,6 +22,7 @@ from ..arithmetic import current_arithmetic
 from ..lowering.boundary import Boundary
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, shard_sizes
+from .activations import to_meta
 from .resolve import Plan, Use, axis_mesh, resolve
 
 __all__ = ["CollectiveCost", "Preview", "PreviewRow", "format_bytes", "preview"]
@@ -213,19 +214,11 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
     }
     try:
         with torch.enable_grad():
-            torch.func.functional_call(model, state, _to_meta(args), _to_meta(kwargs))
+            torch.func.functional_call(model, state, to_meta(args), to_meta(kwargs))
     finally:
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: _to_meta(item) for key, item in value.items()}
-    return type(value)(_to_meta(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _nbytes(tensor: Tensor) -> int:

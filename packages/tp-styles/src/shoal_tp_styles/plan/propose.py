@@ -12,6 +12,7 @@ from shoal_mesh import Link, abstract_mesh, topology_of
 
 from ..argument_types import takes
 from ..errors import LayoutError
+from .activations import activation_bytes
 from .auto import auto_plan
 from .preview import format_bytes, preview
 from .resolve import Plan
@@ -34,13 +35,15 @@ class Candidate:
     Attributes:
         shape: replicas and tensor-parallel ranks: the shape of the mesh ("dp", "tp").
         data: the function for the axis of replicas.
-        nbytes: parameters, gradients and optimizer state on the rank that holds most.
+        nbytes: parameters, gradients, optimizer state and activations on the rank that holds most.
+        activation_bytes: of these, what a forward keeps for its backward, and its outputs.
         seconds: expected time of the collectives of a step, without overlap.
     """
 
     shape: tuple[int, int]
     data: str
     nbytes: int
+    activation_bytes: int
     seconds: float
 
 
@@ -52,11 +55,13 @@ class Proposal:
         plan: of the tensor-parallel axis.
         bound: bytes per rank.
         candidates: of every shape.
+        uncounted: why activations are not counted for some of them; empty where they are.
     """
 
     plan: Plan
     bound: int
     candidates: tuple[Candidate, ...]
+    uncounted: str = ""
 
     @property
     def best(self) -> Candidate | None:
@@ -67,10 +72,12 @@ class Proposal:
     def __repr__(self) -> str:
         rows = [
             f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} {format_bytes(each.nbytes):>11} "
+            f"{format_bytes(each.activation_bytes):>12} "
             f"{each.seconds * 1e3:9.2f} ms  {'' if each.nbytes <= self.bound else 'too much'}".rstrip()
             for each in self.candidates
         ]
-        return "\n".join([f"  dp x tp   data parallelism {'':19} bytes/rank  of {format_bytes(self.bound)}", *rows])
+        head = f"  dp x tp   data parallelism {'':19} bytes/rank  activations   of {format_bytes(self.bound)}"
+        return "\n".join([head, *rows, *[f"activations are not counted: {self.uncounted}"] * bool(self.uncounted)])
 
 
 @takes(model=nn.Module, ranks=int, bound=(int, float))
@@ -79,8 +86,10 @@ def propose(
 ) -> Proposal:
     """Degrees and a plan under a memory bound, compared with the alternatives.  No process group is needed.
 
-    Memory is that of parameters, gradients and optimizer state; activations, and the parameters that `fully_shard` has
-    gathered for one unit, come on top. Prove the plan by `verify` on a small configuration.
+    Memory is that of parameters, gradients, optimizer state, and what a forward keeps: give a model that returns its
+    loss, in the mode and with the checkpoints with which it trains. What a step needs for moments comes on top: the
+    parameters that `fully_shard` has gathered for a unit, buckets of reductions, gradients of activations. Prove the
+    plan by `verify` on a small configuration.
 
     Args:
         model: not parallel, on any device, also meta.
@@ -103,28 +112,33 @@ def propose(
     if ranks < 1 or bound < 1:
         raise LayoutError(f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes")
     chosen: Plan = auto_plan(model) if plan is None else plan
-    found = [
-        each
-        for tensor in range(1, ranks + 1)
-        if ranks % tensor == 0
-        for each in _candidates(model, chosen, (ranks // tensor, tensor), state, args, kwargs)
-    ]
+    found: list[Candidate] = []
+    uncounted = ""
+    for tensor in range(1, ranks + 1):
+        if ranks % tensor == 0:
+            shape = (ranks // tensor, tensor)
+            inputs = _of_one(args, shape[0]), _of_one(kwargs, shape[0])
+            try:
+                kept = activation_bytes(model, chosen, abstract_mesh((tensor,)), *inputs)
+            except Exception as error:  # whatever the user's model raises without values is a finding
+                kept, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
+            found += _candidates(model, chosen, shape, state, kept, *inputs)
     order = sorted(found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes))
-    return Proposal(chosen, bound, tuple(order))
+    return Proposal(chosen, bound, tuple(order), uncounted)
 
 
-def _candidates(
-    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, args: Any, kwargs: Any
+def _candidates(  # noqa: PLR0913  # all that a candidate depends on
+    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, kept: int, args: Any, kwargs: Any
 ) -> Iterator[Candidate]:
     replicas, tensor = shape
-    cost = preview(model, plan, abstract_mesh((tensor,)), *_of_one(args, replicas), **_of_one(kwargs, replicas))
+    cost = preview(model, plan, abstract_mesh((tensor,)), *args, **kwargs)
     held = cost.parameter_bytes
     link = topology_of(abstract_mesh((replicas,)))[0]
     for data, (divided, times) in _REPLICAS.items():
         if replicas > 1 or not divided:
             sizes = [held, held, held * state]
             nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
-            yield Candidate(shape, data, round(nbytes), cost.seconds + _ring(link, held * times, replicas))
+            yield Candidate(shape, data, round(nbytes) + kept, kept, cost.seconds + _ring(link, held * times, replicas))
 
 
 def _ring(link: Link, nbytes: float, ranks: int) -> float:
