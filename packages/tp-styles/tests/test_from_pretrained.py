@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -98,6 +99,29 @@ def test_generation_is_that_of_one_process(how: dict[str, Any], tmp_path: Path) 
         expected = written(single, 1, **how)
         for more in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
             assert torch.equal(written(module, 1, **more, **how), expected)
+
+
+@on_ranks(2, timeout=200)
+def test_a_prefix_is_computed_once_and_used_again(tmp_path: Path) -> None:
+    from transformers import DynamicCache
+
+    single = build_model()
+    module = hf.from_pretrained(save_plain(single, tmp_path), all_ranks())
+    prefix, found = token_batch(1), list[list[torch.Tensor]]()
+    requests = [torch.cat([prefix, token_batch(1) + shift], 1) % single.config.vocab_size for shift in (1, 2)]
+    for model in (single, module):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(prefix, past_key_values=cache)
+        found.append([])
+        for request in requests:
+            how: Any = {"attention_mask": torch.ones_like(request), "max_new_tokens": 6, "do_sample": False}
+            out = model.generate(request, past_key_values=copy.deepcopy(cache), **how)
+            assert torch.equal(out, model.generate(request, **how))
+            found[-1].append(out)
+        heads = single.config.num_key_value_heads // (1 if model is single else 2)
+        assert cache.layers[0].keys.shape[1:3] == (heads, prefix.shape[1]), "of local heads, and not written to"
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @on_ranks(2, timeout=200)
