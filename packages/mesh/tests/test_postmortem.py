@@ -70,3 +70,9 @@ def test_ranks_that_nobody_has_seen() -> None:
     lines = report({0: {**dump, "collectives": [[0.5, "g", "all_gather of 1 x float32", ""]]}})
     assert "rank 2 has written nothing; last seen: by nobody" in lines
     assert lines[-2:] == ["     0.500 s before, group g: all_gather of 1 x float32", "  at no line of the program"]
+
+
+def test_a_program_in_a_folder_whose_name_begins_as_ours() -> None:
+    stack = ["/home/me/shoal_mesh-0.1.0/train.py:3 main", "/lib/shoal_dtensor/tensor/dtensor.py:9 redistribute"]
+    dump = {"world": 1, "culprits": [], "seen": {}, "process": 1, "host": "h", "error": "e", "stack": stack}
+    assert report({0: {**dump, "collectives": []}})[-1] == f"  at {stack[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from ..shared_memory.recorder import folder
 __all__ = ["add_options", "report", "run"]
 
 Dumps = Mapping[int, Mapping[str, Any]]
+# Folders by their whole names: a program may lie in `shoal_experiments`.
+_LIBRARY = re.compile(r"/(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)/")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +63,6 @@ def report(dumps: Dumps, last: int = 3) -> list[str]:
         lines.append(f"rank {rank} (process {dump['process']} on {dump['host']}): {dump['error']}")
         for seconds, group, what, purpose in dump["collectives"][-last:]:
             lines.append(f"  {seconds:8.3f} s before, group {group}: {what}{f', for {purpose}' if purpose else ''}")
-        own = [frame for frame in dump["stack"] if "/shoal_" not in frame and "/torch/" not in frame]
+        own = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
         lines.append(f"  at {own[-1] if own else 'no line of the program'}")
     return lines
