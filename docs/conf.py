@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 from shoal_mesh import __version__
@@ -39,7 +40,17 @@ intersphinx_mapping = (
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "imported-members": True, "show-inheritance": True}
+# What a class has from a base without an entry of its own is listed with it; what it has from these is not repeated.
+SHOWN_ELSEWHERE = (
+    "object, BaseException, Enum, int, str, tuple, dict, Tensor, TensorBase, Module, Optimizer, TorchDispatchMode, "
+    "TestCase, Protocol, Placement, ParallelStyle, DeclaredStyle, Lowered, ShardedTensorBase, ShardingSpec, Row, Rule"
+)
+autodoc_default_options = {
+    "members": True,
+    "imported-members": True,
+    "show-inheritance": True,
+    "inherited-members": SHOWN_ELSEWHERE,
+}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # attributes stay in the class docstring: autodoc lists them as members already
@@ -60,6 +71,18 @@ def leaves_out(_app: object, what: str, name: str, member: Any, skip: bool, opti
 INTERNAL = {"copied_view", "pending"}
 
 
+def names_bases(_app: object, _name: str, _class: type, _options: object, bases: list[Any]) -> None:
+    """Bases without an entry are where methods come from, not what a reader can look up."""
+    bases[:] = [base for base in bases if not is_internal(base)] or [object]
+
+
+def is_internal(value: Any) -> bool:
+    """Whether a class of ours is in no public namespace."""
+    home = getattr(value, "__module__", "").partition(".")[0]
+    return home.startswith("shoal_") and value.__name__ not in import_module(home).__all__
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-skip-member", leaves_out)
+    app.connect("autodoc-process-bases", names_bases)

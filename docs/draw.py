@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -136,8 +137,43 @@ FLOWS = {
 }
 
 
+def measured(page: str) -> list[list[str]]:
+    """The table between `<!-- measured -->` and `<!-- end -->` of a page: its header, then its rows."""
+    text = (HERE.parent / page).read_text().partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|") and not line.startswith("|-")]
+    return [[cell.strip().replace("`", "") for cell in line] for line in lines]
+
+
+def draw_benchmarks() -> None:
+    """Speeds of the two tables of measurements, relative to the first of each row that was measured."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    for axis, page in zip(axes, ("../README.md", "how-to/inference.md"), strict=True):
+        header, *rows = measured(page)
+        for place, (label, *cells) in enumerate(rows):
+            values = [float(cell.replace(",", "")) if cell else None for cell in cells]
+            base = next(value for value in values if value)
+            for rival, value in enumerate(values):
+                if value:
+                    speed = base / value if "seconds" in label else value / base  # of times, less is faster
+                    height = place + 0.26 * (rival - 1)
+                    name = header[1 + rival] if place in (0, len(rows) - 1) else None
+                    axis.barh(height, speed, 0.24, color=COLORS[rival], label=name)
+                    axis.text(speed, height, f" {speed:.2f}", va="center", fontsize=8)
+        axis.set_yticks(range(len(rows)), [fill(row[0], 26) for row in rows], fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("speed, relative to the first bar of a row; more is better", fontsize=8)
+        named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+        axis.legend(
+            named.values(), named.keys(), fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+        )
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(x=0.15)
+    save(figure, "benchmarks")
+
+
 def main() -> None:
     """All figures."""
+    draw_benchmarks()
     draw_layouts()
     draw_redistribution()
     draw_mesh()

@@ -48,6 +48,7 @@ from .observers.replicas import check_replicas
 from .observers.timeline import Timeline
 from .observers.trace import trace
 from .shared_memory.recorder import note
+from .terminal import progress
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
 
@@ -119,6 +120,7 @@ __all__ = [
     "observe",
     "pack_blocks",
     "permute",
+    "progress",
     "purpose",
     "reduce_scatter",
     "reduce_scatter_coalesced",

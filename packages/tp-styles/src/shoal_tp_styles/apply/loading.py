@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
+from shoal_mesh import progress
 
 from ..argument_types import takes
 from ..errors import PlanError
@@ -123,7 +124,7 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         loaded = _compared(entries, reader, strict=strict)
         present = [entry for entry in entries if entry.source in reader.names()]
         filled: dict[int, Tensor] = {}
-        for entry in present:
+        for entry in progress(present, "loading parameters"):
             _fill(entry, reader, loaded, filled)
         for entry in entries:  # the other names of shared parameters
             if id(entry.tensor) in filled:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
+from shoal_mesh import progress
 
 from ..argument_types import takes
 from ..errors import CheckpointError
@@ -266,7 +267,7 @@ def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredT
     rank, written = dist.get_rank() if dist.is_initialized() else 0, 0
     with ExitStack() as stack:
         files: dict[str, int] = {}
-        for name, boxes in held.items():
+        for name, boxes in progress(held.items(), "saving parameters"):
             tensor = tensors[name]
             for box, shard in boxes:
                 if tensor.writers[box] != rank:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal_mesh import all_to_all_blocks, comm_over
+from shoal_mesh import all_to_all_blocks, comm_over, progress
 
 from ..apply.saving import Box, StoredTensor, agree, describe, merged
 from ..errors import PlanError
@@ -52,7 +52,7 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
             has = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
             raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for names in _batches(targets, max_bytes):
+    for names in progress(list(_batches(targets, max_bytes)), "copying weights"):
         exchange: _Exchange = ([[] for _ in range(ranks)], [[] for _ in range(ranks)])
         for name in names:
             _add(exchange, sources[name], targets[name], (held.get(name, []), wanted.get(name, [])), rank)
