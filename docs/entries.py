@@ -62,7 +62,7 @@ def faults(site: Path) -> list[str]:
     lines += [f"{name}: a page imports from it, no entry" for name in sorted(imported_by_pages(site) - {*modules})]
     for module in (*LAYERS, *modules):
         for name, value in documented(module):
-            if name not in found:
+            if not {name, f"{module.partition('.')[0]}.{name.rpartition('.')[2]}"} & {*found}:
                 lines.append(f"{name}: no entry")
             elif inspect.isclass(value) and not issubclass(value, BaseException):
                 lines += [f"{name}.{one}: no entry" for one, names in methods(value) if not short & {*names}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -35,7 +35,7 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterat
     if not stream.isatty() or (dist.is_initialized() and dist.get_rank() != 0):
         yield from items
         return
-    count = total if total is not None else len(items) if hasattr(items, "__len__") else None
+    count = total if total is not None else len(items) if isinstance(items, Sized) else None
     began = time.monotonic()
     due, shown = began + _QUIET, False
     try:
