@@ -50,7 +50,8 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
         super().__init__()
-        self.mesh, self.axes = mesh, axes
+        self.mesh: DeviceMesh = mesh
+        self.axes: Mapping[DeviceMesh, int] = axes
         self._entered: list[tuple[bool, object]] = []
 
     @contextmanager

@@ -86,7 +86,7 @@ class GroupedChannels(Lowered):
     __slots__ = ("held",)
 
     def resolve(self) -> None:
-        self.held = self.options.held(self.comm.size)
+        self.held: list[int] = self.options.held(self.comm.size)
 
     @property
     def options(self) -> ChannelsOfGroups:

@@ -85,7 +85,7 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.sizes = tuple(experts_per_rank(module.hidden_size, self.comm.size))
+        self.sizes: tuple[int, ...] = tuple(experts_per_rank(module.hidden_size, self.comm.size))
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

@@ -173,7 +173,7 @@ class ChannelShards(Lowered):
         module: Any = self.module
         self.channels: int = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
         placement: Any = self.port_in.desired
-        self.sizes = shard_sizes(self.channels, placement, self.comm.size)
+        self.sizes: list[int] = shard_sizes(self.channels, placement, self.comm.size)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
