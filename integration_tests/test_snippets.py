@@ -34,7 +34,7 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
 
 def run(page: str, program: list[tuple[str, str | None]]) -> None:
     """Run the blocks in one namespace, and compare what they print."""
-    namespace = {"__name__": "__page__"}
+    namespace = {"__name__": "__main__"}
     for code, expected in program:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, page, "exec"), namespace)

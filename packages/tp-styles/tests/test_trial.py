@@ -154,3 +154,18 @@ def test_verify_reports_and_never_raises(styles: Any, problem: str) -> None:
     verdict = verify(MLP(), styles, MESH, torch.randn(3, 10))
     assert problem in verdict.errors[0] and not verdict.proven
     assert "errors: " in repr(verdict) and "<th>errors</th>" in verdict._repr_html_()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.own
+
+
+def test_a_plan_that_does_not_run_is_told_with_the_line_of_the_model() -> None:
+    found = verify(nn.Sequential(Residual()), {"0.inner": ColwiseParallel()}, MESH, torch.randn(3, 8)).wrong[0]
+    line = Residual.forward.__code__.co_firstlineno + 1
+    assert found.endswith(f" (test_trial.py:{line}, in Residual.forward)")

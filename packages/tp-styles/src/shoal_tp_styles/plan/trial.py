@@ -7,6 +7,8 @@ difference.  Nothing is changed, no process group is used, and nothing is raised
 from __future__ import annotations
 
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +93,7 @@ def try_plan(
 
         results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
-        return Trial(wrong=(f"the plan does not run: {_shown(error)}",))
+        return Trial(wrong=(f"the plan does not run: {_shown(error)}{_line_of_model(error)}",))
     return Trial(wrong=tuple(_differences(results, expected)))
 
 
@@ -203,3 +205,13 @@ def _same(value: Tensor | None, expected: Tensor | None) -> bool:
 def _shown(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _line_of_model(error: BaseException) -> str:
+    """` (net.py:42, in Net.forward)`: the innermost line of the model's own code that an error came through."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and frame.f_globals.get("__name__", "").partition(".")[0] != "torch":
+            file = os.path.basename(frame.f_code.co_filename)
+            return f" ({file}:{line}, in {type(owner).__name__}.{frame.f_code.co_name})"
+    return ""
