@@ -162,7 +162,8 @@ class Residual(nn.Module):
         self.inner, self.own = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.own
+        total: Tensor = self.inner(x) + self.own
+        return total
 
 
 def test_a_plan_that_does_not_run_is_told_with_the_line_of_the_model() -> None:
