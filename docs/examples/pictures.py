@@ -46,6 +46,8 @@ def draw_layout(path: Path, weights: Mapping[str, Tensor], mesh: tuple[int, int]
         axis.axis("off")
     for axis, (name, weight) in zip(axes.flat, parameters.items(), strict=False):
         _draw_parameter(axis, name, weight, mesh)
+    size = " x ".join(map(str, mesh))
+    figure.suptitle(f"Which ranks of the {size} mesh (data, tensor) hold which part of a weight (the first block only)")
     _save(figure, path)
 
 
