@@ -82,6 +82,19 @@ def test_importing_a_layer_changes_nothing_outside_it(layer: Any, layers: Any) -
     assert not own, f"importing {layer.name} pulled in torch's own implementation"
 
 
+def said(program: str) -> str:
+    """What a program prints in a fresh process, where every warning is an error."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, check=False, timeout=120)
+    return f"{done.stdout}{done.stderr}{done.returncode or ''}"
+
+
+def test_importing_a_layer_prints_nothing(layer: Any) -> None:
+    """A new torch logs a line for each name that it deprecates, as it is called."""
+    assert said(f"import {layer.name}") == ""
+
+
 FIRST_OPERATORS = """
 import sys, torch
 from shoal_dtensor import DTensor, Replicate, Shard
@@ -99,7 +112,7 @@ assert not any(name.partition(".")[2].startswith(("_dynamo", "_inductor")) for n
 
 def test_first_operators_import_no_compiler() -> None:
     """Python meta kernels import `torch._dynamo`, which takes two seconds."""
-    subprocess.run([sys.executable, "-c", FIRST_OPERATORS], check=True, timeout=120)
+    assert said(FIRST_OPERATORS) == ""
 
 
 def test_each_layer_imports_within_its_time(tmp_path: Path) -> None:

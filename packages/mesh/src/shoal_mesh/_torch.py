@@ -66,6 +66,7 @@ __all__ = [
     "group_ranks",
     "in_backward",
     "is_compiling",
+    "is_gloo",
     "is_live",
     "known_groups",
     "new_group",
@@ -252,6 +253,11 @@ def group_by_name(name: str) -> ProcessGroup:
 def backend_config(group: ProcessGroup) -> str:
     """Device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`."""
     return str(_c10d._world.pg_backend_config[group])
+
+
+def is_gloo(group: ProcessGroup) -> bool:
+    """Whether collectives on CPU tensors are gloo's own: not those of a group written in Python, whatever its name."""
+    return type(group) is ProcessGroup and "cpu:gloo" in backend_config(group).split(",")
 
 
 def full_backend_config(backend: str) -> str:

@@ -23,12 +23,14 @@ from .._torch import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
+    ProcessGroup,
     ReduceScatterOptions,
     Work,
     distinct,
     functional,
     is_compiling,
 )
+from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm
 from ..shared_memory import exchange
 from ..shared_memory.backend_work import BackendWork
@@ -92,7 +94,7 @@ def _from(root: int) -> BroadcastOptions:
 
 def _channel(tensor: Tensor, comm: Comm, turn_bytes: int = 0) -> Channel | None:
     """The shared memory to use; none for messages of more than `turn_bytes`, if given."""
-    if "cpu:gloo" not in comm.backend or not tensor.is_cpu or type(tensor) is not Tensor:
+    if not comm.on_gloo or not tensor.is_cpu or type(tensor) is not Tensor:
         return None
     if turn_bytes and tensor.nbytes > turn_bytes:
         return None
@@ -118,12 +120,20 @@ def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = 
     return None if channel is None else channel.lanes[name]
 
 
+def _gather(group: ProcessGroup, out: Tensor, source: Tensor) -> Work:
+    return call_of(type(group), "all_gather")(group, out, source, _ALL_GATHER)
+
+
+def _exchange(group: ProcessGroup, out: Tensor, source: Tensor, receive: list[int], send: list[int]) -> Work:
+    return call_of(type(group), "all_to_all")(group, out, source, receive, send, _ALL_TO_ALL)
+
+
 def _on_backend(work: Work, comm: Comm, tensor: Tensor) -> Work | BackendWork:
     """The work of a call of the backend, watched where it is gloo's.
 
     Only that on CPU tensors: that on meta tensors, on which transforms run operators too, never says it is complete.
     """
-    if "cpu:gloo" not in comm.backend or not tensor.is_cpu:
+    if not comm.on_gloo or not tensor.is_cpu:
         return work
     return BackendWork(work, comm.group, comm.kept or None)
 
@@ -135,7 +145,7 @@ def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", r
         PeerError: one has.
     """
     record(comm.name, (kind, tensor.dtype, count, op, root))
-    if "cpu:gloo" in comm.backend and tensor.is_cpu:
+    if comm.on_gloo and tensor.is_cpu:
         channel = channel_over(comm)
         if channel is not None:
             channel.peers.announce(announcement(kind, tensor.dtype, count, op, root))
@@ -166,7 +176,7 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     return (
         op == "sum"
         and 2 < comm.size <= ONE_SHOT_RANKS
-        and "gloo" in comm.backend
+        and comm.on_gloo
         and not is_compiling()  # before the size, which a compiler may know as a symbol only
         and 0 < tensor.nbytes <= ONE_SHOT_BYTES
         and tensor.device.type == "cpu"
@@ -193,8 +203,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         return out, exchange.all_gather(channel, _movable(tensor), _movable(out))
     _announce(comm, tensor, "all_gather", tensor.numel())
     if tensor.dtype in PLAIN:
-        return out, _on_backend(comm.group._allgather_base(out, tensor, _ALL_GATHER), comm, tensor)
-    return out, _on_backend(comm.group._allgather_base(_as_bytes(out), _as_bytes(tensor), _ALL_GATHER), comm, tensor)
+        return out, _on_backend(_gather(comm.group, out, tensor), comm, tensor)
+    return out, _on_backend(_gather(comm.group, _as_bytes(out), _as_bytes(tensor)), comm, tensor)
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
@@ -211,9 +221,10 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if channel is not None:
         return out, exchange.reduce_scatter(channel, tensor, out, op)
     _announce(comm, tensor, "reduce_scatter", tensor.numel(), op)
-    work = comm.group._reduce_scatter_base(out, tensor, _REDUCE_SCATTER[op])
+    group = comm.group
+    work = call_of(type(group), "reduce_scatter")(group, out, tensor, _REDUCE_SCATTER[op])
     # gloo's is never completed before it is waited for, so it cannot be watched.
-    return out, BackendWork(work, comm.group, None) if "cpu:gloo" in comm.backend else work
+    return out, BackendWork(work, group, None) if comm.on_gloo else work
 
 
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
@@ -231,7 +242,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         return out, exchange.all_to_all(channel, _movable(tensor), _movable(out))
     _announce(comm, tensor, "all_to_all", tensor.numel())
     sent, into = (tensor, out) if tensor.dtype in PLAIN else (_as_bytes(tensor), _as_bytes(out))
-    return out, _on_backend(comm.group.alltoall_base(into, sent, _EVEN, _EVEN, _ALL_TO_ALL), comm, tensor)
+    return out, _on_backend(_exchange(comm.group, into, sent, _EVEN, _EVEN), comm, tensor)
 
 
 def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int], background: bool = False) -> Started:
@@ -268,11 +279,10 @@ def all_to_all_exact(
         return out, None
     _announce(comm, flat, "all_to_all_v", 0)
     if flat.dtype in PLAIN:
-        return out, _on_backend(comm.group.alltoall_base(out, flat, receive, send, _ALL_TO_ALL), comm, flat)
+        return out, _on_backend(_exchange(comm.group, out, flat, receive, send), comm, flat)
     width = flat.element_size()
-    work = comm.group.alltoall_base(
-        _as_bytes(out), _as_bytes(flat), [n * width for n in receive], [n * width for n in send], _ALL_TO_ALL
-    )
+    counts = [n * width for n in receive], [n * width for n in send]
+    work = _exchange(comm.group, _as_bytes(out), _as_bytes(flat), *counts)
     return out, _on_backend(work, comm, flat)
 
 

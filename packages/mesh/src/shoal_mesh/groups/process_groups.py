@@ -90,6 +90,7 @@ class Comm:
         order: index -> rank in the group, None when they are the same. c10d orders ranks by number; along a transposed
             or irregular mesh they count in another order, which the collectives translate.
         backend: device to backend map of the group, such as `cpu:gloo`.
+        on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be used.
         kept: what the layer above keeps for the present group; () when nothing is kept yet.
     """
 
@@ -101,6 +102,7 @@ class Comm:
     line: Sequence[int]
     order: tuple[int, ...] | None
     backend: str
+    on_gloo: bool = False
     kept: Any = ()
     # Where the group can be made again: the default group and place that it was made under, and its options.
     _world: ProcessGroup | None = None
@@ -169,6 +171,7 @@ class Comm:
             line=ranks,
             order=None if order is None or order == tuple(range(len(order))) else order,
             backend=_torch.backend_config(group),
+            on_gloo=_torch.is_gloo(group),
             _world=world,
             _place=world_place(),
             _choice=choice,

@@ -20,6 +20,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
+from .group_calls import call_of
 
 __all__ = [
     "all_gather_objects",
@@ -175,10 +176,10 @@ def _set_device(device_type: str, rank: int) -> None:
 
 def device_of(group: ProcessGroup) -> torch.device:
     """A device whose tensors the group can send: the CPU where it can."""
-    kinds = {device.type for device in group._device_types}
+    kinds = {part.partition(":")[0] for part in _torch.backend_config(group).split(",")}
     if "cpu" in kinds:
         return torch.device("cpu")
-    kind = next(iter(sorted(kinds)))
+    kind = min(kinds)
     return torch.device(kind, getattr(torch, kind).current_device())
 
 
@@ -214,7 +215,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
     from ..shared_memory.backend_work import BackendWork  # as above
 
-    BackendWork(group._allgather_base(every, own), group, None).wait()
+    BackendWork(call_of(type(group), "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
     gathered = bytes_of(every.cpu())
     return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
 

@@ -162,7 +162,7 @@ class _Comparison:
         if step % self._every:
             return
         numbers, text = statement(event, call_sites=self._call_sites)
-        channel = backend_calls.channel_over(comm) if "cpu:gloo" in comm.backend else None
+        channel = backend_calls.channel_over(comm) if comm.on_gloo else None
         if channel is None:
             self._exchange(comm, numbers, text.decode(), step)
         else:

@@ -1,0 +1,64 @@
+"""By which names the process groups of a class take calls.
+
+torch 2.13 renamed three of them. Its own groups answer to both names, but a group written in Python has old ones, new
+ones, or only those that functional collectives call, which take lists of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+from .._torch import ProcessGroup, Work
+
+__all__ = ["call_of"]
+
+# What is called -> names with one output and one input, and names with a list of each; the first is torch's own.
+_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all_gather": (
+        ("_allgather_base", "all_gather_single"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    ),
+    "reduce_scatter": (
+        ("_reduce_scatter_base", "reduce_scatter_single"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    ),
+    "all_to_all": (("alltoall_base", "all_to_all_single"), ()),
+}
+
+
+@cache
+def call_of(
+    kind: type[ProcessGroup], name: Literal["all_gather", "reduce_scatter", "all_to_all"]
+) -> Callable[..., Work]:
+    """The function that groups of a class take a call by: (group, output, input, further arguments).
+
+    Args:
+        kind: the class of the group.
+        name: the collective.
+
+    Returns:
+        The method that the class has written itself; torch's own where it has none.
+    """
+    single, many = _NAMES[name]
+    for each in single:
+        if _is_written_in(kind, each):
+            found: Callable[..., Work] = getattr(kind, each)
+            return found
+    for each in many:
+        if _is_written_in(kind, each):
+            return _one_of_many(getattr(kind, each))
+    own: Callable[..., Work] = getattr(kind, single[0])
+    return own
+
+
+def _is_written_in(kind: type[ProcessGroup], name: str) -> bool:
+    return getattr(kind, name, None) is not getattr(ProcessGroup, name, None)
+
+
+def _one_of_many(method: Callable[..., Work]) -> Callable[..., Work]:
+    def call(group: ProcessGroup, output: Any, source: Any, *more: Any) -> Work:
+        return method(group, [output], [source], *more)
+
+    return call
