@@ -407,8 +407,8 @@ def minimums(session: nox.Session) -> None:
 
 @nox.session(default=False, reuse_venv=False)
 def newest(session: nox.Session) -> None:
-    """The newest torch of the index, and the newest of everything else: nothing is constrained."""
-    with_torch(session, "torch>=2.11")
+    """The newest torch that the packages allow, and the newest of everything else: nothing is constrained."""
+    with_torch(session, *declared("mesh"))
 
 
 def with_torch(session: nox.Session, torch: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -62,3 +63,24 @@ def test_what_repeats_a_version_agrees(layers: Any, root: Any) -> None:
 
 def test_one_license(layer: Any, root: Any) -> None:
     assert (layer.home / "LICENSE").read_text() == (root / "LICENSE").read_text()
+
+
+def test_torch_is_bounded_by_what_was_run(layer: Any, root: Any) -> None:
+    """The bounds of the metadata, the table of what was run, and the sessions say the same versions."""
+    (declared,) = [text for text in pyproject(layer.home)["project"]["dependencies"] if text.startswith("torch")]
+    assert declared in pyproject(root)["dependency-groups"]["runtime"]
+    page = (root / "docs" / "releasing.md").read_text()
+    oldest, last = re.findall(r"2\.(\d+)", declared)
+    ran = sorted({int(minor) for minor in re.findall(r"^\| 2\.(\d+)", page, re.MULTILINE)})
+    assert f"`{declared}`" in page
+    assert (ran[0], ran[-1]) == (int(oldest), int(last) - 1)
+    assert f'"torch==2.{oldest}.*"' in (root / "noxfile.py").read_text()
+    assert f"torch 2.{oldest} to 2.{ran[-1]}" in (layer.home / "README.md").read_text()
+
+
+def test_every_python_is_checked_in_public(layer: Any, root: Any) -> None:
+    classified = re.findall(
+        r'"Programming Language :: Python :: (3\.\d+)"', (layer.home / "pyproject.toml").read_text()
+    )
+    matrix = re.search(r"matrix: \{ python: (\[.*?\])", (root / ".github" / "workflows" / "checks.yml").read_text())
+    assert matrix and json.loads(matrix[1]) == classified

@@ -119,6 +119,7 @@ def test_lockstep_compares_what_travels_together(count: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which linearize imports
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")  # the same, as torch 2.15 has it
 def test_recording_real_values_is_refused() -> None:
     """`linearize` returned what its record had computed from uninitialised tangents."""
     with fake_world(2):

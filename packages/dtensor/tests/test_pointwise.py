@@ -41,7 +41,13 @@ def calls(op: Any, dtype: torch.dtype) -> Iterator[tuple[OpCall, list[torch.dtyp
         args = [next(tensors) if "Tensor" in str(a.type) else 1 for a in arguments]
         try:
             outputs = tuple(meta(t) for t in flatten([op(*args)]))
-        except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        except (
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+            UserWarning,
+        ):  # 2.15 warns of what it will drop
             continue
         metas = tuple(meta(a) if isinstance(a, Tensor) else a for a in args)
         read = tuple(a for a in metas if isinstance(a, TensorMeta))

@@ -137,6 +137,7 @@ CASES: list[tuple[Any, ...]] = [
 IDS = [f"{i}-{str(case[0]).removeprefix('aten.')}" for i, case in enumerate(CASES)]
 
 
+@pytest.mark.filterwarnings(r"ignore:(var|std)\(\). degrees of freedom:UserWarning")  # torch 2.15, of empty shards
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_every_row_is_right(case: tuple[Any, ...]) -> None:
     op, *args = case

@@ -93,7 +93,19 @@ def test_microbatches_have_the_bits_of_one_pass() -> None:
             assert differing(want, gradients(model)) == [], shape
 
 
-@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        pytest.param(
+            "ScheduleInterleavedZeroBubble",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
+            ),
+        ),
+    ],
+)
 @on_ranks(4, timeout=120)
 def test_a_pipeline_has_the_bits_of_one_pass(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("stage", "data", "tensor"))

@@ -137,6 +137,6 @@ def test_functional_collectives_take_a_group_of_the_mesh() -> None:
     assert functional.all_reduce(torch.ones(2), "sum", mesh.get_group("data")).tolist() == [2, 2]
     with pytest.raises(MeshTypeError, match=r"collectives of shoal_mesh.*mesh\.get_group\(axis\)"):
         functional.all_reduce(torch.ones(2), "sum", mesh["data"])
-    with pytest.raises(ValueError, match=r"shoal_mesh.*DeviceMesh"):  # torch looks at the types of a pair alone
+    with pytest.raises(ValueError, match=r"\(DeviceMesh"):  # torch looks at the types of a pair alone
         functional.all_reduce(torch.ones(2), "sum", (mesh, 0))
     assert functional.all_reduce(torch.ones(2), "sum", mesh_to_torch(mesh["data"])).tolist() == [2, 2]

@@ -71,7 +71,7 @@ def local_step(optimizer: O) -> O:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> with fake_world(4):
         ...     mesh = init_device_mesh("cpu", (4,))
-        ...     weight = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))
+        ...     weight = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None))
         ...     optimizer = local_step(torch.optim.AdamW([weight], lr=0.5, weight_decay=0.0))
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()

@@ -121,11 +121,11 @@ def background_lane(tensors: Sequence[Tensor], comm: Comm, name: str, op: str = 
 
 
 def _gather(group: ProcessGroup, out: Tensor, source: Tensor) -> Work:
-    return call_of(type(group), "all_gather")(group, out, source, _ALL_GATHER)
+    return call_of(group, "all_gather")(group, out, source, _ALL_GATHER)
 
 
 def _exchange(group: ProcessGroup, out: Tensor, source: Tensor, receive: list[int], send: list[int]) -> Work:
-    return call_of(type(group), "all_to_all")(group, out, source, receive, send, _ALL_TO_ALL)
+    return call_of(group, "all_to_all")(group, out, source, receive, send, _ALL_TO_ALL)
 
 
 def _on_backend(work: Work, comm: Comm, tensor: Tensor) -> Work | BackendWork:
@@ -222,7 +222,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         return out, exchange.reduce_scatter(channel, tensor, out, op)
     _announce(comm, tensor, "reduce_scatter", tensor.numel(), op)
     group = comm.group
-    work = call_of(type(group), "reduce_scatter")(group, out, tensor, _REDUCE_SCATTER[op])
+    work = call_of(group, "reduce_scatter")(group, out, tensor, _REDUCE_SCATTER[op])
     # gloo's is never completed before it is waited for, so it cannot be watched.
     return out, BackendWork(work, group, None) if comm.on_gloo else work
 

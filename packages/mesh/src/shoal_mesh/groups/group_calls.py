@@ -28,19 +28,22 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@cache
-def call_of(
-    kind: type[ProcessGroup], name: Literal["all_gather", "reduce_scatter", "all_to_all"]
-) -> Callable[..., Work]:
-    """The function that groups of a class take a call by: (group, output, input, further arguments).
+def call_of(group: ProcessGroup, name: Literal["all_gather", "reduce_scatter", "all_to_all"]) -> Callable[..., Work]:
+    """The function that a group takes a call by: (group, output, input, further arguments).
 
     Args:
-        kind: the class of the group.
+        group: the group.
         name: the collective.
 
     Returns:
-        The method that the class has written itself; torch's own where it has none.
+        The method that the group's class has written itself; torch's own where it has none.
     """
+    kind: Any = type(group)
+    return _written(kind, name)
+
+
+@cache
+def _written(kind: type[Any], name: str) -> Callable[..., Work]:
     single, many = _NAMES[name]
     for each in single:
         if _is_written_in(kind, each):
@@ -53,7 +56,7 @@ def call_of(
     return own
 
 
-def _is_written_in(kind: type[ProcessGroup], name: str) -> bool:
+def _is_written_in(kind: type[Any], name: str) -> bool:
     return getattr(kind, name, None) is not getattr(ProcessGroup, name, None)
 
 

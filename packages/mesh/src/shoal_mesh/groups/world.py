@@ -215,7 +215,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
     from ..shared_memory.backend_work import BackendWork  # as above
 
-    BackendWork(call_of(type(group), "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
+    BackendWork(call_of(group, "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
     gathered = bytes_of(every.cpu())
     return [gathered[i : i + len(data)] for i in range(0, len(gathered), len(data))]
 

@@ -156,12 +156,21 @@ class ChannelGroups(Lowered):
             )
         local: Any = self.local("weight", "bias")
         groups = (last - first) * module.num_groups // module.num_channels
-        # Kernels refuse zero groups; an empty shard as one group is empty, and so are its gradients.
-        out = functional.group_norm(input, max(1, groups), local["weight"], local["bias"], module.eps)
+        if groups:
+            out = functional.group_norm(input, groups, local["weight"], local["bias"], module.eps)
+        else:
+            out = _without_channels(input, local["weight"], local["bias"])
         if self.sharding.local_outputs:
             return out
         shape = (out.shape[0], module.num_channels, *out.shape[2:])
         return output_dtensor(out, self.port_out, self.mesh, shape)
+
+
+def _without_channels(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """What a norm gives for no channel, which kernels refuse; the gradients are empty, but they arrive."""
+    out = input.movedim(1, -1)
+    out = out if weight is None else out * weight
+    return (out if bias is None else out + bias).movedim(-1, 1)
 
 
 class ChannelShards(Lowered):
