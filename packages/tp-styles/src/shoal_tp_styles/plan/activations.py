@@ -91,7 +91,7 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         >>> from shoal_mesh import abstract_mesh
         >>> from shoal_tp_styles.testing import StackedMLP
         >>> activation_bytes(StackedMLP(), {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
-        2304
+        1664
     """
     from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 

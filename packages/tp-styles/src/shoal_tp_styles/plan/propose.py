@@ -106,7 +106,7 @@ def propose(
     Example:
         >>> import torch
         >>> from shoal_tp_styles.testing import StackedMLP
-        >>> propose(StackedMLP(), 4, 3000, torch.randn(8, 10)).best.shape
+        >>> propose(StackedMLP(), 4, 3200, torch.randn(8, 10)).best.shape
         (4, 1)
     """
     if ranks < 1 or bound < 1:
