@@ -142,6 +142,9 @@ def test_the_communicator_of_the_world_lists_no_ranks_until_asked() -> None:
         assert comm.ranks == tuple(range(16384)) and comm.order is None and comm.rank == 0
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
 @on_ranks(4, timeout=200)  # Dynamo is imported on each
 def test_compiled_code_asks_a_mesh_for_its_groups() -> None:
     from torch.distributed import _functional_collectives as functional
