@@ -198,3 +198,22 @@ def test_only_a_proven_automatic_plan_is_applied() -> None:
     expected = model(x)
     torch.testing.assert_close(parallelize_module(model, mesh, auto_plan(model, mesh, x))(x), expected)
     parallelize_module(StackedMLP(), mesh, dict(auto_plan(model)))
+
+
+class Decoder(nn.Module):
+    """Reads the weight of its convolution where it decodes, as recurrent blocks of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.conv(x) if x.shape[-1] > 1 else x * self.conv.weight[:, 0, 1:2]
+        return out
+
+
+def test_parameters_that_a_parent_reads_stay_whole() -> None:
+    plan = auto_plan(nn.Sequential(Decoder()), abstract_mesh((2,)), torch.randn(2, 8, 5))
+    assert plan == {} and plan.whole == {"0.conv.weight": "the code of Decoder reads it by itself, so it is left whole"}
+    alone = auto_plan(nn.Sequential(nn.Conv1d(8, 8, 3, groups=8)), abstract_mesh((2,)), torch.randn(2, 8, 5))
+    assert [*alone] == ["0"]

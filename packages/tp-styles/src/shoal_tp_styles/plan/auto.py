@@ -16,7 +16,7 @@ from ..argument_types import takes
 from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
 from ..styles.attention_parameters import LatentProjection
 from ..styles.style import DeclaredStyle, ParallelStyle
-from .recipes import SMALL, Entries, general_paths, recipes
+from .recipes import SMALL, Entries, general_paths, read_above, recipes
 from .resolve import AutoPlan, apply_plan, resolve, sharded_parameters
 from .trial import try_plan
 
@@ -98,6 +98,9 @@ def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Itera
                 small = param.numel() * layers[general[path]] < least
                 style = plan.get(general[path])
                 why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
+                parent = model.get_submodule(path.rpartition(".")[0])
+                if style is None and path and read_above(path, parent):
+                    why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
                 yield f"{general[path]}.{name}".lstrip("."), _SMALL if small else why
 
 

@@ -7,6 +7,7 @@ over them), and from the one thing that is always right: shards of a weight, of 
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from ..styles.sequence import SequenceParallel
 from ..styles.style import ParallelStyle
 from .resolve import named_styles
 
-__all__ = ["SMALL", "Entries", "general_paths", "recipes"]
+__all__ = ["SMALL", "Entries", "general_paths", "read_above", "recipes"]
 
 Entries = dict[str, ParallelStyle]
 
@@ -73,6 +74,15 @@ def general_paths(model: nn.Module) -> dict[str, str]:
         listed = alike or isinstance(parent, nn.ModuleList)
         general[path] = f"{general[above]}.{'*' if listed and name.isdecimal() else name}".lstrip(".")
     return general
+
+
+def read_above(path: str, parent: nn.Module | None) -> bool:
+    """Whether the code of the module above names the parameters of this one, perhaps where no trial comes."""
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):  # code without a file
+        return False
+    return re.search(rf"\.{re.escape(path.rpartition('.')[2])}\.(weight|bias)\b", source) is not None
 
 
 def recipes(model: nn.Module) -> dict[str, list[Entries]]:
@@ -122,7 +132,9 @@ class _Blocks:
             found["vocabulary"] = [vocabulary]
         known = {path for options in found.values() for entries in options for path in entries}
         for path in self.modules:  # what has no role
-            if path not in known and not _below(path, inside) and self._gathers(path) and self._is_large(path):
+            if path in known or _below(path, inside) or not self._gathers(path) or not self._is_large(path):
+                continue
+            if not read_above(path, self.modules.get(path.rpartition(".")[0])):
                 found[path] = [{path: GATHERED}]
         return {block: [*_distinct(options)] for block, options in found.items()}
 
