@@ -17,6 +17,7 @@ import torch
 
 from shoal_mesh import (
     Comm,
+    CommDebugMode,
     LockstepError,
     PeerError,
     RankError,
@@ -28,6 +29,7 @@ from shoal_mesh import (
     all_to_all_blocks,
     all_to_all_v,
     broadcast,
+    comm_over,
     gather,
     init_device_mesh,
     lockstep,
@@ -252,3 +254,12 @@ def _fail(fault: str) -> None:
 def test_one_process_has_nobody_to_compare_with() -> None:
     with fake_world(4), lockstep():
         all_reduce(torch.ones(1), (init_device_mesh("cpu", (4,)), 0))
+
+
+@on_ranks(2)
+def test_what_a_new_group_sets_up_is_not_counted() -> None:
+    restart_world()
+    comm = comm_over((0, 1))
+    with CommDebugMode() as debug, lockstep():
+        all_reduce(torch.ones(1), comm)
+    assert debug.get_total_counts() == 1

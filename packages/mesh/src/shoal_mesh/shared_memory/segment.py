@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp
+from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, plain_kernels
 
 __all__ = ["OPT_OUT", "Segment", "machine", "map_segment", "processes_of"]
 
@@ -43,10 +43,12 @@ class Segment:
     pids: tuple[int, ...]
 
 
+@plain_kernels
 def map_segment(group: ProcessGroup, nbytes: int) -> Segment | None:
     """Memory shared by all ranks of the group, zeroed; None on all ranks if any cannot have it.
 
-    Two small collectives of the group: every rank calls this at the same point of its sequence of collectives.
+    Two small collectives of the group, unseen by modes: every rank calls this at the same point of its sequence of
+    collectives.
 
     Args:
         group: of CPU ranks, on one host or several.
