@@ -55,9 +55,7 @@ def test_weights_that_consist_of_several_tensors_are_refused(style: ColwiseParal
     weight = linear.weight.detach()
     pair: Any = TwoTensor(weight, weight.clone())  # type: ignore[no-untyped-call]  # torch
     linear.weight = nn.Parameter(pair, requires_grad=False)
-    with pytest.raises(
-        UnsupportedModuleError, match=r"weight of Linear is a TwoTensor, .* Make the module parallel first"
-    ):
+    with pytest.raises(UnsupportedModuleError, match=r"weight of Linear is a TwoTensor, .* To have quantized weights"):
         parallelize_module(linear, abstract_mesh((2,)), style)
     assert isinstance(linear.weight, TwoTensor)
 
