@@ -12,14 +12,13 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from shoal_mesh import sums_in_tree
 
 from .argument_types import takes
 from .errors import StyleError
-from .row_attention import RowAttention
 
 __all__ = ["COMPLETION", "InvariantArithmetic", "current_arithmetic", "invariant_arithmetic"]
 
@@ -105,7 +104,16 @@ def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterato
         raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
     _current = entered
     try:
-        with sums_in_tree(), nullcontext() if rows is None else RowAttention(rows):
+        with sums_in_tree(), _attention(rows):
             yield entered
     finally:
         _current = before
+
+
+def _attention(rows: int | None) -> AbstractContextManager[object]:
+    """Inside, attention by so many rows; torch's own where there is no number."""
+    if rows is None:
+        return nullcontext()
+    from .row_attention import RowAttention  # a millisecond of every import, for those who serve
+
+    return RowAttention(rows)

@@ -20,7 +20,6 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
-from .group_calls import call_of
 
 __all__ = [
     "all_gather_objects",
@@ -214,6 +213,7 @@ def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
     every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
     from ..shared_memory.backend_work import BackendWork  # as above
+    from .group_calls import call_of
 
     BackendWork(call_of(group, "all_gather")(group, every, own, _torch.AllgatherOptions()), group, None).wait()
     gathered = bytes_of(every.cpu())
