@@ -89,7 +89,7 @@ class ElasticWorld:
             require(seconds, int | float, "patience and timeout are numbers of seconds")
         if min(size, at_least, patience, timeout) <= 0:
             raise MeshError(f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}")
-        self.round = -1
+        self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)
         self._size, self._backend, self._at_least = size, backend, at_least
         self._patience, self._timeout = patience, timedelta(seconds=timeout)
