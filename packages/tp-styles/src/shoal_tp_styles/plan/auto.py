@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, progress
 
 from ..argument_types import takes
 from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
@@ -62,7 +62,7 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     plan = AutoPlan(first)
     if _unproven(model, first, mesh, args, kwargs):
         plan = AutoPlan()
-        for block in options.values():  # each beside those that are proven
+        for block in progress(options.values(), "proving the blocks of a plan"):  # each beside those that are proven
             for entries in block:
                 problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs)
                 if not problem:

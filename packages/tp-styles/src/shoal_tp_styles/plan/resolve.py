@@ -10,7 +10,7 @@ from types import MappingProxyType
 from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, progress
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..apply.owners import check_styled, given_back, in_turns
@@ -139,7 +139,8 @@ class Resolved:
         # New parameters, of adapters or of a style without a declaration, are drawn in the plan's order.
         in_order = any(use.sharding is None or isinstance(use.sharding.options, Adapter) for use in self.uses)
         styled = zip(self.uses, axes, strict=True)
-        for uses, needed in in_turns(zip(styled, owners, strict=True), in_order=in_order):
+        turns = in_turns(zip(styled, owners, strict=True), in_order=in_order)
+        for uses, needed in progress(turns, "making modules parallel"):
             with given_back(needed):
                 for use, axis in uses:
                     style: ParallelStyle = use.style._with(src_data_rank=src_data_rank, lower=lower)
