@@ -37,12 +37,9 @@ from .sharding.heads import Heads
 from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .styles.attention_parameters import LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
-from .styles.context import ContextParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.fused import PackedColwiseParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
-from .styles.lora import LoRA, adapter_parameters, merge_adapters
-from .styles.multihead import HeadParallel
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .styles.sequence import SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
@@ -69,6 +66,9 @@ if TYPE_CHECKING:
     from .plan.verify import Verification, verify
     from .runs.compare import Comparison, compare_runs
     from .runs.record import RunRecord, record_run
+    from .styles.context import ContextParallel
+    from .styles.lora import LoRA, adapter_parameters, merge_adapters
+    from .styles.multihead import HeadParallel
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -168,6 +168,9 @@ _LATER = {
     for module, names in {
         ".apply.loading": ("Loaded", "load_sharded"),
         ".apply.saving": ("Saved", "save_sharded"),
+        ".styles.context": ("ContextParallel",),
+        ".styles.lora": ("LoRA", "adapter_parameters", "merge_adapters"),
+        ".styles.multihead": ("HeadParallel",),
         ".data_parallel.fsdp_module": (
             "FSDPModule",
             "UnshardHandle",
