@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..shared_memory.recorder import folder
+from ..shared_memory.recorder import LIBRARIES, folder
 
 __all__ = ["add_options", "report", "run"]
 
 Dumps = Mapping[int, Mapping[str, Any]]
-# Folders by their whole names: a program may lie in `shoal_experiments`.
-_LIBRARY = re.compile(r"/(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)/")
+_LIBRARY = re.compile(f"/{LIBRARIES}/")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from types import FrameType
 
 from ..events import Event
+from ..shared_memory.recorder import LIBRARIES
 
 __all__ = ["Numbers", "agree", "as_lines", "line_of_program", "statement"]
 
@@ -21,7 +22,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd and irregular: the pairs of ranks get unlike
 _STACK = 16  # file and line of eight frames: enough to tell two calls of one function apart
 _FILES = 4096
 _IS_LIBRARY: dict[str, bool] = {}  # declared mutable state: which files are, a cache
-_LIBRARY = re.compile(r"(^|\.)(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)(\.|$)")
+_LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 
 
 def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, bytes]:

@@ -11,7 +11,7 @@ from .. import _torch
 from .._torch import ProcessGroup, Work
 from ..errors import PeerError
 from .channel import Channel
-from .peers import minority, state_of, written_down
+from .peers import different_collectives, minority, state_of, written_down
 from .recorder import last_of_backend
 from .segment import machine, processes_of
 
@@ -167,5 +167,4 @@ def _differing(started: dict[int, str]) -> tuple[str, tuple[int, ...]] | None:
     """What to say if ranks have started different collectives last, and who is in the minority."""
     if len(set(started.values())) == 1:
         return None
-    text = ", ".join(f"rank {rank}: {what}" for rank, what in started.items())
-    return f"ranks started different collectives on one communicator: {text}", minority(started)
+    return different_collectives(started), minority(started)

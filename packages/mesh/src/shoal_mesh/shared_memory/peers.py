@@ -16,7 +16,17 @@ from ..errors import LockstepError, PeerError
 from .recorder import dump
 from .request import describe, describe_announced
 
-__all__ = ["ANNOUNCED", "BROKEN", "LINE", "REASON_BYTES", "Peers", "minority", "state_of", "written_down"]
+__all__ = [
+    "ANNOUNCED",
+    "BROKEN",
+    "LINE",
+    "REASON_BYTES",
+    "Peers",
+    "different_collectives",
+    "minority",
+    "state_of",
+    "written_down",
+]
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
@@ -140,8 +150,8 @@ class Peers:
     def differing_calls(self) -> tuple[str, tuple[int, ...]]:
         """What to say when ranks ask different things of their backend, and who is in the minority."""
         said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
-        text = ", ".join(f"rank {self.ranks[rank]}: {describe_announced(call)}" for rank, call in said.items())
-        return f"ranks started different collectives on one communicator: {text}", minority(said)
+        words = {self.ranks[rank]: describe_announced(call) for rank, call in said.items()}
+        return different_collectives(words), minority(said)
 
     def check_others(self) -> None:
         """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
@@ -206,8 +216,8 @@ class Peers:
 
     def differing(self, requests: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """What to say when ranks request different things, and who is in the minority."""
-        text = ", ".join(f"rank {rank}: {describe(other)}" for rank, other in zip(self.ranks, requests, strict=True))
-        return f"ranks started different collectives on one communicator: {text}", minority(dict(enumerate(requests)))
+        words = {rank: describe(other) for rank, other in zip(self.ranks, requests, strict=True)}
+        return different_collectives(words), minority(dict(enumerate(requests)))
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"
@@ -218,6 +228,12 @@ def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[i
     world = _torch.default_group()
     size = rank + 1 if world is None else world.size()
     return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen}, describe)
+
+
+def different_collectives(words: Mapping[int, str]) -> str:
+    """What errors say of global ranks that have started these."""
+    said = ", ".join(f"rank {rank}: {what}" for rank, what in words.items())
+    return f"ranks started different collectives on one communicator: {said}"
 
 
 def minority(values: Mapping[int, object]) -> tuple[int, ...]:
