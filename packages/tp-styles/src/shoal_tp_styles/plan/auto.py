@@ -97,11 +97,14 @@ def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Itera
             if param is not None and param.ndim > 1 and id(param) not in sharded:
                 small = param.numel() * layers[general[path]] < least
                 style = plan.get(general[path])
-                why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
                 parent = model.get_submodule(path.rpartition(".")[0])
-                if style is None and path and read_above(path, parent):
+                if small:
+                    why = _SMALL
+                elif style is None and path and read_above(path, parent):
                     why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
-                yield f"{general[path]}.{name}".lstrip("."), _SMALL if small else why
+                else:
+                    why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
+                yield f"{general[path]}.{name}".lstrip("."), why
 
 
 _SMALL = "small: gathering its output costs more than its bytes"

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -76,13 +77,19 @@ def general_paths(model: nn.Module) -> dict[str, str]:
     return general
 
 
-def read_above(path: str, parent: nn.Module | None) -> bool:
+def read_above(path: str, parent: Any) -> bool:
     """Whether the code of the module above names the parameters of this one, perhaps where no trial comes."""
+    name = re.escape(path.rpartition(".")[2])
+    return re.search(rf"\.{name}\.(weight|bias)\b", _source(parent.__class__)) is not None
+
+
+@cache
+def _source(kind: type[Any]) -> str:
+    """The code of a class, for which its whole file is parsed; '' of one without a file."""
     try:
-        source = inspect.getsource(type(parent))
-    except (OSError, TypeError):  # code without a file
-        return False
-    return re.search(rf"\.{re.escape(path.rpartition('.')[2])}\.(weight|bias)\b", source) is not None
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def recipes(model: nn.Module) -> dict[str, list[Entries]]:
