@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_models import build_model, needs_hf
+from hf_models import EIGHT_BLOCKS, GATHERED_PLAN, build_model, needs_hf
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -160,22 +160,12 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
 @needs_hf
 @on_ranks(4)
 def test_generation_has_the_same_bits_on_any_mesh_and_in_any_batch() -> None:
-    plan = {
-        "model.embed_tokens": "embedding_rowwise",
-        "model.layers.*.self_attn.[qkv]_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.gate_proj": "colwise",
-        "model.layers.*.mlp.up_proj": "colwise",
-        "model.layers.*.mlp.down_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    }
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
     prompts = torch.randint(3, 64, (8, 11), generator=torch.Generator().manual_seed(1))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("copies", "tensor"))["tensor"]
     found: list[dict[str, Tensor]] = []
     for mesh in (alone, init_device_mesh("cpu", (4,))):
         with invariant_arithmetic():
-            model = parallelize_module(build_model(**sizes, dtype=torch.float32), mesh, plan)
+            model = parallelize_module(build_model(**EIGHT_BLOCKS, dtype=torch.float32), mesh, GATHERED_PLAN)
             found.append(
                 written(model, "greedy", prompts)
                 | written(model, "third", prompts[3:4])
@@ -200,14 +190,15 @@ def test_the_loss_of_labels_has_the_same_bits_with_and_without_a_plan() -> None:
     layer = "model.layers.*."
     plan: dict[str, Any] = {layer + "self_attn.[qkv]_proj": "colwise", layer + "self_attn.o_proj": "rowwise"}
     plan |= {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
     tokens = torch.randint(3, 64, (8, 33), generator=torch.Generator().manual_seed(1))  # 32 predictions: no rounding
     found: list[dict[str, Tensor]] = []
     names, shapes = ("copies", "data", "tensor"), [(4, 1, 1), (1, 2, 2)]
     for styles, shape in product([plan, None], shapes):
         with invariant_arithmetic(), loss_parallel():
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["data", "tensor"]
-            model: Any = parallelize_module(build_model(**sizes, dtype=torch.float32).train(), mesh["tensor"], styles)
+            model: Any = parallelize_module(
+                build_model(**EIGHT_BLOCKS, dtype=torch.float32).train(), mesh["tensor"], styles
+            )
             replicate(model, mesh["data"])
             own = tokens.chunk(shape[1])[mesh.get_local_rank("data")]
             loss = model(own, labels=own).loss

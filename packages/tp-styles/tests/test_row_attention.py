@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_models import build_model, needs_hf
+from hf_models import EIGHT_BLOCKS, GATHERED_PLAN, build_model, needs_hf
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import StyleError, UnsupportedAttentionError, invariant_arithmetic, parallelize_module
@@ -79,17 +79,6 @@ def test_what_has_no_such_form_is_refused() -> None:
         pass
 
 
-PLAN = {
-    "model.embed_tokens": "embedding_rowwise",
-    "model.layers.*.self_attn.[qkv]_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
-
 def prefilled(model: Any, prompts: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Logits of all tokens, of which so many enter at a time."""
     from transformers import DynamicCache
@@ -103,13 +92,12 @@ def prefilled(model: Any, prompts: Tensor, sizes: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @on_ranks(4, timeout=200)
 def test_a_prompt_in_chunks_has_the_same_logits_on_any_mesh(dtype: torch.dtype) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
     prompts = torch.randint(3, 64, (2, 70), generator=torch.Generator().manual_seed(1))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("copies", "tensor"))["tensor"]
     found = []
     for mesh in (alone, init_device_mesh("cpu", (4,))):
         with invariant_arithmetic(rows=16), torch.no_grad():
-            model = parallelize_module(build_model(**sizes, dtype=dtype).eval(), mesh, PLAN)
+            model = parallelize_module(build_model(**EIGHT_BLOCKS, dtype=dtype).eval(), mesh, GATHERED_PLAN)
             found += [prefilled(model, prompts, chunks) for chunks in ((70,), (16,) * 4 + (6,), (33, 36, 1))]
             found.append(
                 torch.cat([prefilled(model, prompts[:1], (70,)), prefilled(model, prompts[1:], (61, *(1,) * 9))])

@@ -97,15 +97,21 @@ def data(length: int) -> tuple[Tensor, Tensor]:
     return tokens, target
 
 
+def on_one_device(single: nn.Module, tokens: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss and the norm of the gradients."""
+    expected = z_loss(single(tokens)[1], target)
+    expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    norm = nn.utils.get_total_norm([param.grad for param in single.parameters() if param.grad is not None])
+    return expected, norm
+
+
 @MESHES
 @LAYOUTS
 @on_ranks(4)
 def test_a_mean_over_global_tokens(shape: tuple[int, int], kind: str, length: int) -> None:
     tokens, target = data(length)
     single, layout = Model(), layout_of(kind, length, shape[0])
-    expected = z_loss(single(tokens)[1], target)
-    expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    norm = nn.utils.get_total_norm([param.grad for param in single.parameters() if param.grad is not None])
+    expected, norm = on_one_device(single, tokens, target)
     module, mesh = on_mesh(shape, layout)
     rank = mesh.get_local_rank("context")
     mine, own = layout.shard(tokens, 1, rank), layout.shard(target, 1, rank)
@@ -124,9 +130,7 @@ def test_a_mean_over_global_tokens(shape: tuple[int, int], kind: str, length: in
 def test_a_fused_loss_of_a_sharded_vocabulary(shape: tuple[int, int], kind: str, length: int) -> None:
     tokens, target = data(length)
     single, layout = Model(), layout_of(kind, length, shape[0])
-    expected = z_loss(single(tokens)[1], target)
-    expected.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    norm = nn.utils.get_total_norm([param.grad for param in single.parameters() if param.grad is not None])
+    expected, norm = on_one_device(single, tokens, target)
     module, mesh = on_mesh(shape, layout, {"head": ColwiseParallel().on("tensor")})
     rank = mesh.get_local_rank("context")
     mine, own = layout.shard(tokens, 1, rank), layout.shard(target, 1, rank)

@@ -11,11 +11,14 @@ import torch.utils._pytree as pytree
 from torch._compile import _disable_dynamo as never_compiled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageReference
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "FakeTensor",
+    "ReplacedAttention",
     "StorageReference",
     "TorchDispatchMode",
     "apply",
@@ -169,3 +172,16 @@ def flash_attention_backward(  # noqa: PLR0913  # the kernel's
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     return dq, dk, dv
+
+
+class ReplacedAttention(TorchFunctionMode):
+    """Inside, `F.scaled_dot_product_attention` is another function of the same arguments."""
+
+    def __init__(self, attend: Callable[..., Any]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from shoal_mesh import sums_in_tree
 
+from ._torch import ReplacedAttention
 from .argument_types import takes
 from .errors import StyleError
 
@@ -114,6 +116,6 @@ def _attention(rows: int | None) -> AbstractContextManager[object]:
     """Inside, attention by so many rows; torch's own where there is no number."""
     if rows is None:
         return nullcontext()
-    from .row_attention import RowAttention  # a millisecond of every import, for those who serve
+    from .row_attention import attention_in_rows  # a millisecond of every import, for those who serve
 
-    return RowAttention(rows)
+    return ReplacedAttention(partial(attention_in_rows, rows))

@@ -1,4 +1,4 @@
-"""`RowAttention`: attention whose bits depend neither on how many queries come at once nor on how many keys follow.
+"""`attention_in_rows`: attention whose bits do not depend on how many queries come at once or how many keys follow.
 
 A kernel adds in another order for another number of queries or keys. Here it sees one sample, `rows` queries and
 `KEYS` keys, however many there are: what is missing is filled up and masked. Blocks of keys begin at the first key, so
@@ -7,42 +7,20 @@ what a query may see is in the same blocks in every call; later blocks add zeros
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shoal_dtensor import DTensor
 
 from ._torch import unwatched_functions
 from .errors import UnsupportedAttentionError
 
-__all__ = ["KEYS", "RowAttention", "attention_in_rows"]
+__all__ = ["KEYS", "attention_in_rows"]
 
 KEYS = 64  # of a block: with it blocks of any number of features begin at multiples of 64 bytes
-
-
-class RowAttention(TorchFunctionMode):
-    """Inside, `F.scaled_dot_product_attention` is `attention_in_rows`.
-
-    Attributes:
-        rows: how many queries are computed together.
-    """
-
-    def __init__(self, rows: int) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        with unwatched_functions():
-            return attention_in_rows(self.rows, *args, **(kwargs or {}))
 
 
 def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_attention
@@ -75,15 +53,16 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
     shape = (*query.shape[:-1], value.shape[-1])
     if not query.numel() or not key.numel():
         return query.new_zeros(shape)
-    mask = _mask(query, keys, attn_mask, is_causal)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    wide = torch.float32 if query.dtype.itemsize < 4 else query.dtype
-    q, k, v, m = (x.reshape(query.shape[0], -1, *x.shape[-2:]) for x in (query * factor, key, value, mask))
-    samples = []
-    for sample in range(len(q)):
-        parts = _blocks(q[sample].to(wide), rows), _blocks(k[sample].to(wide), KEYS), _blocks(v[sample].to(wide), KEYS)
-        samples.append(torch.cat([*_outputs(*parts, _allowed(m[sample].to(wide), rows))], 1)[:, :queries])
-    return torch.stack(samples).reshape(shape).to(query.dtype)
+    with unwatched_functions():
+        mask = _mask(query, keys, attn_mask, is_causal)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        dtype = torch.float32 if query.dtype.itemsize < 4 else query.dtype
+        wide = (x.to(dtype).reshape(len(query), -1, *x.shape[-2:]) for x in (query * factor, key, value, mask))
+        samples = [
+            torch.cat([*_outputs(_blocks(q, rows), _blocks(k, KEYS), _blocks(v, KEYS), _allowed(m, rows))], 1)
+            for q, k, v, m in zip(*wide, strict=True)
+        ]
+        return torch.stack(samples)[:, :, :queries].reshape(shape).to(query.dtype)
 
 
 def _mask(query: Tensor, keys: int, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -104,7 +83,7 @@ def _mask(query: Tensor, keys: int, attn_mask: Tensor | None, is_causal: bool) -
 def _blocks(x: Tensor, size: int) -> list[Tensor]:
     """(H, N, D) -> blocks (H, size, D) in memory of their own, the last filled up with zeros."""
     padded = functional.pad(x, (0, 0, 0, -x.shape[1] % size))
-    return [block.contiguous().clone() for block in torch.split(padded, size, 1)]
+    return [block.clone(memory_format=torch.contiguous_format) for block in torch.split(padded, size, 1)]
 
 
 def _allowed(mask: Tensor, rows: int) -> list[list[Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["SIZES", "build_model", "needs_hf", "save_plain", "token_batch"]
+__all__ = ["EIGHT_BLOCKS", "GATHERED_PLAN", "SIZES", "build_model", "needs_hf", "save_plain", "token_batch"]
 
 needs_hf = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("safetensors") is None,
@@ -28,6 +28,19 @@ SIZES = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+
+# Of a Llama whose sharded dims eight blocks divide, and a plan of it that returns whole logits.
+EIGHT_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 8, "vocab_size": 64}
+GATHERED_PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.[qkv]_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
 }
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import Comm
 
-from .._torch import unwatched_functions
+from .._torch import ReplacedAttention, unwatched_functions
 from ..errors import LayoutError, UnsupportedAttentionError
 from ..lowering.local_layout import layout_of, note_layout
 from .parallel_attention import ContextOptions, sharded_attention
@@ -23,7 +22,7 @@ from .sequence_layout import SequenceLayout
 __all__ = ["RoutedAttention"]
 
 
-class RoutedAttention(TorchFunctionMode):
+class RoutedAttention(ReplacedAttention):
     """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions.
 
     Attributes:
@@ -32,22 +31,20 @@ class RoutedAttention(TorchFunctionMode):
     """
 
     def __init__(self, comm: Comm, options: ContextOptions) -> None:
-        super().__init__()
+        super().__init__(self.attend)
         self.comm = comm
         self.options = options
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            return self.attend(*args, **(kwargs or {}))
         if func is functional.multi_head_attention_forward:
             raise UnsupportedAttentionError(
                 "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
                 "F.scaled_dot_product_attention from outside of torch. Project queries, keys and values with Linear "
                 "modules and call F.scaled_dot_product_attention"
             )
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def attend(  # noqa: PLR0913  # the signature of scaled_dot_product_attention
         self,

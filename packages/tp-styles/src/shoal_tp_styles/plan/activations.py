@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shoal_dtensor import DTensor
 from shoal_mesh import DeviceMesh, all_reduce
 
-from .._torch import StorageReference, TorchDispatchMode, flash_attention, pytree
+from .._torch import ReplacedAttention, StorageReference, TorchDispatchMode, flash_attention, pytree
 from .resolve import Plan, apply_plan
 
 __all__ = ["activation_bytes", "to_meta"]
@@ -44,15 +43,6 @@ class _Storages(TorchDispatchMode):
         return sum(nbytes for key, (storage, nbytes) in made if key not in known and not storage.expired())
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention keeps on the meta device what a fused kernel keeps."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _attention(  # noqa: PLR0913  # torch's signature
     query: Tensor,
     key: Tensor,
@@ -64,6 +54,7 @@ def _attention(  # noqa: PLR0913  # torch's signature
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """Attention, which keeps on the meta device what a fused kernel keeps."""
     fits = query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1]
     if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
         out: Tensor = functional.scaled_dot_product_attention(
@@ -102,7 +93,7 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         known = {_storage(tensor)._cdata for tensor in tensors}
         storages = _Storages()
         inputs, named = to_meta(args), to_meta(kwargs)
-        with torch.enable_grad(), storages, _FusedAttention():
+        with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named)
         all_reduce(torch.zeros(1), view.comm(0))  # ranks that have not come as far refer to what this one has sent
         held = storages.alive(known)
