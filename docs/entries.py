@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from links import report
+
 LAYERS = ("shoal_mesh", "shoal_dtensor", "shoal_tp_styles", "shoal_shard_api")
 
 
@@ -69,12 +71,5 @@ def faults(site: Path) -> list[str]:
     return lines
 
 
-def main() -> int:
-    """Print the faults of the site that the command line names."""
-    found = faults(Path(sys.argv[1]).resolve())
-    sys.stdout.writelines(f"{line}\n" for line in found)
-    return min(len(found), 100)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(faults))

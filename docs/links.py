@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -56,12 +57,12 @@ def faults(site: Path) -> list[str]:
     return found
 
 
-def main() -> int:
-    """Print the faults of the site that the command line names."""
+def report(faults: Callable[[Path], list[str]]) -> int:
+    """Print the faults of the site that the command line names; how many there are, at most 100."""
     found = faults(Path(sys.argv[1]).resolve())
     sys.stdout.writelines(f"{line}\n" for line in found)
     return min(len(found), 100)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(report(faults))
