@@ -21,6 +21,9 @@ from shoal_dtensor._torch import pytree
 from shoal_dtensor.rules import Table, all_rules
 from shoal_dtensor.testing import validate
 
+# What an operator warns of is torch's affair; as an error it would read here as a call that the operator refuses.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 aten = torch.ops.aten
 FAMILIES: dict[str, Table] = {
     n: t for n, t in vars(all_rules).items() if isinstance(t, dict) and n.isupper() and n != "TABLE"
