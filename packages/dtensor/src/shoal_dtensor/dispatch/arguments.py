@@ -41,6 +41,7 @@ __all__ = [
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
 _NUMERIC = frozenset({"IntType", "SymIntType", "FloatType", "BoolType", "ComplexType", "NumberType"})
+_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 _CONSTANT = _NUMERIC - {"NumberType"} | {"StringType", "DeviceObjType"}
 
 # (argument, the key so far, types of the call's tensors as torch hands them over) -> the local argument.
@@ -204,7 +205,7 @@ def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
     mesh = mesh_of(cls, args, kwargs)
 
     def specs(value: Any) -> Any:
-        if isinstance(value, cls):
+        if type(value) is cls or isinstance(value, cls):
             return value._spec
         if isinstance(value, torch.Tensor):
             return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
@@ -229,18 +230,20 @@ def metas_of(value: Any) -> Any:
     return tuple(metas_of(item) for item in value) if is_list(value) else value
 
 
-def specs_in(value: Any) -> Iterator[Spec]:
-    """The specs in an argument, in order."""
-    if isinstance(value, Spec):
-        yield value
-    elif is_list(value):
-        for item in value:
-            yield from specs_in(item)
+def specs_in(values: Iterable[Any]) -> list[Spec]:
+    """The specs in several arguments, in order."""
+    found: list[Spec] = []
+    for value in values:
+        if isinstance(value, Spec):
+            found.append(value)
+        elif is_list(value):
+            found += specs_in(value)
+    return found
 
 
 def is_list(value: Any) -> bool:
     """Whether an argument is several tensors; what describes one tensor is a tuple too."""
-    return isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size)
+    return isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR)
 
 
 def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int | str, int | None]]:

@@ -8,7 +8,7 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple, TypeGuard
@@ -23,10 +23,20 @@ from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import price, seconds
 from ..rules.language.rule import Entry, Row, S, with_norms
 
-__all__ = ["Sharding", "ShardingProblem", "assign", "is_plain", "placed", "placements_of", "sharding_behind"]
+__all__ = [
+    "Sharding",
+    "ShardingProblem",
+    "assign",
+    "first_free",
+    "is_plain",
+    "placed",
+    "placements_of",
+    "sharding_behind",
+]
 
 # No more combinations than this are tried: 4 axes with 5 rows each have 625.
 MAX_COMBINATIONS = 1024
+_REPLICATE = Replicate()
 
 
 class Sharding(NamedTuple):
@@ -86,6 +96,30 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
     return cheapest
 
 
+def first_free(rows: Iterable[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
+    """What `assign` returns, where the first rows that leave every input as it is say so; None where it must search.
+
+    Rows after those are not made.
+
+    Args:
+        rows: the rule's rows for this call, of an operator without partial inputs.
+        problem: see `assign`; mesh: likewise.
+    """
+    everywhere = range(mesh.ndim)
+    sharded = [axis for axis in everywhere if not all(s.placements[axis] is _REPLICATE for s in problem.specs)]
+    first: dict[int, Row] = {}
+    remaining = iter(rows)
+    while len(first) < len(sharded):
+        row = next(remaining, None)
+        if row is None:
+            return None
+        for axis in sharded:
+            if axis not in first and _stays(row, problem, axis) and _candidates((row,), problem, axis):
+                first[axis] = row
+    whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
+    return _unmoved([first.get(axis, whole) for axis in everywhere], problem, mesh)
+
+
 def _stays(row: Row, problem: ShardingProblem, axis: int) -> bool:
     """Whether a row communicates nothing, and every input is already placed as it asks along a mesh axis."""
     if row.communicates:
@@ -108,10 +142,17 @@ def _free(rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: Devic
         staying = _candidates([row for row in rows if _stays(row, problem, axis)], problem, axis)
         choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
     for combination in islice(product(*choices), MAX_COMBINATIONS):
-        for inputs, outputs in _resolve(combination, problem, mesh):
-            unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
-            if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
-                return Sharding(inputs, outputs)
+        if (found := _unmoved(combination, problem, mesh)) is not None:
+            return found
+    return None
+
+
+def _unmoved(combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
+    """The sharding of a combination in which every input stays as it is; None if there is none."""
+    for inputs, outputs in _resolve(combination, problem, mesh):
+        unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
+        if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
+            return Sharding(inputs, outputs)
     return None
 
 

@@ -43,6 +43,7 @@ __all__ = ["cache_info", "clear_cache", "dispatch"]
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
 
+_NOTHING: frozenset[int] = frozenset()
 _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
 
 
@@ -164,9 +165,11 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     """
     cls, op, args, kwargs, local, named = call
     scope = current()
-    tensors = enumerate(tensors_in([*args, *kwargs.values()]))
-    copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
-    mixed = [entry for entry in key if type(entry) is Plain]
+    odd = [entry for entry in key if type(entry) is Plain or entry is cls.copied_view]
+    copies, mixed = _NOTHING, [entry for entry in odd if type(entry) is Plain]
+    if len(mixed) != len(odd):
+        tensors = enumerate(tensors_in([*args, *kwargs.values()]))
+        copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
     by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None

@@ -21,19 +21,18 @@ from ..errors import (
     NoRuleError,
     OperatorArgumentError,
     OperatorIndexError,
-    PlacementError,
 )
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
-from ..rules.language.empty_shards import local_function
+from ..rules.language.empty_shards import local_function, nothing_of
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, flatten
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
-from .assign import Sharding, ShardingProblem, assign
+from .assign import Sharding, ShardingProblem, assign, first_free
 from .c10d import collective_on_shards, is_collective
 from .communication_policy import notice_of
 from .decision import (
@@ -47,7 +46,7 @@ from .decision import (
 )
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .results import with_memory_order
-from .size_classes import class_of, known_class
+from .size_classes import KnownClass, SizeClass, class_of, known_class
 
 __all__ = ["Circumstances", "decide", "rule_of"]
 
@@ -64,6 +63,11 @@ class Circumstances(NamedTuple):
     scope: Scope
     copies: frozenset[int] = frozenset()
     verifies_plain: bool = False
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether a call that redistributes nothing is simple, whatever else it is."""
+        return self.scope.communication == "allow" and not (self.copies or self.verifies_plain)
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -104,30 +108,56 @@ def decide(
         if composite is not None:
             return CompositeDecision(composite, circumstances.verifies_plain)
         rule = _without_rule(op, scope)
-    specs = (*specs_in(args), *specs_in(tuple(kwargs.values())))
-    outs = tuple(specs_in(tuple(kwargs[name] for name in schema_of(op).outs if name in kwargs)))
+    specs = (*specs_in(args), *specs_in(kwargs.values()))
+    outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
     inputs = specs[: len(specs) - len(outs)]
     build = _without_memory(args, kwargs)
     sized = None if outs else class_of(op, rule, args, kwargs)
     known = known_class(op, rule, sized, args, kwargs, build)
-    metas = _global_outputs(op, build, specs) if known is None or sized is None else known.outputs(sized)
+
+    def call_of(outputs: tuple[TensorMeta, ...]) -> OpCall:
+        tensors = tuple([spec.tensor_meta for spec in inputs])
+        return OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, outputs)
+
+    if known is not None and sized is not None:
+        return _decision_of_class(rule, known, sized, call_of, inputs, circumstances)
+    metas = _global_outputs(op, build, specs)
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
             f"pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, metas)
-    tensors = tuple(spec.tensor_meta for spec in inputs)
-    call = OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, metas)
-    if known is None or sized is None:
-        sharding = _sharding_of(rule, call, inputs, outs)
-        return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
-    placed = known.placed(sized, inputs, metas)
-    sharding = _sharding_of(rule, call, inputs, outs) if placed is None else Sharding(inputs, placed)
+    call = call_of(metas)
+    sharding = _sharding_of(rule, call, inputs, outs)
+    return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
+
+
+def _decision_of_class(
+    rule: Rule,
+    known: KnownClass,
+    sized: SizeClass,
+    call_of: Callable[[tuple[TensorMeta, ...]], OpCall],
+    inputs: tuple[Spec, ...],
+    circumstances: Circumstances,
+) -> Decision:
+    """The decision of a call whose class is known; `call_of` makes the call of its outputs, where that is needed."""
+    metas = known.outputs(sized)
+    layout = known.layout_of(sized)
+    placed = None if layout is None else layout.placed(inputs, metas)
+    if layout is not None and placed is not None and circumstances.ordinary:
+        alike = known.alike(
+            layout, inputs, placed, lambda: local_function(rule, LocalCall(call_of(metas), inputs, placed), False)
+        )
+        if alike is not None:
+            return alike
+    call = call_of(metas)
+    sharding = _sharding_of(rule, call, inputs, ()) if placed is None else Sharding(inputs, placed)
+    decision = _decision(rule, call, inputs, sharding, circumstances, lambda: known.binding)
     moves = any(a is not b for a, b in zip(inputs, sharding.inputs, strict=True))
     if placed is None and not (moves or sharding.communicating):
-        known.remember(sized, inputs, sharding.outputs)
-    return _decision(rule, call, specs, sharding, circumstances, lambda: known.binding)
+        known.remember(sized, inputs, decision)
+    return decision
 
 
 def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> Sharding:
@@ -141,7 +171,11 @@ def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
-    mesh, rows = _common_mesh(call.op, problem.specs + problem.outs), rule.rows_of(call)
+    mesh = _common_mesh(call.op, problem.specs + problem.outs)
+    whole = not any(spec.partials for spec in problem.specs) and not call.has_data_dependent_shape
+    if whole and call.schema.returns and (first := first_free(rule.rows(call), problem, mesh)) is not None:
+        return first
+    rows = rule.rows_of(call)
     if call.has_data_dependent_shape and not rule.dynamic:  # what ranks make of their shards would not fit together
         rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
     sharding = assign(rows, problem, mesh)
@@ -224,7 +258,7 @@ def _decision(  # what a decision is made of
     aliased, kind = call.aliased, _result_kind(call)
     dynamic = rule.dynamic or call.has_data_dependent_shape
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
-        run: LocalFunction | None = _nothing_of(call, specs[0].mesh.device_type)
+        run: LocalFunction | None = nothing_of(call, specs[0].mesh.device_type)
     else:
         run = local_function(rule, LocalCall(call, sharding.inputs, sharding.outputs), bool(sharding.communicating))
     run = binding() if run is None else run
@@ -254,30 +288,6 @@ def _decision(  # what a decision is made of
         notice=notice,
         watched=what if watched else "",
     )
-
-
-def _nothing_of(call: OpCall, device: str) -> LocalFunction:
-    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
-    names = [argument.name for argument in call.op._schema.arguments]
-    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
-    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
-
-        def result(kind: tuple[bool, str | None] | None) -> Any:
-            if kind is None:
-                raise PlacementError(
-                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
-                )
-            new = [*made] if kind[0] else next(made)
-            return new if kind[1] is None else given[kind[1]]
-
-        results = tuple(map(result, kinds))
-        return results[0] if len(results) == 1 else results or None
-
-    return run
 
 
 def _specs_of_outs(results: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["tensors_in", "with_kernel_metadata", "with_memory_order", "wrap", "wrap_all", "wrap_dynamic"]
 
+_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
+
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
     """A DTensor around a local tensor with the layout of `spec`."""
@@ -91,5 +93,5 @@ def tensors_in(values: Any) -> Iterator[Any]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
-        elif isinstance(value, list | tuple) and not isinstance(value, TensorMeta | torch.Size):
+        elif isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR):
             yield from tensors_in(value)

@@ -16,7 +16,7 @@ Reshapes are classes of their own, of calls that differ in the first dim only: (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -27,9 +27,10 @@ from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, contiguous_stride
 from ..rules.language.op_schema import schema_of
-from ..rules.language.rule import Rule, flatten
+from ..rules.language.rule import LocalFunction, Rule, flatten
+from .decision import Decision, ResultKind, SimpleDecision
 
-__all__ = ["KnownClass", "SizeClass", "class_of", "forget", "known_class"]
+__all__ = ["KnownClass", "KnownLayout", "SizeClass", "class_of", "forget", "known_class"]
 
 MAX_CLASSES = 4096  # when there are more, the oldest goes
 MAX_LAYOUTS = 64  # of one class; more are assigned for each shape
@@ -58,6 +59,28 @@ class SizeClass(NamedTuple):
     reshaped: TensorMeta | None = None
 
 
+class KnownLayout(NamedTuple):
+    """What calls of one class have in common whose inputs are placed alike.
+
+    Attributes:
+        outputs: the placements of each output, and for each of its sharded dims the input and dim sharded likewise.
+        decision: of one of these calls, if it is simple.
+        runs_operator: whether its rank runs the operator itself: then others do who have elements.
+    """
+
+    outputs: list[tuple[tuple[Placement, ...], dict[int, tuple[int, int]]]]
+    decision: SimpleDecision | None
+    runs_operator: bool
+
+    def placed(self, inputs: Sequence[Spec], outputs: Sequence[TensorMeta]) -> tuple[Spec, ...]:
+        """The specs of a call's outputs."""
+        specs = []
+        for (placements, origins), meta in zip(self.outputs, outputs, strict=True):
+            by_dim = {dim: _of_length(inputs[i].dim_shardings[d], meta.shape[dim]) for dim, (i, d) in origins.items()}
+            specs.append(Spec.sharded(inputs[0].mesh, placements, meta, by_dim))
+        return tuple(specs)
+
+
 class KnownClass:
     """What the calls of a class have in common.
 
@@ -82,7 +105,7 @@ class KnownClass:
             (tuple(numbers[n] for n in meta.shape), _dense(memory_order(meta.shape, meta.stride)), meta.dtype)
             for meta in self._results
         ]
-        self._layouts: dict[tuple[Any, ...], list[tuple[tuple[Placement, ...], dict[int, tuple[int, int]]]]] = {}
+        self._layouts: dict[tuple[Any, ...], KnownLayout] = {}
 
     @cached_property
     def binding(self) -> Callable[..., Any]:
@@ -99,31 +122,51 @@ class KnownClass:
             metas.append(TensorMeta(shape, _stride(shape, order), dtype))
         return tuple(metas)
 
-    def placed(self, call: SizeClass, inputs: Sequence[Spec], outputs: Sequence[TensorMeta]) -> tuple[Spec, ...] | None:
-        """The specs of a call's outputs, if a sharding of this class in the same layout is known."""
-        layouts = self._layouts.get(call.layout) if call.layout is not None else None
-        if layouts is None:
-            return None
-        specs = []
-        for (placements, origins), meta in zip(layouts, outputs, strict=True):
-            by_dim = {dim: _of_length(inputs[i].dim_shardings[d], meta.shape[dim]) for dim, (i, d) in origins.items()}
-            specs.append(Spec.sharded(inputs[0].mesh, placements, meta, by_dim))
-        return tuple(specs)
+    def layout_of(self, call: SizeClass) -> KnownLayout | None:
+        """What is known of the calls of this class whose inputs are placed as those of this call."""
+        return None if call.layout is None else self._layouts.get(call.layout)
 
-    def remember(self, call: SizeClass, inputs: Sequence[Spec], outputs: Sequence[Spec]) -> None:
-        """Keep a sharding in which nothing moves for the calls of this class in the same layout."""
-        if call.layout is None or call.layout in self._layouts:
+    def alike(
+        self,
+        layout: KnownLayout,
+        inputs: Sequence[Spec],
+        outputs: tuple[Spec, ...],
+        local: Callable[[], LocalFunction | None],
+    ) -> SimpleDecision | None:
+        """The decision of a call in a known layout, made like that of another; None if there is none to follow.
+
+        Args:
+            layout: the layout; inputs: specs of the call's inputs; outputs: of its outputs.
+            local: what a rank runs instead of the operator, if it does.
+        """
+        first = layout.decision
+        if first is None:
+            return None
+        run = first.call
+        if not layout.runs_operator or any([0 in spec.local_shape for spec in (*inputs, *outputs)]):  # noqa: C419  # half the time
+            if first.result_kind is ResultKind.FIRST:
+                return None
+            run = local() or self.binding
+        return SimpleDecision(run, first.result_kind, outputs, first.aliased, first.unreported_writes)
+
+    def remember(self, call: SizeClass, inputs: Sequence[Spec], decision: Decision) -> None:
+        """Keep a decision in which nothing moves for the calls of this class in the same layout."""
+        if call.layout is None or call.layout in self._layouts or not isinstance(decision, SimpleDecision):
             return
-        origins = [_origins(spec, inputs, reshaped=call.reshaped is not None) for spec in outputs]
+        origins = [_origins(spec, inputs, reshaped=call.reshaped is not None) for spec in decision.outputs]
         if len(self._layouts) < MAX_LAYOUTS and None not in origins:
-            placements = [spec.placements for spec in outputs]
-            self._layouts[call.layout] = [(p, o) for p, o in zip(placements, origins, strict=True) if o is not None]
+            placements = [spec.placements for spec in decision.outputs]
+            outputs = [(p, o) for p, o in zip(placements, origins, strict=True) if o is not None]
+            simple = decision if type(decision) is SimpleDecision else None
+            self._layouts[call.layout] = KnownLayout(outputs, simple, decision.call is self.binding)
 
 
 def _of_length(sharding: Any, length: int) -> Any:
     """The same sharding of another number of elements, in units of which both have equally many."""
+    if sharding.length == length:
+        return sharding
     units = gcd(sharding.length, length)
-    return sharding.divided(sharding.length // units).scaled(length // units) if sharding.length != length else sharding
+    return sharding.divided(sharding.length // units).scaled(length // units)
 
 
 def _origins(spec: Spec, inputs: Sequence[Spec], *, reshaped: bool) -> dict[int, tuple[int, int]] | None:
@@ -158,14 +201,15 @@ def known_class(
     """
     if call is None:
         return None
-    if call.key not in _known:
+    try:
+        return _known[call.key]
+    except KeyError:
         if len(_known) >= MAX_CLASSES:
             del _known[next(iter(_known))]
         reshape = call.reshaped is not None
-        _known[call.key] = (
-            KnownClass(op, build, (), {}) if reshape else _shown(op, rule.sizes or (), call, args, kwargs, build)
-        )
-    return _known[call.key]
+        known = KnownClass(op, build, (), {}) if reshape else _shown(op, rule.sizes or (), call, args, kwargs, build)
+        _known[call.key] = known
+        return known
 
 
 def _shown(
@@ -197,20 +241,21 @@ def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[st
     """The class of a call, its tensors given as specs; None if each shape is a case of its own."""
     if rule.reshapes and len(args) == 2 and not kwargs:
         return _class_of_reshape(op, *args)
-    if rule.sizes is None or schema_of(op).is_random:
+    schema = schema_of(op)
+    if rule.sizes is None or schema.is_random:
         return None
     numbers: dict[int, int] = {0: 0, 1: 1}
     key: list[Any] = [op, rule]
     layout: list[Any] | None = []
     device_type = ""
-    for name, value in (*zip(schema_of(op).positional, args, strict=False), *kwargs.items()):
+    for name, value in (*zip(schema.positional, args, strict=False), *kwargs.items()):
         if isinstance(value, Spec):
             order, device_type = memory_order(value.shape, value.stride), value.mesh.device_type
             if order is None:
                 return None
             key += (name, tuple([numbers.setdefault(n, len(numbers)) for n in value.shape]), order, value.dtype)
             if layout is not None:
-                even = tuple([sharding.even for sharding in value.dim_shardings])
+                even = value.even or tuple([sharding.even for sharding in value.dim_shardings])
                 layout = [*layout, value.mesh, value.placements, value.shard_order, even] if _is_plain(value) else None
         elif isinstance(value, list | tuple):
             if not all(type(item) in _NUMBERS for item in value):
@@ -250,12 +295,14 @@ def _is_plain(spec: Spec) -> bool:
 
     Then two dims of one size that the same axes shard are sharded alike, and two of other sizes are not.
     """
-    if spec.is_strided:
+    if spec.is_strided or not _all_plain(spec.placements):
         return False
-    for placement in spec.placements:
-        if type(placement) is Shard and placement is not Shard(placement.dim):
-            return False
     return spec.even or all(len(sharding.axes) < 2 for sharding in spec.dim_shardings)
+
+
+@lru_cache(maxsize=1024)
+def _all_plain(placements: tuple[Placement, ...]) -> bool:
+    return not any(type(p) is Shard and p is not Shard(p.dim) for p in placements)
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -73,6 +73,8 @@ class DimSharding:
         length: global number of elements.
         step: elements of the longest shard.
         ragged: elements of every shard where those are not `step` up to the end; None otherwise.
+        shards: number of shards, empty ones too.
+        even: whether all shards are equally large.
 
     Example:
         >>> sharding = DimSharding((0, 1), (2, 2), (2, 2, 2, 1))
@@ -85,6 +87,8 @@ class DimSharding:
     length: int
     step: int
     ragged: tuple[int, ...] | None
+    shards: int = field(default=1, compare=False, repr=False)  # compiled code reads what the class itself has
+    even: bool = field(default=True, compare=False, repr=False)
 
     def __init__(self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
@@ -104,20 +108,25 @@ class DimSharding:
         sharding._set(axes, axis_sizes, length, min(step, length), None)
         return sharding
 
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def whole(length: int) -> DimSharding:
+        """That of a dim of which every rank has all."""
+        return DimSharding.chunks((), (), length, length)
+
     def _set(
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int, ragged: tuple[int, ...] | None
     ) -> None:
-        self.__dict__.update(axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged)
+        shards = prod(axis_sizes)
+        even = ragged is None and step * shards == length
+        self.__dict__.update(
+            axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged, shards=shards, even=even
+        )
 
     def __fx_repr__(self) -> tuple[str, dict[str, object]]:
         """How code that torch.compile generates spells it: by a name of its own."""
         name = f"dim_sharding_{id(self)}"
         return name, {name: self}
-
-    @cached_property
-    def shards(self) -> int:
-        """Number of shards, empty ones too."""
-        return prod(self.axis_sizes)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -128,11 +137,6 @@ class DimSharding:
     def offsets(self) -> tuple[int, ...]:
         """Global index of the first element of every shard."""
         return (0, *accumulate(self.sizes[:-1]))
-
-    @cached_property
-    def even(self) -> bool:
-        """Whether all shards are equally large."""
-        return self.ragged is None and self.step * self.shards == self.length
 
     def index(self, coordinate: Sequence[int]) -> int:
         """The shard that the rank at a mesh coordinate holds."""
@@ -190,7 +194,7 @@ class DimSharding:
         if count == len(self.axes):
             return self
         if not count:
-            return DimSharding.chunks((), (), self.length, self.length)
+            return DimSharding.whole(self.length)
         axes, axis_sizes, inner = self.axes[:count], self.axis_sizes[:count], prod(self.axis_sizes[count:])
         if self.ragged is None:
             return DimSharding.chunks(axes, axis_sizes, self.length, self.step * inner)
@@ -231,7 +235,7 @@ def shard_dim(
     Raises:
         PlacementError: if explicit sizes do not add up to what the outer axes leave.
     """
-    sharding = DimSharding.chunks((), (), length, length)
+    sharding = DimSharding.whole(length)
     for axis in axes:
         placement, ways = placements[axis], mesh_shape[axis]
         assert isinstance(placement, Shard), "only Shard placements shard a dim"

@@ -7,6 +7,7 @@ hashes by identity, and whatever follows from a spec (shardings of dims, local s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
@@ -153,7 +154,7 @@ class Spec(SpecNames):
         key = (mesh, placements, shape, stride, dtype, order)
         spec = cls._interned.get(key)
         if spec is None:
-            shardings = tuple([by_dim.get(dim) or DimSharding.chunks((), (), n, n) for dim, n in enumerate(shape)])
+            shardings = tuple([by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)])
             spec = cls._interned[key] = cls._make(mesh, placements, TensorMeta(shape, stride, dtype), order, shardings)
         return spec
 
@@ -176,13 +177,13 @@ class Spec(SpecNames):
         put(spec, "dtype", dtype)
         put(spec, "shard_order", order)
         put(spec, "dim_shardings", dim_shardings)
-        put(spec, "is_strided", any(isinstance(sharding, StridedDimSharding) for sharding in dim_shardings))
+        put(spec, "is_strided", any(type(sharding) is StridedDimSharding for sharding in dim_shardings))
         put(spec, "ndim", len(shape))
-        put(spec, "replicated", all(type(placement) is Replicate for placement in placements))
+        replicated, partials = _of_placements(placements)
+        put(spec, "replicated", replicated)
         put(spec, "even", all(sharding.even for sharding in dim_shardings))
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)
-        partials = tuple((axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial))
         put(spec, "partials", partials)
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
@@ -269,7 +270,7 @@ class Spec(SpecNames):
 
     def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
         """Local shape on the rank at a mesh coordinate."""
-        return torch.Size(sharding.size(coordinate) for sharding in self.dim_shardings)
+        return torch.Size([s.size(coordinate) if s.axes else s.length for s in self.dim_shardings])
 
     def same_layout(self, other: Spec) -> bool:
         """Whether every rank holds the same box and the same partial values under both specs."""
@@ -364,6 +365,13 @@ class Spec(SpecNames):
         partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
         mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
         return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+
+
+@lru_cache(maxsize=1024)
+def _of_placements(placements: tuple[Placement, ...]) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """Whether all are `Replicate`, and pairs (mesh axis, reduce op) of those that are partial."""
+    partials = tuple([(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)])
+    return all(type(placement) is Replicate for placement in placements), partials
 
 
 def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:

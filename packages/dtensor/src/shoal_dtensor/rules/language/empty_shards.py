@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...errors import PlacementError
 from .local_ops import in_every_form
-from .rule import LocalCall, LocalFunction, Rule, flatten
+from .rule import LocalCall, LocalFunction, OpCall, Rule, flatten
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = ["empty_shard", "local_function", "neutral_value"]
+__all__ = ["empty_shard", "local_function", "neutral_value", "nothing_of"]
 
 
 def local_function(rule: Rule, decided: LocalCall, communicates: bool) -> LocalFunction | None:
@@ -60,6 +61,30 @@ def empty_shard(decided: LocalCall) -> LocalFunction | None:
         return results[0] if count == 1 else tuple(results)
 
     return in_every_form(call, contribute)
+
+
+def nothing_of(call: OpCall, device: str) -> LocalFunction:
+    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
+    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
+
+        def result(kind: tuple[bool, str | None] | None) -> Any:
+            if kind is None:
+                raise PlacementError(
+                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+                )
+            new = [*made] if kind[0] else next(made)
+            return new if kind[1] is None else given[kind[1]]
+
+        results = tuple(map(result, kinds))
+        return results[0] if len(results) == 1 else results or None
+
+    return run
 
 
 def neutral_value(spec: Spec) -> float:

@@ -81,7 +81,8 @@ class Rule:
             are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
         sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
             outputs have sizes of their inputs: the names of arguments that are lists of sizes. Outputs, and shardings
-            in which nothing moves, are then decided once for all such shapes. None where sizes matter otherwise.
+            in which nothing moves, are then decided once for all such shapes; where tensors are then placed alike,
+            `local` returns None for all of those without empty shards or for none. None where sizes matter otherwise.
         reshapes: whether it is a reshape, of a tensor to sizes: its shardings are then decided once for all first dims.
     """
 
