@@ -16,6 +16,7 @@ from itertools import combinations
 from math import inf, prod
 from typing import TYPE_CHECKING
 
+from ..step_cost import total
 from .tokens import mask_of
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ def _ways(links: Links, moving: tuple[int, ...]) -> tuple[list[Way], list[Way]]:
     more: list[Way] = []
     for count in range(1, len(speeds) + 1):
         for chosen in combinations(range(len(speeds)), count):
-            latency = sum(starts[i] for i in chosen)
+            latency = total(starts[i] for i in chosen)
             others = latency - max(starts[i] for i in chosen)
             terms = []
             for i, nxt in zip(chosen, (*chosen[1:], None), strict=True):

@@ -17,6 +17,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
+from ..step_cost import total
 from .bounds import Bounds
 from .costs import Costs, State
 from .edges import Edge, edges_between
@@ -253,7 +254,7 @@ class _Search:
     def route(self, trail: Trail) -> Route:
         """The edges of a whole way."""
         edges = self.edges(trail)
-        seconds = sum(edge.seconds for edge in edges)
+        seconds = total(edge.seconds for edge in edges)
         return Route(seconds, edges, self.peak(edges), min(seconds, self.floor), self.space.remade)
 
     def edges(self, trail: Trail) -> tuple[Edge, ...]:
