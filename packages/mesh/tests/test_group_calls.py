@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 import shoal_mesh as sm
 from shoal_mesh._torch import PrefixStore, Store
@@ -59,12 +60,12 @@ class GlooInPython(dist.ProcessGroup):
 
 
 def passing_on(name: str, inner: str) -> Callable[..., Any]:
-    def call(self: GlooInPython, *args: Any) -> Any:
+    def call(self: GlooInPython, *args: Any, **options: Any) -> Any:
         self.called[name] += 1
         if "coalesced" in name:
             ([out], [source], *more) = args
             args = (out, source, *more)
-        return getattr(self.inner, inner)(*args)
+        return getattr(self.inner, inner)(*args, **options)
 
     return call
 
@@ -128,6 +129,106 @@ def _try_collectives() -> None:
         [summed] = sm.all_reduce_coalesced([own], along)
         check(summed, everyone.sum(0))
         check(sm.permute(own, along, [(place + 1) % count for place in range(count)]), everyone[place - 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4)
+def test_torchs_calls_reach_the_groups_of_a_mesh(kind: str) -> None:
+    with default_group(kind):
+        mesh = sm.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        group, rank = mesh.get_group("tp"), dist.get_rank()
+        assert type(group) is KINDS[kind]
+        first, peer = rank - rank % 2, rank + 1 - 2 * (rank % 2)
+        dist.barrier(group=group)
+        got = torch.empty(2)
+        for step in ("send", "recv") if rank == first else ("recv", "send"):
+            if step == "send":
+                dist.send(torch.full((2,), float(rank)), peer, group)
+            else:
+                dist.recv(got, peer, group)
+        check(got, torch.full((2,), float(peer)))
+        names = [f"rank {rank}"]
+        dist.broadcast_object_list(names, src=first, group=group)
+        assert names == [f"rank {first}"]
+        assert group.called["barrier"] == group.called["send"] == group.called["recv"] == 1
+
+
+def _program(x: Tensor, comm: sm.Comm, tp: dist.ProcessGroup) -> dict[str, Tensor]:
+    return {
+        "sum": sm.all_reduce(x, comm),
+        "gathered": sm.all_gather(x, comm, 1),
+        "uneven": sm.all_gather_v(x[: 1 + comm.rank], comm, [1, 2]),
+        "scattered": sm.reduce_scatter(x, comm, 1),
+        "averages": sm.reduce_scatter(x, comm, 0, "avg"),
+        "largest": sm.reduce_scatter(x, comm, 0, "max"),
+        "exchanged": sm.all_to_all(x, comm, 1, 0),
+        "permuted": sm.permute(x, comm, [1, 0]),
+        "sent": sm.broadcast(x, comm, 1),
+        "torch's": functional.all_reduce(x, "sum", tp) * 1,
+    }
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4, timeout=120)
+def test_compiled_code_runs_on_groups_written_in_python(kind: str) -> None:
+    with default_group(kind):
+        mesh = sm.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = torch.arange(8.0, dtype=torch.float64).view(4, 2) + 10.0 * dist.get_rank() ** 2
+        # A graph reads its group each time that it runs, so the group is asked for inside.
+        expected = _program(x, mesh.comm("tp"), mesh.get_group("tp"))
+        compiled = torch.compile(
+            lambda x: _program(x, mesh.comm("tp"), mesh.get_group("tp")), backend="eager", fullgraph=True
+        )
+        found = compiled(x)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
+FEW = written("gloo_few", {})
+
+
+@on_ranks(2)
+def test_a_call_that_a_group_has_not_is_named() -> None:
+    with default_group("gloo_old"):
+        dist.Backend.register_backend("gloo_few", FEW, devices=["cpu"])
+        comm = sm.Comm.over(dist.new_group([0, 1], backend="gloo_few"), ("few",), (0, 1))
+        x = torch.ones(2)
+        check(sm.all_reduce(x, comm), x * 2)
+        with pytest.raises(sm.BackendError, match=r"gloo_few has no all_gather: .* needs one of"):
+            sm.all_gather(x, comm)
+        with pytest.raises(sm.BackendError, match="gloo_few has no reduce_scatter"):
+            sm.reduce_scatter(x, comm)
+        with pytest.raises(sm.BackendError, match="gloo_few has no all_to_all"):
+            sm.all_to_all(x, comm, 0, 0)
+        if torch.__version__ >= "2.12":
+            with pytest.raises(RuntimeError, match="write alltoall_base, which torch calls a group in Python by"):
+                torch.compile(lambda x: sm.all_to_all(x, comm, 0, 0), backend="eager", fullgraph=True)(x)
+
+
+@on_ranks(2)
+def test_a_group_whose_members_come_and_go_is_no_axis() -> None:
+    """As torchft registers them: torch knows this rank alone, the group has members of other worlds."""
+    with default_group("gloo_old") as world:
+        resizable = type("Resizable", (FEW,), {"label": "gloo_resizable"})
+        inner = world.inner
+
+        def made(store: Any, rank: int, size: int, timeout: timedelta) -> GlooInPython:
+            group: GlooInPython = resizable(store, rank, size, timeout)
+            group.inner, group._size = inner, dist.get_world_size()
+            return group
+
+        dist.Backend.register_backend("gloo_resizable", made, devices=["cpu"])
+        group = dist.new_group([dist.get_rank()], backend="gloo_resizable", use_local_synchronization=True)
+        assert isinstance(group, GlooInPython)
+        with pytest.raises(sm.MeshError, match=r"Resizable counts 2 members and torch knows .* call it itself"):
+            sm.all_reduce(torch.ones(2), (sm.DeviceMesh.from_group(group, "cpu"), 0))
+        total = torch.ones(2)
+        dist.all_reduce(total, group=group)
+        check(total, torch.full((2,), 2.0))
 
 
 def check(found: Tensor, expected: Tensor) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import unittest
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import on_ranks, rank_pool
 
 
@@ -29,6 +32,36 @@ def test_results_come_by_rank_and_random_numbers_start_alike() -> None:
     first, second = rank_pool(2).run(_rank_and_seed, 10), rank_pool(2).run(_rank_and_seed, add=10)
     assert [rank for rank, _ in first] == [10, 11]
     assert first == second
+
+
+ENDS: list[float] = []
+
+
+def _connects_late() -> None:
+    """The next job needs a group, which rank 1 says it has half a second after the others."""
+    connect = dist.init_process_group
+
+    def late(*args: Any, **options: Any) -> None:
+        connect(*args, **options)
+        time.sleep(0.5)
+        ENDS.append(time.monotonic())
+        dist.init_process_group = connect
+
+    if dist.get_rank() == 1:
+        dist.init_process_group = late  # the worker takes it from there
+    dist.destroy_process_group()
+
+
+def _start_and_end() -> tuple[float, list[float]]:
+    return time.monotonic(), ENDS
+
+
+def test_a_job_starts_when_all_ranks_are_connected() -> None:
+    """A job may end its group at once, and a rank that still connects to the others would fail."""
+    with RankPool(2) as pool:
+        pool.run(_connects_late)
+        (start, _), (_, [connected]) = pool.run(_start_and_end)
+    assert start >= connected
 
 
 def _skips() -> None:

@@ -12,8 +12,8 @@ to the backend, whose threads do it. A dtype that a backend cannot send is sent 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from .._torch import (
     functional,
     is_compiling,
 )
+from ..errors import BackendError
 from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm
 from ..shared_memory import exchange
@@ -61,6 +62,16 @@ __all__ = [
 
 _DTYPES = frozenset(DTYPES)
 Started = tuple[Tensor, Work | Turn | BackendWork | None]
+# In place of a reduction that compiled code cannot call; averages are sums here.
+_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 _ALL_GATHER = AllgatherOptions()
 _ALL_TO_ALL = AllToAllOptions()
 _EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
@@ -193,6 +204,8 @@ def one_shot_exchange(tensor: Tensor, comm: Comm) -> Started:
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
     if is_compiling():
+        if "all_gather" in comm.eager_only:  # as many bytes, by the call that the group has
+            return _all_to_all_in_graph(torch.cat([tensor] * comm.size), comm), None
         source = distinct(tensor.contiguous())
         return functional.wait_tensor(functional.all_gather_into_tensor(source, comm.size, comm.name)), None
     tensor = in_memory(tensor)
@@ -212,6 +225,8 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
+        if "reduce_scatter" in comm.eager_only:
+            return reduce(_BINARY[op], _all_to_all_in_graph(tensor, comm).chunk(comm.size)), None
         out = functional.reduce_scatter_tensor(distinct(tensor.contiguous()), op, comm.size, comm.name)
         return functional.wait_tensor(out), None
     tensor = in_memory(tensor)
@@ -227,14 +242,26 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     return out, BackendWork(work, group, None) if comm.on_gloo else work
 
 
+def _all_to_all_in_graph(tensor: Tensor, comm: Comm) -> Tensor:
+    sizes = [tensor.shape[0] // comm.size] * comm.size
+    return _exchange_in_graph(tensor.contiguous(), comm, sizes, sizes)
+
+
+def _exchange_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
+    if "all_to_all" in comm.eager_only:
+        raise BackendError(
+            f"compiled code cannot call all_to_all of group {comm.name}: write alltoall_base, which torch calls a "
+            "group in Python by, or keep this out of torch.compile"
+        )
+    return functional.wait_tensor(functional.all_to_all_single(distinct(tensor), receive, send, comm.name))  # type: ignore[no-any-return]  # operators have no types
+
+
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i of the group."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
-        sizes = [tensor.shape[0] // comm.size] * comm.size
-        source = distinct(tensor.contiguous())
-        return functional.wait_tensor(functional.all_to_all_single(source, sizes, sizes, comm.name)), None
+        return _all_to_all_in_graph(tensor, comm), None
     tensor = in_memory(tensor)
     out = torch.empty_like(tensor)
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
@@ -266,7 +293,7 @@ def all_to_all_exact(
 ) -> Started:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_compiling():
-        return functional.wait_tensor(functional.all_to_all_single(distinct(flat), receive, send, comm.name)), None
+        return _exchange_in_graph(flat, comm, send, receive), None
     if out is None:
         out = flat.new_empty((sum(receive),))
     channel = (

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, Literal
 
 from .._torch import ProcessGroup, Work
+from ..errors import BackendError
 
-__all__ = ["call_of"]
+__all__ = ["call_of", "missing_in_graphs"]
 
 # What is called -> names with one output and one input, and names with a list of each; the first is torch's own.
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -27,6 +28,25 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_to_all": (("alltoall_base", "all_to_all_single"), ()),
 }
 
+# The names that compiled code calls a group by, in C++, where it has no backend of torch's.
+_NAMES_IN_GRAPHS = {
+    "all_gather": _NAMES["all_gather"][1],
+    "reduce_scatter": _NAMES["reduce_scatter"][1],
+    "all_to_all": _NAMES["all_to_all"][0],
+}
+
+
+def missing_in_graphs(group: ProcessGroup) -> tuple[str, ...]:
+    """The collectives that a group written in Python has under no name that compiled code of this torch calls."""
+    kind = type(group)
+    if kind is ProcessGroup or group._device_types:
+        return ()
+    return tuple(
+        call
+        for call, names in _NAMES_IN_GRAPHS.items()
+        if not any(hasattr(ProcessGroup, name) and _is_written_in(kind, name) for name in names)
+    )
+
 
 def call_of(group: ProcessGroup, name: Literal["all_gather", "reduce_scatter", "all_to_all"]) -> Callable[..., Work]:
     """The function that a group takes a call by: (group, output, input, further arguments).
@@ -36,7 +56,8 @@ def call_of(group: ProcessGroup, name: Literal["all_gather", "reduce_scatter", "
         name: the collective.
 
     Returns:
-        The method that the group's class has written itself; torch's own where it has none.
+        The method that the group's class has written itself; torch's own where it has none, which raises `BackendError`
+        for a group that has no backend either.
     """
     kind: Any = type(group)
     return _written(kind, name)
@@ -53,7 +74,18 @@ def _written(kind: type[Any], name: str) -> Callable[..., Work]:
         if _is_written_in(kind, each):
             return _one_of_many(getattr(kind, each))
     own: Callable[..., Work] = getattr(kind, single[0])
-    return own
+    if kind is ProcessGroup:
+        return own
+
+    def of_its_backend(group: ProcessGroup, *arguments: Any) -> Work:
+        if not group._device_types:
+            raise BackendError(
+                f"the process group {kind.__name__} has no {name}: a group written in Python needs one of the methods "
+                f"{', '.join(single + many)}"
+            )
+        return own(group, *arguments)
+
+    return of_its_backend
 
 
 def _is_written_in(kind: type[Any], name: str) -> bool:

@@ -22,6 +22,7 @@ from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
+from .group_calls import missing_in_graphs
 from .world import require_world, world_place
 
 __all__ = ["GROUPS_IN_GRAPHS", "BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups", "note_group"]
@@ -91,6 +92,7 @@ class Comm:
             or irregular mesh they count in another order, which the collectives translate.
         backend: device to backend map of the group, such as `cpu:gloo`.
         on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be used.
+        eager_only: collectives that compiled code cannot call on the group, which is written in Python without them.
         kept: what the layer above keeps for the present group; () when nothing is kept yet.
     """
 
@@ -103,6 +105,7 @@ class Comm:
     order: tuple[int, ...] | None
     backend: str
     on_gloo: bool = False
+    eager_only: tuple[str, ...] = ()
     kept: Any = ()
     # Where the group can be made again: the default group and place that it was made under, and its options.
     _world: ProcessGroup | None = None
@@ -161,6 +164,12 @@ class Comm:
             position = _torch.group_ranks(group)
             if set(ranks) != set(position) or len(ranks) != len(position) or world.rank() not in position:
                 raise MeshError(f"the group on rank {world.rank()} has the ranks {tuple(position)}, got {ranks}")
+            if group.size() != len(position):  # torchft registers its groups as of one rank
+                raise MeshError(
+                    f"the group {type(group).__name__} counts {group.size()} members and torch knows the ranks "
+                    f"{tuple(position)} of it: a group whose members come and go is no axis of a mesh; call it itself, "
+                    "as in torch.distributed.all_reduce(gradient.to_local(), group=group)"
+                )
             ranks, order = tuple(ranks), tuple(position[rank] for rank in ranks)
         comm = cls(
             _group=group,
@@ -172,6 +181,7 @@ class Comm:
             order=None if order is None or order == tuple(range(len(order))) else order,
             backend=_torch.backend_config(group),
             on_gloo=_torch.is_gloo(group),
+            eager_only=missing_in_graphs(group),
             _world=world,
             _place=world_place(),
             _choice=choice,

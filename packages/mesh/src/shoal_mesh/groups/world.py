@@ -27,6 +27,7 @@ __all__ = [
     "check_agreement",
     "device_of",
     "ensure_world",
+    "meet",
     "require_world",
     "restart_world",
     "world_place",
@@ -86,7 +87,7 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     store, bound, number = _torch.default_store(), world.bound_device_id, next(_RESTARTS)
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
-        _meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span)
+        meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span, "restart_world")
     del world
     from ..shared_memory.backend_work import settle  # below most modules of this layer: read when it is needed
 
@@ -103,14 +104,25 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     return require_world()
 
 
-def _meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None) -> None:
-    """Until all ranks are here: a group that one rank ends while another still connects to it fails there."""
+def meet(store: Store, ranks: Sequence[int], own: int, timeout: timedelta | None, where: str) -> None:
+    """Until all ranks are here: a group that one rank ends while another still connects to it fails there.
+
+    Args:
+        store: one of their own, in which nobody has met.
+        ranks: who comes.
+        own: this rank.
+        timeout: how long to wait; half an hour by default.
+        where: what they come to, for the error.
+
+    Raises:
+        PeerError: not all of them came in time.
+    """
     store.set(str(own), "here")
     try:
         store.wait([str(rank) for rank in ranks], timeout or timedelta(minutes=30))
     except RuntimeError as error:
         missing = tuple(rank for rank in ranks if not store.check([str(rank)]))
-        raise PeerError(f"rank {', '.join(map(str, missing))} did not come to restart_world", missing) from error
+        raise PeerError(f"rank {', '.join(map(str, missing))} did not come to {where}", missing) from error
 
 
 def require_world() -> ProcessGroup:

@@ -164,6 +164,7 @@ def _ensure_group(job: Job, rank: int, size: int) -> None:
     import torch.distributed as dist
 
     from .._torch import PrefixStore, TCPStore
+    from ..groups.world import meet
 
     if dist.is_initialized():
         return
@@ -174,6 +175,8 @@ def _ensure_group(job: Job, rank: int, size: int) -> None:
 
         torch.cuda.set_device(rank)
     dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
+    # A job may end the group at once.
+    meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")
 
 
 def _failure(error: BaseException) -> Failure:
