@@ -23,7 +23,7 @@ from ..groups.process_groups import BackendChoice
 from ..groups.world import check_agreement, ensure_world
 from .arguments import BackendOverride, read_backends, read_device_type, read_groups, read_names, read_ranks
 from .communicator_grid import CommunicatorGrid, common_root
-from .rank_grid import AxisLike, MeshFields, RankGrid
+from .rank_grid import AxisLike, MeshFields
 from .rank_layout import Layout, read_sizes
 
 __all__ = ["DeviceMesh", "current_mesh", "rebuild_mesh"]
@@ -344,7 +344,9 @@ class DeviceMesh(CommunicatorGrid):
 
     _concatenate = concatenate
     _get_all_submeshes = get_all_submeshes
-    _get_mesh_dim_by_name = RankGrid.axis_index
+
+    def _get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
+        return self.axis_index(mesh_dim_name)
 
     def _get_root_mesh_dim(self) -> int | None:
         """The axis of the root mesh that this 1-D slice runs along, None when it is none of them."""

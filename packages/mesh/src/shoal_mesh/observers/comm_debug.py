@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -102,11 +104,12 @@ def packet_of(op: str) -> Any:
     return getattr(functional, name) if hasattr(functional, name) else getattr(c10d_ops, name)
 
 
-class CommCounts(Counter[Any]):
+class CommCounts(Counter[Any]):  # noqa: PLW1641  # like other dictionaries it has no hash
     """How often each collective ran, by op packet of `_c10d_functional`; found by all its packets.
 
     Programs look counts up by torch's keys, `torch.ops.c10d_functional.all_reduce` (where torch has registered that
-    namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never".
+    namespace) or `torch.ops.c10d.allreduce_`: none of them may read as "never", and counts under other names of the
+    same collectives are equal.
 
     Example:
         >>> counts = CommCounts({torch.ops._c10d_functional.all_reduce: 2})
@@ -122,6 +125,19 @@ class CommCounts(Counter[Any]):
 
     def __contains__(self, packet: object) -> bool:
         return dict.__contains__(self, packet) or dict.__contains__(self, _canonical(packet))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return dict.__eq__(_merged(self), _merged(other))
+
+
+def _merged(counts: Mapping[Any, int]) -> dict[Any, int]:
+    """Counts under one packet for each collective."""
+    found: Counter[Any] = Counter()
+    for packet, count in counts.items():
+        found[_canonical(packet)] += count
+    return dict(+found)
 
 
 def _canonical(packet: Any) -> Any:
@@ -152,6 +168,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        import_module("torch.distributed._functional_collectives")  # it makes the keys `torch.ops.c10d_functional.*`
         self.trace: list[Record] = []
         self.modules: dict[str, _ModuleRecord] = {}
         self._open: dict[int, Record] = {}
@@ -234,6 +251,21 @@ class CommDebugMode(TorchDispatchMode):
     def comm_counts(self) -> dict[Any, int]:
         """`get_comm_counts()`."""
         return self.get_comm_counts()
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """Module path -> `forward` or `backward` -> how often each collective ran in it and in the modules inside."""
+        found: dict[str, dict[str, dict[Any, int]]] = {}
+        for record in self.trace:
+            parts = record.module.split(".")
+            inside = {"Global", *(".".join(parts[: n + 1]) for n in range(len(parts)))}
+            for path in inside:
+                passes = found.setdefault(path, {"forward": CommCounts(), "backward": CommCounts()})
+                passes["backward" if record.backward else "forward"][packet_of(record.op)] += 1
+        return found
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
     def get_bytes(self) -> dict[tuple[str, ...], int]:
         """Bytes that this rank put into collectives, by mesh axes."""
