@@ -17,6 +17,8 @@ from shoal_tp_styles.draws.functions import drawers_of
 TABLE = {"noise": F.dropout}
 HELPERS = ModuleType("helpers")
 exec("import torch.nn.functional as F\ndef noisy(x): return F.dropout(x)", vars(HELPERS))
+NAMELESS: dict[str, Any] = {}  # globals without `__name__`, as of a module that a notebook or `exec` makes
+exec("import torch.nn.functional as F\ndef noisy(x): return F.dropout(x)\ndef calls(x): return noisy(x)", NAMELESS)
 
 
 class Noise:
@@ -44,6 +46,7 @@ DRAW: dict[str, Any] = {
     "of a list": [torch.relu, F.dropout],
     "an object": Noise(),
     "of another module": lambda x: HELPERS.noisy(x),
+    "of no module": NAMELESS["calls"],
     "an operator": lambda x: torch.ops.aten.native_dropout(x, 0.5, True)[0],
 }
 DO_NOT: dict[str, Callable[[Tensor], Any]] = {

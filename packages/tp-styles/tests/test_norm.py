@@ -106,6 +106,8 @@ def test_shards_through_groups_are_refused() -> None:
         module(torch.randn(2, 2, 5))
     with pytest.raises(UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"):
         parallelize_module(nn.LayerNorm(4), all_ranks(), ChannelParallel())
+    with pytest.raises(LayoutError, match="expected a tensor as the input, got str"):
+        parallelize_module(nn.LayerNorm(4), all_ranks(), SequenceParallel())("x")
 
 
 @on_ranks(4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoal_tp_styles
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -122,7 +123,7 @@ def test_tied_modules_in_two_calls_and_tied_again() -> None:
     expected.backward(seed)
     got.backward(own_shard(seed, 2))
     assert_same_gradients(module, single)
-    with pytest.raises(PlanError, match="already has the style ColwiseParallel"):
+    with pytest.raises(RuntimeError, match="already has the style ColwiseParallel"):
         parallelize_module(module, all_ranks(), {"head": ColwiseParallel()})
     other = parallelize_module(copy.deepcopy(single), all_ranks(), {"table": ROWS})
     with pytest.raises(TiedWeightError, match="it is shared and already"):
@@ -169,6 +170,12 @@ def test_a_plan_applied_twice_is_refused_before_anything_changes(name: str) -> N
     assert {path: (id(each), each.__dict__.get("forward")) for path, each in module.named_modules()} == before
     assert [id(param) for param in module.parameters()] == params
     parallelize_module(unparallelize_module(module), mesh, again)
+
+
+@pytest.mark.parametrize("name", ["_pre_dp_module_transform", "_HeadTailLoadBalancer", "DTensorExtensions"])
+def test_a_name_of_torchs_that_is_not_here_says_what_is(name: str) -> None:
+    with pytest.raises(ImportError, match=f"no {name}: .*(replicate|context_parallel|fully_shard)"):
+        getattr(shoal_tp_styles, name)
 
 
 @on_ranks(2)

@@ -195,7 +195,21 @@ _LATER = {
 }
 
 
+# Names of torch's stack that are not here, and what does their work.
+_CONTEXT = "context_parallel, or the style ContextParallel; SequenceLayout says who holds which tokens"
+_INSTEAD = {
+    "DTensorExtensions": "fully_shard takes tensor-parallel parameters as they are",
+    "_pre_dp_module_transform": 'replicate(module, mesh["data"]) takes tensor-parallel and plain parameters',
+    "tensor_parallel_transformation": "parallelize_module",
+    **dict.fromkeys(("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"), _CONTEXT),
+    **dict.fromkeys(("_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher"), _CONTEXT),
+    **dict.fromkeys((f"_{kind}LoadBalancer" for kind in ("", "HeadTail", "PTRR", "PerDocumentHeadTail")), _CONTEXT),
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+        raise ImportError(f"shoal_tp_styles has no {name}: {_INSTEAD[name]}", name=__name__)
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name], __name__)

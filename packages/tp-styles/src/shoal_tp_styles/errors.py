@@ -27,7 +27,7 @@ class StyleTypeError(StyleError, TypeError):
     """An argument of a public function has a wrong type."""
 
 
-class PlanError(StyleError, ValueError):
+class PlanError(StyleError, ValueError, RuntimeError):
     """A parallelization plan does not fit the module: unmatched, ambiguous or indivisible entries."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh, all_gather, all_gather_v
 
-from ..errors import LayoutError, LayoutTypeError
+from ..errors import LayoutError, LayoutTypeError, UnsupportedAttentionError
 from .attention_mask import Documents
 from .parallel_attention import ContextOptions, Method, axis_of
 from .routing import RoutedAttention
@@ -208,12 +208,12 @@ def set_rotate_method(rotate_method: str) -> None:
         rotate_method: "allgather", or "alltoall" for the ring, as torch names them.
 
     Raises:
-        LayoutError: for another name.
+        UnsupportedAttentionError: for another name.
 
     Example:
         >>> set_rotate_method("alltoall")
         >>> set_rotate_method("allgather")
     """
     if rotate_method not in (*_ROTATE_METHODS,):  # a list cannot be looked up
-        raise LayoutError(f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}")
+        raise UnsupportedAttentionError(f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}")
     _default[0] = _ROTATE_METHODS[rotate_method]

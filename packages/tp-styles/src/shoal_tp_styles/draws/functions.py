@@ -129,7 +129,7 @@ def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
     """The functions among values, and those that a method, a property, a partial call or a container leads to."""
     for value in values:
         if isinstance(value, FunctionType):
-            if value.__name__ != "__init__" and not value.__globals__["__name__"].startswith(_PACKAGE):
+            if value.__name__ != "__init__" and not value.__globals__.get("__name__", "").startswith(_PACKAGE):
                 yield value
         elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
             yield from _functions(getattr(value, name, None) for name in ("__func__", "fget", "func"))
@@ -152,7 +152,7 @@ def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]
         if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
             return True
         named = [function.__globals__.get(name) for name in code.co_names]
-        if _of_user(function.__globals__["__name__"]):
+        if _of_user(function.__globals__.get("__name__", "")):
             modules = [each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)]
             named += (vars(module).get(name) for module in modules for name in code.co_names)
         else:  # a library's own tables and objects say nothing of what this call does

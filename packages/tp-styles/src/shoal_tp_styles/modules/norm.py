@@ -118,7 +118,9 @@ class Tokenwise(Lowered):
         return from_local(out, self.port_in.desired, self.mesh, shape)
 
     def check_dim(self, local: Tensor) -> None:
-        """Raise LayoutError if a dim of features is sharded."""
+        """Raise LayoutError if a dim of features is sharded, or this is no tensor."""
+        if not isinstance(local, Tensor):
+            raise LayoutError(f"{self.sharding.style}: expected a tensor as the input, got {type(local).__name__}")
         dim = getattr(self.port_in.desired, "dim", 0)
         if (dim + local.ndim if dim < 0 else dim) >= local.ndim - self.features:
             raise LayoutError(
