@@ -65,9 +65,14 @@ def test_what_it_cannot_decide_is_listed_by_line() -> None:
         "from torch.distributed.tensor._ops.utils import register_prop_rule\n"
         "x = 1; from torch.distributed.tensor import DTensor\n"
         "DTensor._op_dispatcher.sharding_propagator\n"
+        "import torch.distributed.tensor as dt\n"
+        "dt.DTensor_.x; dt.placement_types\n"
+        "from torch.distributed.tensor import parallel as par\n"
+        "par.ddp._pre_dp_module_transform(m)\n"
     )
-    assert [line for line, _ in found.left] == [1, 2, 3]
-    assert "register_prop_rule: no layer" in found.left[0][1] and "register_rule" in found.left[2][1]
+    assert [line for line, _ in found.left] == [1, 2, 3, 5, 7]
+    ways = ["register_rule", "beside other", "register_rule", "DTensor_: no layer", "replicate(module"]
+    assert all(way in text for way, (_, text) in zip(ways, found.left, strict=True))
     assert found.text.count("shoal") == 0
 
 

@@ -14,8 +14,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 __all__ = ["Migrated", "main", "migrate"]
 
@@ -79,6 +82,32 @@ def _home(module: str, name: str) -> str | None:
     return next((layer for layer in _HOMES[root][0] if name in _names(layer)), None)
 
 
+@cache
+def _is_module(dotted: str) -> bool:
+    """Whether torch has a module of this name."""
+    path = Path(torch.__file__).parent.joinpath(*dotted.split(".")[1:])
+    return dotted.startswith("torch.") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def _leave(line: int, module: str, name: str, result: Migrated) -> None:
+    """Note a name that has to be here and is not."""
+    root = _root(module)
+    if root is not None and _HOMES[root][1]:
+        result.left.append((line, f"{module}.{name}: {_instead(root, name)}"))
+
+
+def _instead(root: str, name: str) -> str:
+    """What a layer says of a name that it has not."""
+    for layer in _HOMES[root][0]:
+        try:
+            getattr(import_module(layer), name, None)
+        except ModuleNotFoundError:  # that layer is not installed
+            continue
+        except ImportError as error:
+            return str(error)
+    return "no layer of shoal has it"
+
+
 def migrate(text: str) -> Migrated:
     r"""A source text with torch's imports rewritten.
 
@@ -95,16 +124,11 @@ def migrate(text: str) -> Migrated:
     result, edits, wanted = Migrated(text), [], set()
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
+        _note_modules(node, aliases)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            _note_modules(node, aliases)
             new = _import_from(node, lines, result)
             if new is not None:
                 edits.append((node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset, new))
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                aliases[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
     for node, dotted in _chains(tree, aliases):
         module, _, name = dotted.rpartition(".")
         layer = _home(module, name)
@@ -114,6 +138,8 @@ def migrate(text: str) -> Migrated:
             edits.append((*place, f"{layer}.{name}"))
         elif node.attr in _PRIVATE:
             result.left.append((node.lineno, f"{node.attr}: use {_PRIVATE[node.attr]}"))
+        elif _is_module(module) and not _is_module(dotted):
+            _leave(node.lineno, module, name, result)
     for first, start, last, end, new in sorted(edits, key=lambda edit: edit[:2], reverse=True):
         tail = _bytes_from(lines[last - 1], end)
         lines[first - 1 : last] = [_bytes_to(lines[first - 1], start) + new + tail]
@@ -122,11 +148,16 @@ def migrate(text: str) -> Migrated:
     return result
 
 
-def _note_modules(node: ast.ImportFrom, aliases: dict[str, str]) -> None:
-    """`from torch import distributed as dist`: a name of a module."""
-    for alias in node.names:
-        if _root(f"{node.module}.{alias.name}") == f"{node.module}.{alias.name}":
-            aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+def _note_modules(node: ast.AST, aliases: dict[str, str]) -> None:
+    """`import torch.distributed as dist`, `from torch import distributed as dist`: names of modules."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            aliases[alias.asname or first] = alias.name if alias.asname else first
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        for alias in node.names:
+            if _is_module(f"{node.module}.{alias.name}"):
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
 
 
 def _import_from(node: ast.ImportFrom, lines: Sequence[str], result: Migrated) -> str | None:
@@ -140,8 +171,8 @@ def _import_from(node: ast.ImportFrom, lines: Sequence[str], result: Migrated) -
         layer = _home(module, alias.name)
         spelled = alias.name + (f" as {alias.asname}" if alias.asname else "")
         moved.setdefault(layer or module, []).append(spelled)
-        if layer is None and _HOMES[root][1]:
-            result.left.append((node.lineno, f"{module}.{alias.name}: no layer of shoal has it"))
+        if layer is None and not _is_module(f"{module}.{alias.name}"):
+            _leave(node.lineno, module, alias.name, result)
     if set(moved) == {module}:
         return None
     source = lines[node.lineno - 1 : node.end_lineno]
