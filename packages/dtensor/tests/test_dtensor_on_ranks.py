@@ -432,7 +432,7 @@ def test_ranks_outside_of_the_mesh_take_part_in_nothing() -> None:
     assert (y.shape, top.shape, grad.shape) == ((4, 4), (2, 4), (4, 4))
     assert grad.placements == (Shard(1),)
     held: Any
-    for held in (y, top, x, grad):
+    for held in (y, top, x, grad, DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])):
         assert inside or not held.to_local().numel()
     if not inside:
         with pytest.raises(PlacementError, match="outside the mesh"):

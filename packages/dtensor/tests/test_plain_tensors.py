@@ -24,6 +24,7 @@ from shoal_dtensor import (
     Shard,
     communication,
     distribute_tensor,
+    unknown_ops,
 )
 from shoal_dtensor.rng.state import forget_checks
 from shoal_mesh import init_device_mesh
@@ -285,6 +286,18 @@ def test_a_comparison_obeys_the_communication_policy() -> None:
             torch.quantile(x, 0.3)
         with pytest.raises(MixedTensorError):
             x + torch.ones(4)
+
+
+@on_ranks(2)
+def test_memory_is_asked_about_and_pinned_part_by_part() -> None:
+    x: Any = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    with communication("forbid"), unknown_ops("error"):
+        assert not x.is_pinned()
+        if torch.accelerator.is_available():
+            assert x.pin_memory().is_pinned() and x.pin_memory().placements == (Shard(0),)
+        else:
+            with pytest.raises(RuntimeError, match="accelerator"):
+                x.pin_memory()
 
 
 @on_ranks(4)

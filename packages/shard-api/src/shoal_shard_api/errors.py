@@ -10,7 +10,7 @@ class ArgumentTypeError(TypeError, ValueError):
     """An argument of a type that the call does not take; names the type that was expected."""
 
 
-class ShardingSpecError(ValueError):
+class ShardingSpecError(ValueError, RuntimeError):
     """A sharding spec or a list of shards that does not cover the tensor: overlap, gap, unknown rank, bad dim."""
 
 

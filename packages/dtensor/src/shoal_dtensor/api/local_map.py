@@ -151,7 +151,7 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, signatur
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
-        raise PlacementError(
+        raise PlacementIndexError(
             f"local_map: out_placements has {len(each)} entries, the function returned {len(flat)} outputs"
         )
     outputs: list[Any] = []

@@ -36,10 +36,13 @@ def _elements_spanned(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
 
 
-# Operators that read shapes alone: plain tensors beside DTensors need not be replicated.  Forward AD calls them.
+# Operators on shapes, or on the memory of a rank's own part: plain tensors beside DTensors need not be replicated,
+# and nothing is sent.  Forward AD calls the first two.
 OF_SHAPES: Mapping[Any, Any] = {
     torch.ops.aten.is_same_size.default: lambda one, other: one.shape == other.shape,
     torch.ops.aten._has_same_storage_numel.default: lambda *pair: len({*map(_elements_spanned, pair)}) == 1,
+    torch.ops.aten.is_pinned.default: lambda x, *device: x._local_tensor.is_pinned(),
+    torch.ops.aten._pin_memory.default: lambda x, *device: type(x)(x._local_tensor.pin_memory(), x._spec),
 }
 
 

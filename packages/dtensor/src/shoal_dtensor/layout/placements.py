@@ -25,10 +25,12 @@ REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 _TORCH_METHODS = {
     f"_{name}"
     for name in (
-        *("custom_chunk", "local_shard_size", "maybe_pad_tensor", "maybe_unpad_tensor", "new_shard_dim"),
+        *("compute_padding_info", "custom_chunk", "get_shard_pad_size", "local_shard_size", "make_replicate_tensor"),
+        *("make_shard_tensor", "maybe_pad_tensor", "maybe_unpad_tensor", "maybe_unpad_tensor_with_sizes"),
         *("pad_for_new_shard_dim", "partition_value", "reduce_shard_tensor", "reduce_shard_value", "reduce_value"),
-        *("replicate_tensor", "replicate_to_shard", "shard_tensor", "split_tensor", "to_new_shard_dim"),
-        *("to_replicate_tensor", "unpad_for_new_shard_dim"),
+        *("replicate_tensor", "replicate_to_shard", "replicate_to_strided_shard", "select_shard", "shard_tensor"),
+        *("select_split_tensor", "split_tensor", "split_tensor_helper", "to_new_shard_dim", "to_replicate_tensor"),
+        "unpad_for_new_shard_dim",
     )
 }
 _WHO_MOVES = (
@@ -158,6 +160,8 @@ class Shard(Placement):
         step = -(-curr_local_size // num_chunks)
         offset = min(rank * step, curr_local_size)
         return min(step, curr_local_size - offset), offset
+
+    _local_shard_size_and_offset = local_shard_size_and_offset  # torch's older spelling
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _shard, (self.dim, self.sizes, self.multiple_of)
@@ -341,16 +345,17 @@ def _strided_shard(dim: int, split_factor: int, sizes: tuple[int, ...] | None = 
     return StridedShard(dim, split_factor=split_factor, sizes=sizes)
 
 
-def _moves_nothing(name: str) -> property:
-    """The error of who calls a method of torch's placements."""
+class _MovesNothing:
+    """The error of who reads a method of torch's placements, of an instance or of the class."""
 
-    def read(placement: Placement) -> NoReturn:
-        raise AttributeError(f"{type(placement).__name__} has no {name}: {_WHO_MOVES}")
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    return property(read)
+    def __get__(self, placement: Placement | None, kind: type) -> NoReturn:
+        raise AttributeError(f"{kind.__name__} has no {self._name}: {_WHO_MOVES}")
 
 
 for _name in _TORCH_METHODS:
-    setattr(Placement, _name, _moves_nothing(_name))
+    setattr(Placement, _name, _MovesNothing(_name))
 
 PICKLED = (Replicate, Partial, _shard, _strided_shard)  # what pickled placements are made of

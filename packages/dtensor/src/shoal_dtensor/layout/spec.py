@@ -22,7 +22,7 @@ from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normali
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
 from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_any_dim
-from .tensor_meta import Box, TensorMeta, contiguous_stride
+from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride
 
 __all__ = ["Spec"]
 
@@ -175,7 +175,7 @@ class Spec(SpecNames):
         put(spec, "shape", shape)
         put(spec, "stride", stride)
         put(spec, "dtype", dtype)
-        put(spec, "shard_order", order)
+        put(spec, "shard_order", tuple([ShardOrderEntry(*entry) for entry in order]))
         put(spec, "dim_shardings", dim_shardings)
         put(spec, "is_strided", any(type(sharding) is StridedDimSharding for sharding in dim_shardings))
         put(spec, "ndim", len(shape))
@@ -349,7 +349,8 @@ class Spec(SpecNames):
         return self
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
-        return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, self.shard_order)
+        order = tuple(map(tuple, self.shard_order))  # what may be unpickled is plain
+        return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, order)
 
     def _repr_html_(self) -> str:
         from .rank_table import spec_html  # for notebooks only

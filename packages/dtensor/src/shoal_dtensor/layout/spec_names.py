@@ -58,6 +58,11 @@ class SpecNames:
         """Whether some mesh axis shards the tensor."""
         return any(sharding.axes for sharding in self.dim_shardings)
 
+    def shallow_copy_with_tensor_meta(self, tensor_meta: Any) -> Any:
+        """The same layout of a tensor of another shape, stride and dtype."""
+        shape, stride, dtype = tensor_meta
+        return self.with_(shape=shape, stride=stride, dtype=dtype)  # type: ignore[attr-defined]  # a Spec has it
+
     @classmethod
     def from_dim_map(cls, mesh: DeviceMesh, dim_map: Sequence[int], sums: Sequence[int], tensor_meta: Any) -> Any:
         """The spec whose tensor dims are sharded by these mesh axes (-1: by none), partial sums over `sums`."""

@@ -104,7 +104,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
         spec = _even_spec(local, mesh, placements, stride, shard_order)
         if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
             check_shards("from_local", local, spec)
-        return spec, local
+        return spec, _own_part(local, spec)
     if run_check and mesh.get_coordinate() is not None:
         local, placements, shape = _checked(local, mesh, placements, shape, shard_order)
     assert shape is not None, "a rank outside the mesh needs the shape"
@@ -115,7 +115,14 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
             f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
             f"{spec.coordinate}, got {tuple(local.shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
         )
-    return spec, local
+    return spec, _own_part(local, spec)
+
+
+def _own_part(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """What a rank holds: nothing outside of the mesh."""
+    if spec.coordinate is not None:
+        return local
+    return local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
 
 
 def _even_spec(
