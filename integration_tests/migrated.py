@@ -52,12 +52,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="what is migrated")
     parser.add_argument("program", help="a script, relative to the folder")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--resume", action="store_true", help="both begin with what one run before has left there")
     parser.add_argument("--before", type=int, help="ranks of the run before the migration; 1: what one device computes")
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
-        before, after = Path(name, "before"), Path(name, "after")
+        start, before, after = Path(name, "start"), Path(name, "before"), Path(name, "after")
+        shutil.copytree(options.folder, start)
+        if options.resume:
+            losses_of(start, options.program, arguments, options.ranks)
         for copy in (before, after):
-            shutil.copytree(options.folder, copy)
+            shutil.copytree(start, copy)
         said = StringIO()
         with redirect_stdout(said):
             migrate([str(after), "--write"])

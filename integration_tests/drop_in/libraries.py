@@ -24,6 +24,12 @@ _HOMES: dict[str, tuple[str, str]] = {
         "shoal_dtensor",
     ),
     "local_map implicit_replication register_sharding": (f"{_TENSOR}.experimental", "shoal_dtensor"),
+    "context_parallel context_parallel_unshard set_rotate_method _ContextParallel _context_parallel_shard "
+    "_HeadTailLoadBalancer": (f"{_TENSOR}.experimental._attention", "shoal_tp_styles"),
+    "tensor_parallel_transformation": (f"{_TENSOR}.experimental._tp_transform", "shoal_tp_styles"),
+    "redistribute_local_tensor use_min_cost_redistribution_plan": (f"{_TENSOR}._redistribute", "shoal_dtensor"),
+    "OpStrategy": (f"{_TENSOR}._op_schema", "shoal_dtensor"),
+    "register_op_strategy": (f"{_TENSOR}._ops.utils", "shoal_dtensor"),
     "CommDebugMode": (f"{_TENSOR}.debug", "shoal_mesh"),
     "visualize_sharding": (f"{_TENSOR}.debug", "shoal_dtensor"),
     "DTensorSpec TensorMeta ShardOrderEntry": (f"{_TENSOR}._dtensor_spec", "shoal_dtensor"),
@@ -32,7 +38,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "_StridedShard": (f"{_TENSOR}.placement_types", "shoal_dtensor"),
     "LocalShardsWrapper": (f"{_TENSOR}._shards_wrapper", "shoal_dtensor"),
     "DebugMode": ("torch.utils._debug_mode", "shoal_dtensor"),
-    "manual_seed": (f"{_TENSOR}._random", "shoal_dtensor"),
+    "manual_seed is_rng_supported_mesh": (f"{_TENSOR}._random", "shoal_dtensor"),
     "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput "
     "ParallelStyle parallelize_module loss_parallel": (f"{_TENSOR}.parallel", "shoal_tp_styles"),
     "input_reshard": (f"{_TENSOR}.parallel.input_reshard", "shoal_tp_styles"),

@@ -22,6 +22,14 @@ _ROWS = {
     "LocalShardsWrapper": "d-local-shards",
     "_StridedShard": "d-strided",
     "_pre_dp_module_transform": "d-ddp",
+    **dict.fromkeys(
+        [
+            *("OpStrategy", "_ContextParallel", "_HeadTailLoadBalancer", "_context_parallel_shard"),
+            *("redistribute_local_tensor", "register_op_strategy", "tensor_parallel_transformation"),
+            "use_min_cost_redistribution_plan",
+        ],
+        "d-internals",
+    ),
 }
 
 _SHARD_NAMES = [

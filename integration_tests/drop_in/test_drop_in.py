@@ -15,7 +15,7 @@ from shoal_mesh.testing import fake_world
 PAGE = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
 AREAS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 QUICK = {"placements"}  # in the default session; the others with the comparisons of `nox -s parity`
-MOST = 23  # differences of signatures: fewer are welcome
+MOST = 30  # differences of signatures: fewer are welcome
 
 
 def test_every_difference_of_signatures_has_a_row() -> None:
