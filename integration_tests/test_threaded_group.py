@@ -1,4 +1,4 @@
-"""Covers: torch's test group, whose ranks are threads of one process: collectives and DTensors run on it."""
+"""Covers: torch's test group, whose ranks are threads of one process: collectives, torch's calls and DTensors."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ def run(rank):
     assert sm.reduce_scatter(own, (mesh, "tp")).tolist() == [20.0 * first + 10 + 2 * (rank % 2)]
     assert sm.all_to_all(own, (mesh, "tp"), 0, 0).tolist() == [10.0 * first + rank % 2, 10.0 * first + 10 + rank % 2]
     assert sm.broadcast(own, (mesh, "tp"), 1).tolist() == [10.0 * first + 10, 10.0 * first + 11]
+    uneven = sm.all_gather_v(own[: 1 + rank % 2], (mesh, "tp"), [1, 2])
+    assert uneven.tolist() == [10.0 * first, 10.0 * first + 10, 10.0 * first + 11]
+    assert [t.tolist() for t in sm.all_reduce_coalesced([own, own[0]], (mesh, "dp"))][1] == 20.0 * (rank % 2) + 20
+    gathered = sm.gather(own, (mesh, "tp"), 1)
+    assert rank % 2 == (gathered is not None)
+    rows = gathered and [row + 1 for row in gathered]
+    assert sm.scatter(rows, (mesh, "tp"), 1, out=torch.empty(2)).tolist() == (own + 1).tolist()
+    assert sm.permute(own, (mesh, "tp"), [1, 0]).tolist() == (torch.arange(2.0) + 10 * (rank ^ 1)).tolist()
+    dist.barrier(group=mesh.get_group("tp"))
+    names = [rank]
+    dist.broadcast_object_list(names, src=first, group=mesh.get_group("tp"))
+    assert names == [first]
     x = distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [Shard(0), Shard(1)])
     weight = distribute_tensor(torch.ones(6, 5), mesh, [Replicate(), Shard(0)]).requires_grad_()
     loss = (x @ weight).relu().sum()
