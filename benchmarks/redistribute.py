@@ -40,6 +40,7 @@ from shoal_mesh.testing import fake_world
 PLAN_MESHES = ((4,), (2, 2), (4, 4), (2, 2, 2))
 SIZES = {"large": (8192, 8192), "small": (64, 64)}
 FAST, SLOW = Link(12e-6, 180e9), Link(25e-6, 18e9)  # inside a host, between hosts
+TURNS = 3
 PAIRS = 1200  # of a mesh, a quarter where axes differ in speed; torch's min-cost search takes 40 ms on three axes
 
 
@@ -166,17 +167,23 @@ def time_planning() -> None:
 
 
 def clock(work: Any, specs: Sequence[Spec]) -> tuple[float, float]:
-    """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached."""
+    """Median and worst milliseconds of CPU time over neighbouring pairs, nothing cached; of each the best turn.
+
+    The worst is then a pair that takes long, not one during which the machine was busy.
+    """
     import gc
 
     spent = []
     gc.collect()
     gc.disable()
     for src, dst in pairwise(specs):
-        cache_clear()
-        start = time.thread_time()
-        work(src, dst)
-        spent.append((time.thread_time() - start) * 1e3)
+        best = float("inf")
+        for _ in range(TURNS):
+            cache_clear()
+            start = time.thread_time()
+            work(src, dst)
+            best = min(best, (time.thread_time() - start) * 1e3)
+        spent.append(best)
     gc.enable()
     return statistics.median(spent), max(spent)
 

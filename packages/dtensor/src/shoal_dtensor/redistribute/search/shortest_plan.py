@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_PRICED", "Route", "routes"]
 
-# Edges priced, about 4 us each, before the search settles; a quarter of them where it looks at some states only.
+# Edges priced, about 4 us each, before the search settles: half of them on meshes of more than three axes, a quarter
+# where it looks at some states only.
 MOST_PRICED = 2000
 _ALIKE = 1 - 1e-9  # a way must be faster by more than rounding errors to be preferred
 
@@ -83,7 +84,7 @@ def routes(src: Spec, dst: Spec, links: Links, memory_limit: int | None = None, 
     """
     within: list[Route] = []
     floor = inf
-    left = MOST_PRICED
+    left = MOST_PRICED if sum(n > 1 for n in links.sizes) <= 3 else MOST_PRICED // 2
     for space in spaces(src, dst, links):
         search = _Search(space, memory_limit, wanted, left)
         search.worst = within[-1].seconds if len(within) == wanted else inf
@@ -106,7 +107,7 @@ class _Search:
         self.wanted = wanted
         self.costs = Costs(space)
         self.states = States(space)
-        self.most = most if self.states.complete else most // 4
+        self.most = most if self.states.complete else min(most, MOST_PRICED // 4)
         converted = Bounds(self.costs, True)
         self.bounds = (Bounds(self.costs, False) if space.conversions else converted, converted)
         self.heap: list[_Node] = []
@@ -171,6 +172,8 @@ class _Search:
             if seconds + start + after.least >= self.worst:
                 continue
             self.priced += 1
+            if self.priced > self.most:
+                break
             took = reshard(here, after)[0]
             if seconds + took + after.least < self.worst:
                 self.offer(seconds + took, after, trail)

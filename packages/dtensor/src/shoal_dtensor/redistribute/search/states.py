@@ -30,7 +30,7 @@ class States:
         complete: whether all of them are looked at.
     """
 
-    __slots__ = ("_known", "_orders", "_places", "complete", "space")
+    __slots__ = ("_inner", "_known", "_orders", "_places", "complete", "space")
 
     def __init__(self, space: Space) -> None:
         self.space: Space = space
@@ -38,6 +38,7 @@ class States:
         self._places = {} if self.complete else {a: _places(space, a) for a in space.moving}
         self._known: dict[tuple[int, ...], list[Dims]] = {}
         self._orders: dict[tuple[int, tuple[int, ...]], list[Tokens]] = {}
+        self._inner: dict[tuple[int, tuple[int, ...], Tokens], list[Tokens]] = {}
 
     def without(self, busy: tuple[int, ...]) -> list[Dims]:
         """All shardings by axes that are not busy: neither pending nor partial for good."""
@@ -51,13 +52,17 @@ class States:
 
     def scattered(self, dims: Dims, pending: tuple[int, ...]) -> Iterator[tuple[Dims, tuple[int, ...]]]:
         """Shardings with some pending axes added innermost, and the axes that stay pending."""
-        everywhere = tuple(range(len(dims)))
-        for places in product(*((None, *self._places.get(a, everywhere)) for a in pending)):
-            left = tuple(a for a, dim in zip(pending, places, strict=True) if dim is None)
-            if len(left) == len(pending):
-                continue
-            added = [tuple(a for a, at in zip(pending, places, strict=True) if at == dim) for dim in everywhere]
-            for inner in product(*(self._inside(dim, axes, dims[dim]) for dim, axes in enumerate(added))):
+        places = None if self.complete else tuple([self._places[a] for a in pending])
+        inside, known = self._inside, self._inner
+        for left, added in additions(pending, len(dims), places):
+            ways = []
+            for dim, axes in enumerate(added):
+                key = dim, axes, dims[dim]
+                way = known.get(key)
+                if way is None:
+                    way = known[key] = inside(*key)
+                ways.append(way)
+            for inner in product(*ways):
                 yield inner, left
 
     def stepwise(self) -> Iterator[list[tuple[Dims, tuple[int, ...]]]]:
@@ -149,6 +154,29 @@ def _count(axes: int, dims: int) -> int:
     """Number of shardings of `dims` dims by subsets of `axes` axes in every order."""
     ways = (comb(axes, k) * factorial(k) * comb(k + dims - 1, k) for k in range(axes + 1))
     return sum(ways) if dims else 1
+
+
+@lru_cache(maxsize=1024)
+def additions(
+    axes: tuple[int, ...], ndim: int, places: tuple[tuple[int, ...], ...] | None
+) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
+    """Ways to put at least one of some axes on dims: the axes left over, and those on each dim.
+
+    Args:
+        axes: the axes.
+        ndim: number of dims.
+        places: the dims that each axis may go to; all if left out.
+
+    Example:
+        >>> additions((0, 2), 1, None)
+        [((0,), [(2,)]), ((2,), [(0,)]), ((), [(0, 2)])]
+    """
+    ways, everywhere = [], tuple(range(ndim))
+    for chosen in product(*((None, *dims) for dims in places or (everywhere,) * len(axes))):
+        left = tuple(a for a, dim in zip(axes, chosen, strict=True) if dim is None)
+        if len(left) < len(axes):
+            ways.append((left, [tuple(a for a, at in zip(axes, chosen, strict=True) if at == d) for d in everywhere]))
+    return ways
 
 
 @lru_cache(maxsize=256)
