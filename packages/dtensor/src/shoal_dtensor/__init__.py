@@ -1,18 +1,16 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 from .__about__ import __version__
 from ._torch import whole_when_compiled
 from .api.custom_rules import register_rule, register_sharding
-from .api.debug_mode import DebugMode, ExplicitRedistributionContext
 from .api.distribute import distribute_module, distribute_tensor
-from .api.explain import Explanation, explain
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
-from .api.pictures import draw_layout, draw_layouts, draw_plan
 from .api.random import (
     check_random_state,
     get_random_mode,
@@ -32,7 +30,6 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .api.visualize import draw_sharding, visualize_sharding
 from .dispatch.dispatch import cache_info, clear_cache
 from .errors import (
     ArgumentTypeError,
@@ -72,6 +69,12 @@ from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor
 from .tensor.shard_access import local_shard, safe_globals
+
+if TYPE_CHECKING:
+    from .api.debug_mode import DebugMode, ExplicitRedistributionContext
+    from .api.explain import Explanation, explain
+    from .api.pictures import draw_layout, draw_layouts, draw_plan
+    from .api.visualize import draw_sharding, visualize_sharding
 
 Spec.at_first += [install_in_torch, install_local_step]
 
@@ -163,11 +166,28 @@ __all__ = [
 ]
 
 
+# A tenth of the time of this import, for what is looked at while a program is written: imported when first asked for.
+_LATER = {
+    "DebugMode": ".api.debug_mode",
+    "Explanation": ".api.explain",
+    "ExplicitRedistributionContext": ".api.debug_mode",
+    "draw_layout": ".api.pictures",
+    "draw_layouts": ".api.pictures",
+    "draw_plan": ".api.pictures",
+    "draw_sharding": ".api.visualize",
+    "explain": ".api.explain",
+    "visualize_sharding": ".api.visualize",
+}
+
+
 def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+        return value
     instead = INSTEAD.get(name)
     if instead is not None:
         raise ImportError(f"shoal_dtensor has no {name}: {instead}", name=__name__)
