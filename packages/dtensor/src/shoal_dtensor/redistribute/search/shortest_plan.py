@@ -187,6 +187,8 @@ class _Search:
         here = trail[1]
         done = self.costs.state(here.dims, (), here.converted)
         self.offer(seconds + self.costs.all_reduce(here)[0], done, trail)
+        if self.start.least >= self.worst * _ALIKE:  # no way is faster than the one that is known
+            return
         for after in self.costs.joined(here):
             self.offer(seconds + self.costs.join(after), after, trail)
         floor = self.bounds[here.converted].floor
