@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import init_device_mesh
+from shoal_mesh import init_device_mesh, sums_in_tree
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
@@ -129,6 +129,19 @@ def test_readers_of_an_activation_share_one_reduction(write: bool) -> None:
     got.square().sum().backward()
     torch.testing.assert_close(other.grad, one.grad)
     assert [collectives(graph) for graph in graphs] == [[], ["all_reduce"] * (1 + write)]
+
+
+def test_the_order_of_sums_is_a_guard() -> None:
+    with fake_world(4):
+        module: Any = parallelize_module(MLP(), init_device_mesh("cpu", (4,)), dict(MLP.plan))
+        graphs: list[Any] = []
+        fast, x = compiled(module, graphs), torch.randn(3, 10)
+        with torch.no_grad():
+            fast(x)
+            with sums_in_tree():
+                fast(x)
+            fast(x)
+        assert [collectives(graph) for graph in graphs] == [["all_reduce"], ["all_gather_into_tensor"]]
 
 
 def test_a_model_with_dropout_is_one_graph_while_it_does_not_draw() -> None:

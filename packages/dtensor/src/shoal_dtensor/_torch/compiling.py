@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._guards import detect_fake_mode
 
+from shoal_mesh import is_observed, sums_are_in_tree
+
 __all__ = [
     "is_tracing",
     "recorder",
@@ -60,6 +62,7 @@ def whole_when_compiled(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             record_whole(name)
+            is_observed(), sums_are_in_tree()  # guarded, since what the node becomes depends on them
         return function(*args, **kwargs)
 
     return cast(Function, call)

@@ -151,29 +151,39 @@ class _Copy(Function):
         return reduce(grad, ctx.comm), None
 
 
-def _collective(function: type[Function], *args: Any) -> Any:
-    """`function.apply`; selective activation checkpointing does not see the results, which are written to."""
-    if is_compiling() or not selectively_checkpointed():
-        return apply(function, *args)
+_MOVES = {"reduce": _Reduce, "scatter": _Scatter, "gather": _Gather}
+
+
+def _collective(move: str, *args: Any) -> Any:
+    """`apply` of a move; selective activation checkpointing does not see the results, which are written to."""
+    if is_compiling():
+        return _traced(move, *args)
+    if not selectively_checkpointed():
+        return apply(_MOVES[move], *args)
     with unwatched():
-        return apply(function, *args)
+        return apply(_MOVES[move], *args)
+
+
+@whole_when_compiled
+def _traced(move: str, *args: Any) -> Any:
+    return apply(_MOVES[move], *args)
 
 
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """`P -> R`: the sum over the axis."""
-    out: Tensor = _collective(_Reduce, tensor, comm)
+    out: Tensor = _collective("reduce", tensor, comm)
     return out
 
 
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`P -> S(dim)`: this rank's shard of the sum over the axis."""
-    out: Tensor = _collective(_Scatter, tensor.contiguous(), comm, dim, sizes)
+    out: Tensor = _collective("scatter", tensor.contiguous(), comm, dim, sizes)
     return out
 
 
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`: the shards of all ranks."""
-    out: Tensor = _collective(_Gather, tensor.contiguous(), comm, dim, sizes, False)
+    out: Tensor = _collective("gather", tensor.contiguous(), comm, dim, sizes, False)
     return out
 
 
@@ -208,7 +218,7 @@ def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) ->
     shared = find_token(tensor, key, grad)
     if shared is not None:
         return shared
-    token: Tensor = _collective(_Gather, tensor.contiguous(), comm, dim, sizes, True)
+    token: Tensor = _collective("gather", tensor.contiguous(), comm, dim, sizes, True)
     if not (grad and tensor.is_leaf):
         keep_token(tensor, key, token)
     return token

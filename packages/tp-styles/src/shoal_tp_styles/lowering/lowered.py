@@ -125,9 +125,14 @@ class Lowered(ABC):
             except KeyError:  # one is computed since
                 own = {name: self.parameter(name) for name in names}
             return local_parameters(own, comm)
+        return summed_gradients({name: self.shard(name) for name in names}, comm)
+
+    def shard(self, name: str) -> Tensor | None:
+        """In compiled code: the local shard of one of the module's parameters."""
+        if not is_tracing():  # an exporter without Dynamo
+            return self.local(name)[name]
         shards = self.traced_shards.local
-        read = {name: shards[name] if name in shards else self.parameter(name) for name in names}
-        return summed_gradients(read, comm)
+        return shards[name] if name in shards else self.parameter(name)
 
     def spec(self, name: str) -> Spec:
         """The spec of one of the module's parameters.

@@ -22,12 +22,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Partial, local_shard
+from shoal_dtensor import DTensor, Partial, local_shard, whole_when_compiled
 from shoal_mesh import Comm, all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, transforming, unwatched
 from ..lowering.boundary import local_input
-from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
+from ..lowering.collective_functions import (
+    ShardedDim,
+    copy,
+    gather_dim,
+    gather_partial,
+    reduce_scatter_dim,
+    sharded_dim,
+)
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks
 from ..lowering.parameters import check_plain, first_order_only
@@ -187,21 +194,26 @@ def _column(x: Tensor, weight: Any, bias: Any, comm: Comm | None, dtype: torch.d
 _column_direct, _lead_direct = direct(_Column), direct(_LeadColumn)
 
 
+@whole_when_compiled
+def _gathered_product(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, where: ShardedDim | None) -> Tensor:
+    """x: R | S(d) -> y: S(-1), on local shards."""
+    return linear(copy(x, comm) if where is None else gather_partial(x, *where), weight, bias)
+
+
 class ColumnLinear(Lowered):
     """A column-wise Linear; plain replicated inputs take the shortest path."""
 
-    __slots__ = ("key", "plain", "where")
+    __slots__ = ("finished", "key", "plain", "traceable", "where")
     chunks = 1
 
     def resolve(self) -> None:
+        replicated = self.port_in.layout.is_replicate()
         self.key: tuple[Comm, None, None] = (self.comm, None, None)
         self.where: ShardedDim | None = sharded_dim(self.port_in.layout, self.comm)
-        self.plain: bool = self.port_in.layout.is_replicate() and self.finished
-
-    @property
-    def finished(self) -> bool:
-        """Whether the local product leaves the module as it is."""
-        return self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
+        # Whether the local product leaves the module as it is.
+        self.finished: bool = self.sharding.local_outputs and self.port_out.layout == self.port_out.desired
+        self.plain: bool = replicated and self.finished
+        self.traceable: bool = replicated or self.where is not None
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -239,8 +251,11 @@ class ColumnLinear(Lowered):
 
     def traced(self, input: Tensor) -> Tensor:
         """The local product in terms that torch.compile follows."""
-        local: Any = self.local("weight", "bias")
-        return linear(replicated_input(self, input), local["weight"], local["bias"])
+        weight: Any = self.shard("weight")
+        bias = self.shard("bias")
+        if type(input) is Tensor and self.traceable:
+            return _gathered_product(input, weight, bias, self.comm, self.where)
+        return linear(replicated_input(self, input), weight, bias)
 
     def replicated(self, input: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
         """One reader, among possibly several, of a replicated activation."""

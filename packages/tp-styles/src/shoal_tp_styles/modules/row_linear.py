@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Spec, local_shard
+from shoal_dtensor import DTensor, Spec, local_shard, whole_when_compiled
 from shoal_mesh import Comm, all_reduce_
 
 from .._torch import (
@@ -36,6 +36,7 @@ from ..lowering.boundary import from_local, local_input, local_output, output_dt
 from ..lowering.collective_functions import (
     ShardedDim,
     gather_dim,
+    reduce,
     reduce_scatter_dim,
     sharded_dim,
     split,
@@ -135,6 +136,13 @@ class _Row(Function):
 _row_direct = direct(_Row)
 
 
+@whole_when_compiled
+def _reduced_product(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
+    """x: S(-1) -> y: R, on local shards."""
+    out = reduce(linear(x, weight), comm)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 class RowLinear(Lowered):
     """A row-wise Linear; plain sharded inputs and plain outputs take the shortest path."""
 
@@ -180,6 +188,9 @@ class RowLinear(Lowered):
 
     def traced(self, input: Tensor) -> Tensor:
         """The forward in terms that torch.compile follows."""
+        if self.fast and type(input) is Tensor:
+            whole: Any = self.shard("weight")
+            return _reduced_product(input, whole, self.shard("bias"), self.comm)
         sizes = self.spec("weight").sizes(1)
         weight: Any = self.local("weight")["weight"]
         input = sharded_input(self, input, input.ndim - 1, sizes)
