@@ -156,22 +156,57 @@ def test_a_compiled_module_dies_with_its_last_reference() -> None:
         assert known() is None
 
 
-def test_a_call_looks_at_the_parameters_of_a_module_once(monkeypatch: pytest.MonkeyPatch) -> None:
+class Block(nn.Module):
+    """Two Linears that are one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, 4)`."""
+        out: Tensor = self.second(self.first(x).relu())
+        return out
+
+
+def blocks_of(count: int) -> Any:
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"*.first": ColwiseParallel(), "*.second": RowwiseParallel()}
+    return parallelize_module(nn.Sequential(*(Block() for _ in range(count))), mesh, plan)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_call_looks_at_the_parameters_of_a_block_once(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(2):
-        module = model()
+        module = blocks_of(3)
+        if copied:
+            module = copy.deepcopy(module)
         fast = compiled(module)
-        x = torch.randn(3, 4, dtype=torch.double)
+        x = torch.randn(3, 4)
         fast(x)
         looks: list[object] = []
-        metadata = traced_shards._Shards.metadata
+        renew = traced_shards._Shards.renew
 
-        def counted(shards: Any) -> str:
+        def counted(shards: Any) -> None:
             looks.append(shards)
-            return metadata(shards)
+            renew(shards)
 
-        monkeypatch.setattr(traced_shards._Shards, "metadata", counted)
+        monkeypatch.setattr(traced_shards._Shards, "renew", counted)
         fast(x)
-        assert len(looks) == len(PLAN)
+        assert len(looks) == len({*looks}) == 3
+
+
+def test_a_module_that_left_its_block_is_forgotten() -> None:
+    with fake_world(2):
+        module = blocks_of(1)
+        fast, x = compiled(module), torch.randn(3, 4)
+        fast(x).sum().backward()
+        left = weakref.ref(module[0].first.weight)
+        module[0].first = nn.Linear(4, 4, bias=False)
+        compiled(module)(x).sum().backward()  # it forgets the graph before, whose guards held the module
+        gc.collect()
+        assert left() is None
+        assert module[0].second.weight.grad is not None
 
 
 def test_blocks_of_equal_structure_share_one_graph() -> None:

@@ -31,7 +31,7 @@ from .compile import make_traceable
 from .parameters import check_plain, delivered_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
-__all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of"]
+__all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of", "trace_blocks"]
 
 
 class Lowered(ABC):
@@ -43,11 +43,23 @@ class Lowered(ABC):
         mesh: the one-axis mesh.
         comm: the communicator of that axis.
         inner: the callable that was the module's forward before; None for its class's forward.
-        traced_shards: what compiled code reads of the parameters.
+        traced_shards: what compiled code reads of the parameters of the block that the module is part of.
+        name: of the module in it.
         port_in, port_out: the ports of the first input and output (replicated where none is declared).
     """
 
-    __slots__ = ("_module", "comm", "inner", "mesh", "params", "port_in", "port_out", "sharding", "traced_shards")
+    __slots__ = (
+        "_module",
+        "comm",
+        "inner",
+        "mesh",
+        "name",
+        "params",
+        "port_in",
+        "port_out",
+        "sharding",
+        "traced_shards",
+    )
 
     params: dict[str, Any]
 
@@ -63,7 +75,7 @@ class Lowered(ABC):
         self.port_in: Port = sharding.input_port()
         self.port_out: Port = sharding.output_port()
         make_traceable()
-        self.traced_shards: TracedShards = TracedShards.of(self.params, delivered_shards)
+        self.join(TracedShards.of(delivered_shards), "")
         self.resolve()
 
     def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
@@ -85,9 +97,15 @@ class Lowered(ABC):
         assert module is not None, "a forward outlived its module"
         return module
 
+    def join(self, block: TracedShards, name: str) -> None:
+        """Read the parameters, in compiled code, with those of the other modules of a block."""
+        self.traced_shards: TracedShards = block
+        self.name: str = name
+        block.include(name, self._module)
+
     def take_parameters(self, params: dict[str, Any]) -> None:
         """Use another dict as the module's own."""
-        self.params, self.traced_shards = params, TracedShards.of(params, delivered_shards)
+        self.params = params
 
     def parameter(self, name: str) -> Any:
         """One of the module's parameters; where it was replaced since by what is computed from others, the result.
@@ -131,7 +149,7 @@ class Lowered(ABC):
         """In compiled code: the local shard of one of the module's parameters."""
         if not is_tracing():  # an exporter without Dynamo
             return self.local(name)[name]
-        shards = self.traced_shards.local
+        shards = self.traced_shards.local[self.name]
         return shards[name] if name in shards else self.parameter(name)
 
     def spec(self, name: str) -> Spec:
@@ -140,7 +158,7 @@ class Lowered(ABC):
         Raises:
             LayoutError: if it is not a DTensor (any more).
         """
-        spec: Spec | None = self.traced_shards.specs.get(name) if is_tracing() else None
+        spec: Spec | None = self.traced_shards.specs[self.name].get(name) if is_tracing() else None
         return spec_of(self.parameter(name), name) if spec is None else spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -148,6 +166,7 @@ class Lowered(ABC):
         memo[id(self)] = clone
         clone._module = weakref.ref(copy.deepcopy(self.module, memo))
         clone.take_parameters(copy.deepcopy(self.params, memo))
+        clone.join(copy.deepcopy(self.traced_shards, memo), self.name)
         clone.inner = copy.deepcopy(self.inner, memo)
         return clone
 
@@ -202,6 +221,26 @@ def _rebuild(
     lowered = kind(module, sharding, mesh, inner)
     lowered.take_parameters(params)
     return lowered
+
+
+def trace_blocks(root: nn.Module) -> None:
+    """Have compiled code look at all parameters of a block at once: of `layers.3`, and of what is in no such block."""
+    blocks: dict[str, TracedShards] = {}
+    for path, module in root.named_modules():
+        block, name = _place(path)
+        lowered = lowered_of(module)
+        while lowered is not None:
+            if block not in blocks:
+                blocks[block] = TracedShards.of(delivered_shards)
+            lowered.join(blocks[block], name)
+            lowered = lowered.inner
+
+
+def _place(path: str) -> tuple[str, str]:
+    """`layers.3.attention.wq` -> (`layers.3`, `attention.wq`); `norm` -> (``, `norm`)."""
+    parts = path.split(".")
+    number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
 
 
 def spec_of(param: Tensor, name: str) -> Spec:

@@ -1,18 +1,19 @@
-"""`TracedShards`: the local shards of a module's parameters as compiled code reads them.
+"""`TracedShards`: the local shards of the parameters of a block's modules, as compiled code reads them.
 
-Compiled code takes the tensors that it finds in a dict as inputs of its graph.  So the shards are in a dict: plain
-tensors on the memory of the parameters, whose gradients an autograd node outside of the graph delivers to all
-parameters of the module at once.  No DTensor is an input of the graph, none is wrapped, and none is guarded.
+Compiled code takes the tensors that it finds in a dict as inputs of its graph.  So the shards are in dicts: plain
+tensors on the memory of the parameters, whose gradients one autograd node outside of the graph delivers to all
+parameters of the block at once.  No DTensor is an input of the graph, none is wrapped, and none is guarded.
 
-Whether the parameters are still the same is asked once for a call and module: the dict is an attribute of a tensor
-without elements, whose metadata Dynamo compares before every call, and whose metadata are those of the shards.
+Whether the parameters are still the same is asked once for a call and block: the dicts are attributes of a tensor
+without elements, whose metadata Dynamo compares before every call.  To compare them renews shards whose parameters have
+changed; what graphs rely on, sizes and dtypes of the shards, Dynamo guards as that of any other tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,114 +29,137 @@ Known = tuple[str, Tensor | None, Tensor | None, int, bool]  # of a parameter: n
 
 
 class _Shards:
-    """The shards of a module's parameters, made again when their metadata are asked for and parameters have changed.
+    """The shards of the parameters of some modules, made again when they are asked for and parameters have changed.
 
     Attributes:
-        local: shard of every parameter by name.
-        specs: their specs; None for plain parameters.
+        local: by the module's name in the block, shard of every parameter by name.
+        specs: likewise their specs; None for plain parameters.
     """
 
-    __slots__ = ("__weakref__", "_deliver", "_known", "_metadata", "_params", "local", "specs")
+    __slots__ = ("__weakref__", "_deliver", "_known", "_modules", "local", "specs")
 
-    def __init__(self, params: Mapping[str, Tensor | None], deliver: Deliver) -> None:
-        self._params, self._deliver = params, deliver
-        self._known: Sequence[Known] | None = None
-        self._metadata = ""
-        self.local: dict[str, Tensor | None] = {}
-        self.specs: dict[str, Spec | None] = {}
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._modules: dict[str, ReferenceType[nn.Module]] = {}
+        self._known: Sequence[tuple[ReferenceType[nn.Module], Sequence[Known]]] | None = None
+        self.local: dict[str, dict[str, Tensor | None]] = {}
+        self.specs: dict[str, dict[str, Spec | None]] = {}
 
-    def metadata(self) -> str:
-        """What compiled code relies on, of shards that are up to date."""
-        params, known = self._params, self._known
-        if known is None or len(params) != len(known):
-            return self._renewed()
-        for name, param, shard, address, trained in known:
-            if params.get(name) is not param:
-                return self._renewed()
-            if shard is not None and (
-                local_shard(param) is not shard  # type: ignore[arg-type]  # it has a shard, so it is a DTensor
-                or shard.data_ptr() != address
-                or param.requires_grad is not trained  # type: ignore[union-attr]  # likewise
-            ):
-                return self._renewed()
-        return self._metadata
+    def include(self, name: str, module: ReferenceType[nn.Module]) -> None:
+        """Hold the shards of one more module."""
+        self._modules[name], self._known = module, None
 
-    def _renewed(self) -> str:
+    def renew(self) -> None:
+        """Bring the shards up to date."""
+        if self._known is None:
+            return self._make()
+        for reference, known in self._known:
+            module = reference()
+            params = {} if module is None else module._parameters
+            if len(params) != len(known):
+                return self._make()
+            for name, param, shard, address, trained in known:
+                if params.get(name) is not param:
+                    return self._make()
+                if shard is not None and (
+                    local_shard(param) is not shard  # type: ignore[arg-type]  # it has a shard, so it is a DTensor
+                    or shard.data_ptr() != address
+                    or param.requires_grad is not trained  # type: ignore[union-attr]  # likewise
+                ):
+                    return self._make()
+        return None
+
+    def _make(self) -> None:
         """Make all shards, and keep them unless a parameter lives for one forward only, such as a gathered one."""
-        params = dict(self._params)
-        trained = {name: p for name, p in params.items() if isinstance(p, DTensor) and p.requires_grad}
+        alive = {name: module for name, reference in self._modules.items() if (module := reference()) is not None}
+        self._modules = {name: self._modules[name] for name in alive}
+        params: dict[str, dict[str, Any]] = {name: {**module._parameters} for name, module in alive.items()}
+        every = [param for of_module in params.values() for param in of_module.values()]
+        trained = [param for param in dict.fromkeys(every) if isinstance(param, DTensor) and param.requires_grad]
         with torch.inference_mode(False), torch.enable_grad():
-            made = dict(zip(trained, self._deliver([*trained.values()]), strict=True))
-        known: list[Known] = []
+            made = dict(zip(map(id, trained), self._deliver(trained), strict=True))
         self.local.clear()
         self.specs.clear()
-        for name, param in params.items():
-            shard = local_shard(param) if isinstance(param, DTensor) else None
-            known.append((name, param, shard, 0 if shard is None else shard.data_ptr(), name in trained))
-            self.local[name] = made.get(name, param if shard is None else shard)
-            self.specs[name] = param.spec if isinstance(param, DTensor) else None
-        self._known = known if all(isinstance(param, nn.Parameter) for param in trained.values()) else None
-        self._metadata = repr({name: _metadata_of(shard) for name, shard in self.local.items()})
-        return self._metadata
+        known = []
+        for name, of_module in params.items():
+            known.append((self._modules[name], [_known(each, param) for each, param in of_module.items()]))
+            self.specs[name] = {each: p.spec if isinstance(p, DTensor) else None for each, p in of_module.items()}
+            shards = {each: local_shard(p) if isinstance(p, DTensor) else p for each, p in of_module.items()}
+            self.local[name] = {each: made.get(id(param), shards[each]) for each, param in of_module.items()}
+        self._known = known if all(isinstance(param, nn.Parameter) for param in trained) else None
 
 
-def _metadata_of(shard: Tensor | None) -> tuple[Any, ...] | None:
-    return None if shard is None else (*shard.shape, shard.stride(), shard.dtype, shard.device, shard.requires_grad)
+def _known(name: str, param: Tensor | None) -> Known:
+    if not isinstance(param, DTensor):
+        return name, param, None, 0, False
+    shard = local_shard(param)
+    return name, param, shard, shard.data_ptr(), param.requires_grad
 
 
 class _Metadata:
-    """The metadata of shards, which are up to date when this is compared; tracers that keep it keep no parameters."""
+    """Equal to whatever it is compared with, once the shards are up to date; tracers that keep it keep no shards."""
 
     __slots__ = ("_shards",)
 
     def __init__(self, shards: _Shards) -> None:
         self._shards = ref(shards)
 
-    def now(self) -> str:
-        """Those of the shards as they are now."""
+    def renew(self) -> None:
+        """Bring the shards up to date."""
         shards = self._shards()
-        return "" if shards is None else shards.metadata()
+        if shards is not None:
+            shards.renew()
 
     def __eq__(self, other: object) -> bool:
-        return self.now() == other
+        self.renew()
+        return True
 
-    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # what it equals changes
+    __hash__: ClassVar[None] = None  # type: ignore[assignment]  # it equals everything
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.now()
+        return ""
 
 
 class TracedShards(Tensor):
-    """A tensor without elements, with the shards of a module's parameters as attributes; no operator ever gets it.
+    """A tensor without elements, with the shards of a block's parameters as attributes; no operator ever gets it.
 
     It has the protocol of wrappers, whose class Dynamo leaves alone.
 
     Attributes:
-        local: shard of every parameter by name.
-        specs: their specs; None for plain parameters.
+        local: by the module's name in the block, shard of every parameter by name.
+        specs: likewise their specs; None for plain parameters.
     """
 
     __torch_function__: Any = disabled_torch_function
-    held: Tensor
-    local: dict[str, Tensor | None]
-    specs: dict[str, Spec | None]
+    held: Tensor  # without it Dynamo does not see a tensor of its own making
+    local: dict[str, dict[str, Tensor | None]]
+    specs: dict[str, dict[str, Spec | None]]
     _shards: _Shards
     _flat: tuple[list[str], _Metadata]
 
     @staticmethod
-    def of(params: Mapping[str, Tensor | None], deliver: Deliver) -> TracedShards:
-        """The shards of a module's own dict of parameters, made by `deliver`."""
-        shards = _Shards(params, deliver)
+    def of(deliver: Deliver) -> TracedShards:
+        """Of no module yet; made by `deliver`."""
+        shards = _Shards(deliver)
         result = _around(torch.empty(0, device="cpu"), _Metadata(shards))
         result._shards, result.local, result.specs = shards, shards.local, shards.specs
         return result
+
+    def include(self, name: str, module: ReferenceType[nn.Module]) -> None:
+        """Hold the shards of one more module's own parameters, by this name."""
+        self._shards.include(name, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedShards:
+        """Of no module yet: the copies of the modules are added as they are made."""
+        memo[id(self)] = clone = TracedShards.of(self._shards._deliver)
+        return clone
 
     def __tensor_flatten__(self) -> tuple[list[str], _Metadata]:
         return self._flat
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], metadata: _Metadata, size: Any, stride: Any) -> TracedShards:
-        metadata.now()  # a tracer begins to read: what it finds from here on is up to date
+        metadata.renew()  # a tracer begins to read: what it finds from here on is up to date
         return _around(inner["held"], metadata)
 
     @classmethod

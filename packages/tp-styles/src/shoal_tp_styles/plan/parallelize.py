@@ -14,6 +14,7 @@ from ..apply.owners import check_styled, given_back
 from ..argument_types import check_mesh, takes
 from ..draws.region import unwatch_draws, watch_draws
 from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
+from ..lowering.lowered import trace_blocks
 from .resolve import AutoPlan, Plan, resolve
 
 __all__ = ["parallelize_module", "unparallelize_module"]
@@ -79,6 +80,7 @@ def parallelize_module(
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
     watch_draws(module)
+    trace_blocks(module)
     return module
 
 
