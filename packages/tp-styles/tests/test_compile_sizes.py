@@ -130,7 +130,8 @@ def follow(
             if values:
                 torch.testing.assert_close(got, expected)
         each = name in BY_DTENSOR or (name in UNEVEN and 8 % ranks)
-        most = len(FACTORS) if each else 2 + ("convolution" in name)  # torch picks a kernel by batch size, at 16
+        by_kernel = "convolution" in name or name == "depthwise"  # torch picks a kernel by batch size, at 16
+        most = len(FACTORS) if each else 2 + by_kernel
         assert len(graphs) <= most, f"{len(graphs)} graphs"
 
 
