@@ -36,7 +36,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     "compute_local_shape_and_global_offset ExplicitRedistributionContext compute_local_tensor_info "
     "compute_global_tensor_shape": (f"{_TENSOR}._utils", "shoal_dtensor"),
     "_StridedShard": (f"{_TENSOR}.placement_types", "shoal_dtensor"),
-    "LocalShardsWrapper": (f"{_TENSOR}._shards_wrapper", "shoal_dtensor"),
+    "LocalShardsWrapper": (f"{_TENSOR}._shards_wrapper", f"{_TENSOR}._shards_wrapper"),  # torch's, in a DTensor of each
     "DebugMode": ("torch.utils._debug_mode", "shoal_dtensor"),
     "manual_seed is_rng_supported_mesh": (f"{_TENSOR}._random", "shoal_dtensor"),
     "ColwiseParallel RowwiseParallel SequenceParallel PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput "

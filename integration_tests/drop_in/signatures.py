@@ -19,7 +19,6 @@ _ROWS = {
     "DTensorSpec": "d-specs",
     "DebugMode": "d-debug-mode",
     "ExplicitRedistributionContext.observe_redistribution": "d-debug-mode",
-    "LocalShardsWrapper": "d-local-shards",
     "_StridedShard": "d-strided",
     "_pre_dp_module_transform": "d-ddp",
     **dict.fromkeys(

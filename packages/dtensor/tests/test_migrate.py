@@ -53,6 +53,7 @@ def test_imports_and_dotted_names_are_rewritten(old: str) -> None:
         "import torch\nimport torch.distributed as dist\ndist.all_gather(x, y)\n",
         "from torch.distributed import all_reduce, broadcast\n",
         "from torch.distributed.checkpoint import save\n",
+        "from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper\n",
         "from .tensor import DTensor\n",
     ],
 )

@@ -28,6 +28,7 @@ _TENSORS = ("shoal_dtensor", "shoal_mesh", "shoal_tp_styles")
 # without a home is for a person; elsewhere (torch keeps what shoal has not) it stays torch's.
 _HOMES: Mapping[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed.tensor.parallel": (_STYLES, True),
+    "torch.distributed.tensor._shards_wrapper": ((), False),
     "torch.distributed.tensor": (_TENSORS, True),
     "torch.distributed._tensor": (_TENSORS, True),
     "torch.distributed.device_mesh": (("shoal_mesh",), True),

@@ -27,7 +27,7 @@ _RULES = (
     "register_rule and register_sharding say how an operator is sharded, `explain` and `cache_info` what was decided"
 )
 INSTEAD = {
-    "LocalShardsWrapper": "a shoal_shard_api.ShardedTensor holds several shards on a rank",
+    "LocalShardsWrapper": "torch's own may be the local tensor of a DTensor; a ShardedTensor holds several shards too",
     "LocalTensorMode": "shoal_dtensor.testing.simulate_ranks runs n ranks in one process",
     "redistribute_local_tensor": "DTensor.redistribute, redistribute_shards for local tensors, or explain for the plan",
     "use_min_cost_redistribution_plan": "the cheapest plan is always taken; explain prints it",

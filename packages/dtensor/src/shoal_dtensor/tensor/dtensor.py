@@ -332,7 +332,7 @@ class DTensor(torch.Tensor):
         return serialization.checkpoint_write_items(fqn, object, self._spec)
 
     def __create_chunk_list__(self) -> Any:
-        return serialization.checkpoint_chunks(self._spec)
+        return serialization.checkpoint_chunks(self._spec, self._local_tensor)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return serialization.checkpoint_shard(index, self._spec, self._local_tensor)

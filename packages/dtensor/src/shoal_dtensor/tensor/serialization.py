@@ -119,11 +119,13 @@ def refuse_partial(spec: Spec) -> None:
         raise PlacementError(f"a checkpoint cannot hold {spec!r}: redistribute it to Replicate or Shard first")
 
 
-def checkpoint_chunks(spec: Spec) -> list[Any]:
-    """The chunks that this rank reads or writes: its boxes of the global tensor."""
+def checkpoint_chunks(spec: Spec, local: torch.Tensor) -> list[Any]:
+    """The chunks that this rank reads or writes: its boxes of the global tensor, or those that a local tensor names."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     refuse_partial(spec)
+    if hasattr(local, "__create_chunk_list__"):  # torch's LocalShardsWrapper holds several shards
+        return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
     return [
         ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(b - a for a, b in box))
         for box, _ in _boxes(spec)
@@ -139,12 +141,16 @@ def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    properties, size = TensorProperties.create_from_tensor(tensor._local_tensor), torch.Size(spec.shape)
+    local = tensor._local_tensor
+    if hasattr(local, "__create_write_items__"):
+        refuse_partial(spec)
+        return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
+    properties, size = TensorProperties.create_from_tensor(local), torch.Size(spec.shape)
     return [
         WriteItem(
             MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
         )
-        for chunk in checkpoint_chunks(spec)
+        for chunk in checkpoint_chunks(spec, local)
     ]
 
 
@@ -155,6 +161,8 @@ def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tenso
         PlacementError: if the index names a box that this rank does not hold.
     """
     refuse_partial(spec)
+    if hasattr(local, "__get_tensor_shard__"):
+        return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
     boxes = _boxes(spec)
     for box, place in boxes:
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
