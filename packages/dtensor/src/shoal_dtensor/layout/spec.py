@@ -349,8 +349,7 @@ class Spec(SpecNames):
         return self
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
-        order = tuple(map(tuple, self.shard_order))  # what may be unpickled is plain
-        return Spec, (self.mesh, self.placements, tuple(self.shape), self.stride, self.dtype, order)
+        return Spec, (self.mesh, self.placements, (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),))
 
     def _repr_html_(self) -> str:
         from .rank_table import spec_html  # for notebooks only
