@@ -157,7 +157,7 @@ def _placements(r: Random, program: Program) -> dict[str, str]:
     for name, shape in shapes.items():
         if r.random() < 0.75:
             spec = draw_spec(r, mesh, shape, ops=(), ragged=0.3)
-            found[name] = f"{list(spec.placements)}, {spec.shard_order}"
+            found[name] = f"{list(spec.placements)}, {tuple(map(tuple, spec.shard_order))}"
     return found
 
 

@@ -99,14 +99,14 @@ def _leave(line: int, module: str, name: str, result: Migrated) -> None:
 
 def _instead(root: str, name: str) -> str:
     """What a layer says of a name that it has not."""
+    absent = [layer for layer in _HOMES[root][0] if find_spec(layer) is None]
     for layer in _HOMES[root][0]:
         try:
-            getattr(import_module(layer), name, None)
-        except ModuleNotFoundError:  # that layer is not installed
-            continue
+            if layer not in absent:
+                getattr(import_module(layer), name, None)
         except ImportError as error:
             return str(error)
-    return "no layer of shoal has it"
+    return f"{', '.join(absent)} is not installed, which may have it" if absent else "no layer of shoal has it"
 
 
 def migrate(text: str) -> Migrated:

@@ -314,13 +314,11 @@ class Spec(SpecNames):
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         for axis, op in self.partials:
             placements[axis] = Partial(op)
-        order = []
-        for dim, sharding in enumerate(dim_shardings):
-            if sharding is not None and sharding.axes:
-                order.append((dim, sharding.axes))
-                for axis, placement in sharding.placements(dim).items():
-                    placements[axis] = placement
-        return Spec(self.mesh, placements, shape, stride, self.dtype, tuple(order))
+        sharded = [(dim, each) for dim, each in enumerate(dim_shardings) if each is not None and each.axes]
+        for dim, sharding in sharded:
+            for axis, placement in sharding.placements(dim).items():
+                placements[axis] = placement
+        return Spec(self.mesh, placements, shape, stride, self.dtype, tuple((dim, each.axes) for dim, each in sharded))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"Spec is immutable: cannot set {name!r}; use with_()")
@@ -349,7 +347,8 @@ class Spec(SpecNames):
         return self
 
     def __reduce__(self) -> tuple[type[Spec], tuple[Any, ...]]:
-        return Spec, (self.mesh, self.placements, (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),))
+        plain = (*self.shape,), self.stride, self.dtype, (*map(tuple, self.shard_order),)
+        return Spec, (self.mesh, self.placements, *plain)
 
     def _repr_html_(self) -> str:
         from .rank_table import spec_html  # for notebooks only
