@@ -118,8 +118,8 @@ def migrate(text: str) -> Migrated:
     Example:
         >>> migrate("from torch.distributed.tensor import DTensor, Shard, nonsense").text
         'from torch.distributed.tensor import nonsense\nfrom shoal_dtensor import DTensor, Shard\n'
-        >>> migrate("from torch.distributed.tensor import nonsense").left
-        [(1, 'torch.distributed.tensor.nonsense: no layer of shoal has it')]
+        >>> migrate("from torch.distributed.device_mesh import nonsense").left
+        [(1, 'torch.distributed.device_mesh.nonsense: no layer of shoal has it')]
     """
     tree, lines = ast.parse(text), text.splitlines(keepends=True)
     result, edits, wanted = Migrated(text), [], set()

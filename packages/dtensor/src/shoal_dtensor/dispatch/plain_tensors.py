@@ -147,7 +147,7 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
         cls: the class of tensors that are not plain.
         tensor: the plain tensor.
     """
-    if sys.getrefcount(tensor) == _references_of_temporary() + 1:
+    if sys.getrefcount(tensor) == _references_of_temporary():
         base = tensor._base
         if base is None or sys.getrefcount(base) == _BASE_REFERENCES:
             return True
@@ -166,11 +166,15 @@ _BASE_REFERENCES = _references_of_base()  # at import: inside a dispatch, views 
 
 @cache
 def _references_of_temporary() -> int:
-    """References to a tensor of torch's own C++ one call above `is_candidate`; measured: versions of Python differ."""
+    """References that `is_candidate` counts to a tensor of torch's own C++; measured: 3.14 counts calls otherwise."""
     seen: list[int] = []
 
     def look(tensor: torch.Tensor) -> None:
         seen.append(sys.getrefcount(tensor))
+
+    def read(arg: torch.Tensor) -> torch.Tensor:  # as the function that calls `is_candidate`
+        look(arg)
+        return arg
 
     class Probe(torch.Tensor):
         __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
@@ -180,7 +184,7 @@ def _references_of_temporary() -> int:
             cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             for index in args[1]:
-                look(index)
+                read(index)
             return args[0]
 
     make_wrapper(Probe, (2,))[[0]]
