@@ -1,4 +1,4 @@
-"""Covers: backend_calls.py: one-shot all-reduces, and functional collectives while torch.compile traces."""
+"""Covers: backend_calls.py: one-shot all-reduces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from rank_values import over_gloo
 from shoal_mesh import (
@@ -14,10 +13,7 @@ from shoal_mesh import (
     all_gather,
     all_reduce,
     all_reduce_,
-    all_to_all,
-    broadcast,
     init_device_mesh,
-    reduce_scatter,
 )
 from shoal_mesh.collectives import backend_calls
 from shoal_mesh.testing import on_ranks
@@ -67,27 +63,3 @@ def test_what_is_no_one_shot_all_reduce() -> None:
     assert not backend_calls.is_one_shot(small.int(), whole, "sum")
     assert not backend_calls.is_one_shot(torch.ones(0), whole, "sum")
     assert not backend_calls.is_one_shot(torch.ones(1 << 15), whole, "sum")
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=200)
-def test_collectives_trace_into_one_graph() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    comm = mesh.comm(0)
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-        graphs.append(graph)
-        return graph.forward
-
-    def program(x: Tensor) -> Tensor:
-        y = all_reduce(x, comm, "avg") + all_gather(x, comm, 1)[:, :4]
-        z = reduce_scatter(y, comm, 1)
-        z = all_to_all(z, comm, 0, 1)
-        return broadcast(z, (mesh, "tp"), 1)
-
-    x = torch.arange(16.0).view(4, 4) + comm.rank
-    torch.testing.assert_close(torch.compile(program, backend=backend, fullgraph=True)(x), program(x))
-    names = {str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"}
-    for op in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
-        assert any(f"_c10d_functional.{op}" in name for name in names), (op, names)

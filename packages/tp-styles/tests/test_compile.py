@@ -52,8 +52,10 @@ def compiled(module: Any, graphs: list[Any]) -> Any:
 
 def collectives(graph: Any) -> list[str]:
     """Short names of a graph's collectives, and `other` for what waits for nothing the compiler sees."""
-    names = [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)]
-    assert all(name.startswith("_c10d_functional.") for name in names), names
+    names = [
+        str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target) or "shoal" in str(node.target)
+    ]
+    assert all(name.startswith(("_c10d_functional.", "shoal_mesh.")) for name in names), names
     return [name.split(".")[1] for name in names if "wait_tensor" not in name]
 
 

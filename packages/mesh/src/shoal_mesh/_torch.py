@@ -66,6 +66,7 @@ __all__ = [
     "group_ranks",
     "in_backward",
     "is_compiling",
+    "is_exporting",
     "is_gloo",
     "is_live",
     "known_groups",
@@ -86,6 +87,7 @@ functional = torch.ops._c10d_functional
 c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
+is_exporting = torch.compiler.is_exporting
 # Its `_default_pg` is the default group: a read of 10 ns, where the public property takes 100.
 WORLDS = _c10d._world
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ._torch import is_compiling
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .shared_memory.recorder import PURPOSES, Text
@@ -130,8 +131,11 @@ _nesting = _Nesting()
 
 
 def in_observed() -> bool:
-    """Whether backend calls that run now belong to a collective that observers have heard of already."""
-    return _nesting.active
+    """Whether backend calls that run now belong to a collective that observers have heard of already.
+
+    What a compiler traces is none: observers hear of it when it runs (`graph_operators`).
+    """
+    return is_compiling() or _nesting.active
 
 
 def is_observed() -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch._guards import detect_fake_mode
 
-from shoal_mesh import is_observed, sums_are_in_tree
+from shoal_mesh import sums_are_in_tree
 
 __all__ = [
     "is_tracing",
@@ -62,7 +62,7 @@ def whole_when_compiled(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             record_whole(name)
-            is_observed(), sums_are_in_tree()  # guarded, since what the node becomes depends on them
+            sums_are_in_tree()  # guarded, since what the node becomes depends on it
         return function(*args, **kwargs)
 
     return cast(Function, call)

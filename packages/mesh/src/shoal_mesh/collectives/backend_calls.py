@@ -12,8 +12,9 @@ to the backend, whose threads do it. A dtype that a backend cannot send is sent 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +30,8 @@ from .._torch import (
     distinct,
     functional,
     is_compiling,
+    is_exporting,
 )
-from ..errors import BackendError
 from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm
 from ..shared_memory import exchange
@@ -42,6 +43,7 @@ from ..shared_memory.request import DTYPES, OPS, announcement
 from .wire import PLAIN, REDUCE, in_memory
 
 __all__ = [
+    "NAMESPACE",
     "ONE_SHOT_BYTES",
     "ONE_SHOT_RANKS",
     "all_gather",
@@ -62,16 +64,6 @@ __all__ = [
 
 _DTYPES = frozenset(DTYPES)
 Started = tuple[Tensor, Work | Turn | BackendWork | None]
-# In place of a reduction that compiled code cannot call; averages are sums here.
-_BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 _ALL_GATHER = AllgatherOptions()
 _ALL_TO_ALL = AllToAllOptions()
 _EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
@@ -162,10 +154,39 @@ def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", r
             channel.peers.announce(announcement(kind, tensor.dtype, count, op, root))
 
 
+NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
+"""Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
+
+
+def _runs_as_eager(tensor: Tensor, comm: Comm) -> bool:
+    """Whether compiled code calls operators of this package: exported programs run where there is none.
+
+    Of a group written in Python C++ has no backend, and calls methods of it that it may not have.
+    """
+    return (comm.in_python or (comm.on_gloo and tensor.is_cpu)) and not is_exporting()
+
+
+def _operators() -> Any:
+    return getattr(torch.ops, NAMESPACE)
+
+
+def _exchanged_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
+    source = distinct(tensor)
+    out: Tensor
+    if _runs_as_eager(tensor, comm):
+        out = _operators().all_to_all_single(source.contiguous(), receive, send, comm.name)
+    else:
+        out = functional.wait_tensor(functional.all_to_all_single(source, receive, send, comm.name))
+    return out
+
+
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
     if is_compiling():
-        return functional.wait_tensor(functional.all_reduce(distinct(tensor), op, comm.name)), None
+        source = distinct(tensor)
+        if _runs_as_eager(tensor, comm):
+            return _operators().all_reduce(source.contiguous(), op, comm.name), None
+        return functional.wait_tensor(functional.all_reduce(source, op, comm.name)), None
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.all_reduce_(channel, tensor, op, background)
@@ -204,9 +225,9 @@ def one_shot_exchange(tensor: Tensor, comm: Comm) -> Started:
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
     if is_compiling():
-        if "all_gather" in comm.eager_only:  # as many bytes, by the call that the group has
-            return _all_to_all_in_graph(torch.cat([tensor] * comm.size), comm), None
         source = distinct(tensor.contiguous())
+        if _runs_as_eager(tensor, comm):
+            return _operators().all_gather_into_tensor(source, comm.size, comm.name), None
         return functional.wait_tensor(functional.all_gather_into_tensor(source, comm.size, comm.name)), None
     tensor = in_memory(tensor)
     shape = tensor.shape
@@ -225,10 +246,10 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
-        if "reduce_scatter" in comm.eager_only:
-            return reduce(_BINARY[op], _all_to_all_in_graph(tensor, comm).chunk(comm.size)), None
-        out = functional.reduce_scatter_tensor(distinct(tensor.contiguous()), op, comm.size, comm.name)
-        return functional.wait_tensor(out), None
+        source = distinct(tensor.contiguous())
+        if _runs_as_eager(tensor, comm):
+            return _operators().reduce_scatter_tensor(source, op, comm.size, comm.name), None
+        return functional.wait_tensor(functional.reduce_scatter_tensor(source, op, comm.size, comm.name)), None
     tensor = in_memory(tensor)
     shape = tensor.shape
     out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
@@ -242,26 +263,13 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     return out, BackendWork(work, group, None) if comm.on_gloo else work
 
 
-def _all_to_all_in_graph(tensor: Tensor, comm: Comm) -> Tensor:
-    sizes = [tensor.shape[0] // comm.size] * comm.size
-    return _exchange_in_graph(tensor.contiguous(), comm, sizes, sizes)
-
-
-def _exchange_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
-    if "all_to_all" in comm.eager_only:
-        raise BackendError(
-            f"compiled code cannot call all_to_all of group {comm.name}: write alltoall_base, which torch calls a "
-            "group in Python by, or keep this out of torch.compile"
-        )
-    return functional.wait_tensor(functional.all_to_all_single(distinct(tensor), receive, send, comm.name))  # type: ignore[no-any-return]  # operators have no types
-
-
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i of the group."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
-        return _all_to_all_in_graph(tensor, comm), None
+        sizes = [tensor.shape[0] // comm.size] * comm.size
+        return _exchanged_in_graph(tensor.contiguous(), comm, sizes, sizes), None
     tensor = in_memory(tensor)
     out = torch.empty_like(tensor)
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
@@ -293,7 +301,7 @@ def all_to_all_exact(
 ) -> Started:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_compiling():
-        return _exchange_in_graph(flat, comm, send, receive), None
+        return _exchanged_in_graph(flat, comm, send, receive), None
     if out is None:
         out = flat.new_empty((sum(receive),))
     channel = (
@@ -317,7 +325,10 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
     if is_compiling():
-        return functional.wait_tensor(functional.broadcast(distinct(tensor), root, comm.name)), None
+        operand = distinct(tensor)
+        if _runs_as_eager(tensor, comm):
+            return _operators().broadcast(operand.contiguous(), root, comm.name), None
+        return functional.wait_tensor(functional.broadcast(operand, root, comm.name)), None
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.broadcast_(channel, _movable(tensor), root)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .._torch import ProcessGroup, Work
 from ..errors import BackendError
 
-__all__ = ["call_of", "missing_in_graphs"]
+__all__ = ["call_of"]
 
 # What is called -> names with one output and one input, and names with a list of each; the first is torch's own.
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -27,25 +27,6 @@ _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "all_to_all": (("alltoall_base", "all_to_all_single"), ()),
 }
-
-# The names that compiled code calls a group by, in C++, where it has no backend of torch's.
-_NAMES_IN_GRAPHS = {
-    "all_gather": _NAMES["all_gather"][1],
-    "reduce_scatter": _NAMES["reduce_scatter"][1],
-    "all_to_all": _NAMES["all_to_all"][0],
-}
-
-
-def missing_in_graphs(group: ProcessGroup) -> tuple[str, ...]:
-    """The collectives that a group written in Python has under no name that compiled code of this torch calls."""
-    kind = type(group)
-    if kind is ProcessGroup or group._device_types:
-        return ()
-    return tuple(
-        call
-        for call, names in _NAMES_IN_GRAPHS.items()
-        if not any(hasattr(ProcessGroup, name) and _is_written_in(kind, name) for name in names)
-    )
 
 
 def call_of(group: ProcessGroup, name: Literal["all_gather", "reduce_scatter", "all_to_all"]) -> Callable[..., Work]:

@@ -22,7 +22,6 @@ from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
-from .group_calls import missing_in_graphs
 from .world import require_world, world_place
 
 __all__ = ["GROUPS_IN_GRAPHS", "BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups", "note_group"]
@@ -92,7 +91,7 @@ class Comm:
             or irregular mesh they count in another order, which the collectives translate.
         backend: device to backend map of the group, such as `cpu:gloo`.
         on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be used.
-        eager_only: collectives that compiled code cannot call on the group, which is written in Python without them.
+        in_python: whether the group is written in Python, over none of torch's backends.
         kept: what the layer above keeps for the present group; () when nothing is kept yet.
     """
 
@@ -105,7 +104,7 @@ class Comm:
     order: tuple[int, ...] | None
     backend: str
     on_gloo: bool = False
-    eager_only: tuple[str, ...] = ()
+    in_python: bool = False
     kept: Any = ()
     # Where the group can be made again: the default group and place that it was made under, and its options.
     _world: ProcessGroup | None = None
@@ -181,7 +180,7 @@ class Comm:
             order=None if order is None or order == tuple(range(len(order))) else order,
             backend=_torch.backend_config(group),
             on_gloo=_torch.is_gloo(group),
-            eager_only=missing_in_graphs(group),
+            in_python=type(group) is not ProcessGroup and not group._device_types,
             _world=world,
             _place=world_place(),
             _choice=choice,

@@ -1,0 +1,121 @@
+"""Covers: collectives/graph_operators.py: compiled code calls what eager code runs; exported programs do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rank_values import ORDERS, comm_of, values_of
+from shoal_mesh import (
+    Comm,
+    Event,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_v,
+    broadcast,
+    comm_over,
+    observe,
+    reduce_scatter,
+    reduce_scatter_v,
+    unobserve,
+)
+from shoal_mesh.testing import on_ranks
+
+# The warning is torch's: it traces through any cached function.
+pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+PROGRAMS: dict[str, Callable[[Tensor, Comm], Any]] = {
+    "all_reduce": all_reduce,
+    "an average of halves": lambda x, comm: all_reduce(x.to(torch.bfloat16), comm, "avg"),
+    "a maximum of integers": lambda x, comm: all_reduce(x.to(torch.int16), comm, "max"),
+    "a sum of complex numbers": lambda x, comm: all_reduce(torch.complex(x, -x), comm),
+    "a scalar": lambda x, comm: all_reduce(x.sum(), comm),
+    "an operand with other strides": lambda x, comm: all_gather(x.t(), comm, 1),
+    "all_gather": lambda x, comm: all_gather(x, comm, 1),
+    "all_gather_v": lambda x, comm: all_gather_v(x[: comm.rank + 1], comm, [*range(1, comm.size + 1)]),
+    "reduce_scatter": lambda x, comm: reduce_scatter(x, comm, 0, "min"),
+    "reduce_scatter_v": lambda x, comm: reduce_scatter_v(x, comm, [4, *(0,) * (comm.size - 1)]),
+    "all_to_all": lambda x, comm: all_to_all(x, comm, 0, 1),
+    "all_to_all_v": lambda x, comm: all_to_all_v(
+        x.flatten()[: comm.size * (comm.rank + 1)], comm, [comm.rank + 1] * comm.size, [*range(1, comm.size + 1)]
+    ),
+    "all_to_all_v of a rank that sends nothing": lambda x, comm: all_to_all_v(
+        x.flatten()[: comm.size * comm.rank], comm, [comm.rank] * comm.size, [*range(comm.size)]
+    ),
+    "broadcast": lambda x, comm: broadcast(x, comm, comm.size - 1),
+    "several at once": lambda x, comm: all_reduce_coalesced([x, x[0] * 2], comm),
+}
+
+
+def compiled(program: Callable[..., Any], graphs: list[Any]) -> Any:
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
+
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(program, backend=keep, fullgraph=True)
+
+
+def operators(graph: Any) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target) or "shoal" in str(node.target)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@on_ranks(4, timeout=200)
+def test_compiled_collectives_have_the_bits_of_eager_ones(order: str) -> None:
+    comm = comm_of(order)
+    for name, program in PROGRAMS.items():
+        graphs: list[Any] = []
+        fast = compiled(lambda x, program=program: program(x, comm), graphs)
+        for columns in (4, 8, 12):
+            x = values_of(comm.ranks[comm.rank], (4, columns), torch.float64)
+            torch.testing.assert_close(fast(x), program(x, comm), rtol=0, atol=0, msg=lambda s, n=name: f"{n}: {s}")  # type: ignore[misc]  # called at once
+        assert len(graphs) <= 2, name
+        called = operators(graphs[-1])
+        assert called and all("shoal_mesh" in op for op in called), (name, called)
+
+
+class Heard:
+    """An observer that notes what runs."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+
+    def before(self, event: Event) -> None:
+        self.ops.append(event.op)
+
+    def after(self, event: Event) -> None: ...
+
+
+@on_ranks(2, timeout=100)
+def test_observers_hear_of_compiled_collectives() -> None:
+    comm, heard = comm_over((0, 1)), Heard()
+    fast, x = compiled(lambda x: all_gather(all_reduce(x, comm), comm), []), torch.ones(4)
+    fast(x)
+    observe(heard)
+    fast(x)
+    unobserve(heard)
+    fast(x)
+    assert heard.ops == ["all_reduce", "all_gather_into_tensor"]
+
+
+@on_ranks(2, timeout=100)
+def test_an_exported_program_has_functional_collectives() -> None:
+    comm = comm_over((0, 1))
+
+    class Sum(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            """`(4,)`."""
+            return all_reduce(x, comm)
+
+    program = torch.export.export(Sum(), (torch.ones(4),), strict=False).run_decompositions()
+    assert {name.split(".")[0] for name in operators(program)} == {"_c10d_functional"}
+    assert torch.equal(program.module()(torch.ones(4)), torch.full((4,), 2.0))
