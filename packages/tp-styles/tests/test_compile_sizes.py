@@ -58,7 +58,15 @@ TRACED = {
     for name, case in CASES.items()
     if name not in {"recurrent", "dropout"} and not name.startswith(("experts of", "context", "hidden units"))
 }
-QUICK = {"columns", "columns to another dim", "rows scattered", "vocabulary", "norm", "prepared output, resharded"}
+QUICK = {
+    "batch norm",
+    "columns",
+    "columns to another dim",
+    "rows scattered",
+    "vocabulary",
+    "norm",
+    "prepared output, resharded",
+}
 
 
 def world() -> DeviceMesh:

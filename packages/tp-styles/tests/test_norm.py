@@ -99,6 +99,24 @@ def test_norms_between_convolutions(name: str) -> None:
 
 
 @on_ranks(4)
+@pytest.mark.parametrize(
+    ("momentum", "compiled"), [(0.1, False), (None, False), pytest.param(0.1, True, marks=pytest.mark.slow)]
+)
+def test_running_statistics_of_batch_norms(momentum: float | None, compiled: bool) -> None:
+    """Five channels: two, two, one and none on a rank."""
+    single = scrambled(nn.BatchNorm1d(5, momentum=momentum))
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), ChannelParallel())
+    run: Any = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    for step, batch in enumerate([4, 6, 7, 3]):
+        if step == 3:
+            single.eval(), module.eval()
+        full = torch.randn(batch, 5, 2, dtype=torch.double) + step
+        torch.testing.assert_close(run(own_shard(full, 1)), own_shard(single(full), 1))
+    for name, buffer in single.named_buffers():
+        torch.testing.assert_close(global_value(module.get_buffer(name)), buffer)
+
+
+@on_ranks(4)
 def test_shards_through_groups_are_refused() -> None:
     module: Any = nn.Sequential(nn.Conv1d(2, 12, 1), nn.GroupNorm(2, 12))
     parallelize_module(module, all_ranks(), {"0": ColwiseParallel(), "1": ChannelParallel()})

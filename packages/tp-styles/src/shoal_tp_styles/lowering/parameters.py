@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Spec, local_shard
@@ -40,6 +40,7 @@ __all__ = [
     "first_order_only",
     "grad_hooked",
     "grad_route",
+    "local_buffers",
     "local_parameters",
     "summed_gradients",
 ]
@@ -229,3 +230,9 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
         return local
     local.update(zip(present, delivered_shards([*present.values()], comm), strict=True))
     return local
+
+
+def local_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The local shards of a module's own buffers, by name; what is written to them is written to the buffers."""
+    shard = local_traced if is_compiling() else _shard
+    return {name: None if buffer is None else shard(buffer) for name, buffer in module._buffers.items()}

@@ -3,7 +3,7 @@
 tokenwise   x: S(sequence) -> y: S(sequence)                           no communication of activations; the gradients
             of the replicated parameters are partial sums, reduced in one collective per module
 groups      x: S(channels), W: S(0), b: S(0) -> y: S(channels)         no communication
-channels    the same, of modules that run on DTensors: batch norms and activations with parameters
+channels    the same, of batch norms and of activations with parameters
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from shoal_dtensor import DTensor
 from ..errors import LayoutError
 from ..lowering.boundary import from_local, input_dtensor, local_input, output_dtensor
 from ..lowering.lowered import Lowered
+from ..lowering.parameters import local_buffers
 from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
+from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleCall, shard_sizes
 
 __all__ = ["TOKENWISE", "ChannelGroups", "ChannelShards", "Params", "Tokenwise", "is_norm"]
@@ -68,14 +70,16 @@ READ: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _own_forward(module: Any, x: Tensor, p: Params) -> Tensor:
-    """The module's own forward, with local shards in the place of its parameters during the call."""
-    saved = dict(module._parameters)
+def _own_forward(module: Any, x: Tensor, p: Params, buffers: Params | None = None) -> Tensor:
+    """The module's own forward, with local shards in the place of its parameters and buffers during the call."""
+    saved, saved_buffers = dict(module._parameters), dict(module._buffers)
     try:
         module._parameters.update(p)
+        module._buffers.update(buffers or {})
         out: Tensor = type(module).forward(module, x)
     finally:
         module._parameters.update(saved)
+        module._buffers.update(saved_buffers)
     return out
 
 
@@ -176,15 +180,21 @@ def _without_channels(input: Tensor, weight: Tensor | None, bias: Tensor | None)
 
 
 class ChannelShards(Lowered):
-    """A module with one value of each parameter for a channel, on DTensors; ranks may hold unequally many of them."""
+    """A batch norm, or an activation with parameters, on this rank's channels; ranks may hold unequally many of them.
 
-    __slots__ = ("channels", "sizes")
+    What has a forward of its own, or no channel here, runs on DTensors.
+    """
+
+    __slots__ = ("channels", "runs_locally", "sizes")
 
     def resolve(self) -> None:
         module: Any = self.module
         self.channels: int = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
         placement: Any = self.port_in.desired
         self.sizes: list[int] = shard_sizes(self.channels, placement, self.comm.size)
+        self.runs_locally: bool = self.sizes[self.comm.rank] > 0 and (
+            keeps_forward(module, nn.PReLU) or keeps_forward(module, nn.BatchNorm1d)  # all batch norms have this one
+        )
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -192,17 +202,27 @@ class ChannelShards(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         module, port = self.module, self.port_in
+        expected = self.sizes[self.comm.rank]
+        if not isinstance(input, DTensor) and input.shape[1] != expected:
+            raise LayoutError(
+                f"ChannelParallel: {module} holds {expected} channels here, but {input.shape[1]} arrived; shard "
+                "the module before it by the same channels (`.aligned` on both)"
+            )
+        if not self.runs_locally:
+            return self._on_dtensors(input)
+        if isinstance(input, DTensor):
+            input = local_input(input, port, self.mesh, grad=port.desired)
+        out = _own_forward(module, input, self.local(*self.params), local_buffers(module))
+        if self.sharding.local_outputs:
+            return out
+        return output_dtensor(out, self.port_out, self.mesh, (out.shape[0], self.channels, *out.shape[2:]))
+
+    def _on_dtensors(self, input: Tensor) -> Tensor:
+        module, port = self.module, self.port_in
         if isinstance(input, DTensor):
             arrived = input_dtensor(input, port, self.mesh)
         else:
-            expected = self.sizes[self.comm.rank]
-            if input.shape[1] != expected:
-                raise LayoutError(
-                    f"ChannelParallel: {module} holds {expected} channels here, but {input.shape[1]} arrived; shard "
-                    "the module before it by the same channels (`.aligned` on both)"
-                )
-            shape = (input.shape[0], self.channels, *input.shape[2:])
-            arrived = from_local(input, port.desired, self.mesh, shape)
+            arrived = from_local(input, port.desired, self.mesh, (input.shape[0], self.channels, *input.shape[2:]))
         out: Any = type(module).forward(module, arrived)
         if not self.sharding.local_outputs:
             return out  # type: ignore[no-any-return]  # a module's forward has no type
