@@ -61,15 +61,19 @@ def whole_when_compiled(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
-            record_whole(name)
-            sums_are_in_tree()  # guarded, since what the node becomes depends on it
+            record_whole(name, sums_are_in_tree())  # what the node becomes depends on it
         return function(*args, **kwargs)
 
     return cast(Function, call)
 
 
-def record_whole(name: str) -> None:
-    """Tell the compiler, which runs this while it traces, about a function that it is about to meet."""
+def record_whole(name: str, *guarded: bool) -> None:
+    """Tell the compiler, which runs this while it traces, about a function that it is about to meet.
+
+    Args:
+        name: of the function.
+        guarded: what the compiler has to guard; torch 2.15 guards no value that nothing takes.
+    """
     torch.compiler.allow_in_graph(_WHOLE[name])  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
