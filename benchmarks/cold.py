@@ -1,7 +1,8 @@
 """Operators on shapes that were not seen before, beside torch, in one run: `python benchmarks/cold.py [FILTER]`.
 
 Every call meets a new shape of a kind that is known: even shards, the same placements.  The inputs exist already; what
-is measured is one call, that is to say the decision.  A fake process group: what is left is software.  Medians of the
+is measured is one call, that is to say the decision.  Each case has shapes of its own, all small: they differ in the
+number of rows, and cases in that of columns.  A fake process group: what is left is software.  Medians of the
 thread's own time count, and of several rounds the best: what else runs on the machine does not.
 """
 
@@ -30,7 +31,7 @@ from shoal_mesh.testing import fake_world
 SHAPES, ROUNDS, SEEN = 24, 5, 3
 BAR_MS = 0.2
 MESHES = ((2,), (4,), (2, 2))
-ROWS = 16  # of the operands that do not grow
+ROWS = 16  # of the first shape, in units of 8
 
 
 def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -> dict[str, Callable[[int], Any]]:
@@ -50,26 +51,26 @@ def cases(make: Callable[..., Any], shard: Sequence[Any], ones: Sequence[Any]) -
         return lambda: x + y
 
     def mm(n: int) -> Callable[[], object]:
-        x, w = make((8 * n, 6), shard), make((6, 10), ones)
+        x, w = make((8 * n, 7), shard), make((7, 10), ones)
         return lambda: x @ w
 
     def linear(n: int) -> Callable[[], object]:
-        x, w, b = make((8 * n, 4, 6), shard), make((10, 6), ones), make((10,), ones)
+        x, w, b = make((8 * n, 2, 6), shard), make((10, 6), ones), make((10,), ones)
         return lambda: F.linear(x, w, b)
 
     def layer_norm(n: int) -> Callable[[], object]:
-        x, w, b = make((8 * n, 4, 6), shard), make((6,), ones), make((6,), ones)
-        return lambda: F.layer_norm(x, (6,), w, b)
+        x, w, b = make((8 * n, 2, 5), shard), make((5,), ones), make((5,), ones)
+        return lambda: F.layer_norm(x, (5,), w, b)
 
     return {
         "add": add,
         "mm": mm,
         "linear": linear,
-        "view": lambda n: of((8 * n, 6), shard, lambda x: x.view(-1, 2, 3)),
-        "sum": lambda n: of((8 * n, 6), shard, lambda x: x.sum(0)),
-        "softmax": lambda n: of((8 * n, 6), shard, lambda x: x.softmax(-1)),
+        "view": lambda n: of((8 * n, 12), shard, lambda x: x.view(-1, 2, 6)),
+        "sum": lambda n: of((8 * n, 8), shard, lambda x: x.sum(0)),
+        "softmax": lambda n: of((8 * n, 9), shard, lambda x: x.softmax(-1)),
         "layer_norm": layer_norm,
-        "slice": lambda n: of((8 * n, 6), shard, lambda x: x[1:]),
+        "slice": lambda n: of((8 * n, 11), shard, lambda x: x[1:]),
     }
 
 
@@ -84,16 +85,14 @@ def measure(lib: Any, mesh: Any) -> dict[str, float]:
         return lib.DTensor.from_local(torch.ones(local), mesh, placements, run_check=False)
 
     best: dict[str, float] = {}
-    number = ROWS
-    for _ in range(ROUNDS):
+    for number in range(ROWS, ROWS + ROUNDS * (SHAPES + SEEN), SHAPES + SEEN):
         for name, case in cases(make, shard, ones).items():
             if len(sys.argv) > 1 and sys.argv[1] not in name:
                 continue
             times = []
             gc.collect()
             for turn in range(SHAPES + SEEN):
-                number += 1
-                run = case(number)
+                run = case(number + turn)
                 begin = time.thread_time()
                 run()
                 if turn >= SEEN:

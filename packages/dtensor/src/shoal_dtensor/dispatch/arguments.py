@@ -202,16 +202,21 @@ def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[
         cls: the DTensor class.
         args, kwargs: the arguments.
     """
-    mesh = mesh_of(cls, args, kwargs)
+    given = (cls, args, kwargs)
+    return [_with_specs(arg, given) for arg in args], {name: _with_specs(arg, given) for name, arg in kwargs.items()}
 
-    def specs(value: Any) -> Any:
-        if type(value) is cls or isinstance(value, cls):
-            return value._spec
-        if isinstance(value, torch.Tensor):
-            return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
-        return [specs(item) for item in value] if isinstance(value, list | tuple) else value
 
-    return [specs(arg) for arg in args], {name: specs(arg) for name, arg in kwargs.items()}
+def _with_specs(value: Any, given: tuple[Any, Sequence[Any], Mapping[str, Any]]) -> Any:
+    """An argument with specs in place of tensors; a plain one is on the mesh of the arguments `given`."""
+    cls = given[0]
+    if type(value) is cls or isinstance(value, cls):
+        return value._spec
+    if isinstance(value, torch.Tensor):
+        mesh = mesh_of(*given)
+        return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
+    if not isinstance(value, _LISTS):
+        return value
+    return list(value) if value and type(value[0]) is int else [_with_specs(item, given) for item in value]
 
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
@@ -227,7 +232,9 @@ def metas_of(value: Any) -> Any:
     """An argument with the `TensorMeta` of every spec in it."""
     if isinstance(value, Spec):
         return value.tensor_meta
-    return tuple(metas_of(item) for item in value) if is_list(value) else value
+    if not is_list(value):
+        return value
+    return tuple(value) if value and type(value[0]) is int else tuple([metas_of(item) for item in value])
 
 
 def specs_in(values: Iterable[Any]) -> list[Spec]:
@@ -236,7 +243,7 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
     for value in values:
         if isinstance(value, Spec):
             found.append(value)
-        elif is_list(value):
+        elif is_list(value) and not (value and type(value[0]) is int):
             found += specs_in(value)
     return found
 

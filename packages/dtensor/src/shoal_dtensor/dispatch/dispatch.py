@@ -166,7 +166,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     cls, op, args, kwargs, local, named = call
     scope = current()
     odd = [entry for entry in key if type(entry) is Plain or entry is cls.copied_view]
-    copies, mixed = _NOTHING, [entry for entry in odd if type(entry) is Plain]
+    copies, mixed = _NOTHING, [entry for entry in odd if type(entry) is Plain] if odd else odd
     if len(mixed) != len(odd):
         tensors = enumerate(tensors_in([*args, *kwargs.values()]))
         copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
@@ -201,6 +201,10 @@ def _verify_plain(call: _Call, *, candidates: bool) -> None:
 
 def _with_kernel_metadata(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     """The decision with the outputs that its first local call shows, remembered so."""
+    if decision.result_kind is _ONE:
+        (spec,) = decision.outputs
+        if result.shape == spec.local_shape and result.dtype is spec.dtype:
+            return decision
     outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, [*tensors_in([result])])
     if outputs == decision.outputs:
         return decision
@@ -211,6 +215,8 @@ def _with_kernel_metadata(call: _Call, decision: Any, result: Any, cache: _OpCac
 
 def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """DTensors around the tensors of a result, wherever they are in it."""
+    if decision.result_kind is _ONE:
+        return around(cls, result, decision.outputs[0], False)
     originals = [*tensors_in([*args, *kwargs.values()])]
     return wrap_all(cls, result, iter(zip(decision.outputs, decision.aliased, strict=True)), originals)
 

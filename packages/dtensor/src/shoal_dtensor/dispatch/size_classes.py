@@ -325,7 +325,7 @@ def _stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
     stride, step = [0] * len(shape), 1
     for dim in reversed(order):
         stride[dim] = step
-        step *= max(shape[dim], 1)
+        step *= shape[dim] or 1
     return tuple(stride)
 
 

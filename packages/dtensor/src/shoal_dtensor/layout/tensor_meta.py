@@ -42,5 +42,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+        step *= size or 1
+    stride.reverse()
+    return tuple(stride)
