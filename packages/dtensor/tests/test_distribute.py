@@ -20,11 +20,12 @@ from shoal_dtensor import (
     distribute_module,
     distribute_tensor,
     full,
+    local_map,
     rand,
 )
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
-from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh
+from shoal_mesh import CommDebugMode, abstract_mesh, init_device_mesh, lockstep
 from shoal_mesh.testing import fake_world, on_ranks
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -209,6 +210,40 @@ def test_a_strided_target_is_cut_in_runs(length: int) -> None:
     own = [run[mesh.get_rank()] for run in runs if mesh.get_rank() < len(run)]
     assert torch.equal(made.to_local(), torch.cat(own) if own else whole[:0])
     assert torch.equal(made.full_tensor(), whole)
+
+
+_RUNS = StridedShard(0, split_factor=2)
+STRIDED = {
+    "one axis": ((4,), [_RUNS]),
+    "given sizes": ((4,), [StridedShard(0, split_factor=2, sizes=(1, 2, 0, 1))]),
+    "from the last dim": ((4,), [StridedShard(-1, split_factor=2)]),
+    "both axes": ((2, 2), [_RUNS, _RUNS]),
+    "an order": ((2, 2), [_RUNS, Shard(0)]),
+    "runs of shards": ((2, 2), [Shard(0), StridedShard(0, split_factor=4, sizes=(1, 1))]),
+}
+
+
+@pytest.mark.parametrize(("shape", "placements"), STRIDED.values(), ids=STRIDED)
+@pytest.mark.parametrize("run_check", [False, True])
+@on_ranks(4)
+def test_parts_of_strided_targets_are_a_tensor_again(
+    shape: tuple[int, ...], placements: list[Placement], run_check: bool
+) -> None:
+    mesh, whole = init_device_mesh("cpu", shape), torch.arange(8.0)
+    local = distribute_tensor(whole, mesh, placements).to_local()
+    made = DTensor.from_local(local, mesh, placements, run_check=run_check)
+    assert torch.equal(made.full_tensor(), whole) and torch.equal(made.to_local(), local)
+    with lockstep():
+        assert torch.equal(DTensor.from_local(local, mesh, placements).full_tensor(), whole)
+    mapped = local_map(lambda x: x + 1, out_placements=placements, device_mesh=mesh)(made)
+    assert torch.equal(mapped.full_tensor(), whole + 1)
+
+
+@on_ranks(4)
+def test_parts_that_are_no_runs_are_refused_on_all_ranks() -> None:
+    mesh, placements = init_device_mesh("cpu", (4,)), [StridedShard(0, split_factor=2, sizes=(1, 1, 1, 1))]
+    with pytest.raises(PlacementError, match="that rank passes"):
+        DTensor.from_local(torch.zeros(2 if mesh.get_rank() else 3), mesh, placements, run_check=True)
 
 
 @on_ranks(2)

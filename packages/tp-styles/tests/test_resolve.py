@@ -34,6 +34,8 @@ def test_a_wrong_plan_is_a_type_error() -> None:
         resolve(MLP(), {"net1": nn.Linear(1, 1)})  # type: ignore[dict-item]  # that it is refused is the test
     with pytest.raises(PlanError, match=r"unknown style 'colwize'; known are .*colwise"):
         resolve(MLP(), {"net1": "colwize"})
+    with pytest.raises(TypeError, match="unknown style 'colwize'"):  # as of torch, which knows no names
+        resolve(MLP(), {"net1": "colwize"})
 
 
 def test_two_entries_for_one_module_are_refused() -> None:

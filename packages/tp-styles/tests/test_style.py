@@ -145,7 +145,11 @@ def test_sharding_and_apply_of_a_subclass_are_called() -> None:
 def test_attributes_have_torchs_form() -> None:
     assert (ColwiseParallel().input_layouts, ColwiseParallel().output_layouts) == ((Replicate(),), (Shard(-1),))
     assert (RowwiseParallel().input_layouts, RowwiseParallel().output_layouts) == ((Shard(-1),), (Replicate(),))
-    assert ColwiseParallel().desired_input_layouts == (Replicate(),)
+    column = ColwiseParallel()
+    column.desired_input_layouts = (Replicate(),)
+    assert column == ColwiseParallel() and column.desired_input_layouts == (Replicate(),)
+    with pytest.raises(LayoutError, match="input_layouts says how it arrives"):
+        column.desired_input_layouts = (Shard(0),)
     assert SequenceParallel(sequence_dim=2).sequence_sharding == (Shard(2),)
     inputs = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     assert (inputs.input_layouts, inputs.input_kwarg_layouts, inputs.with_kwargs) == ((Shard(0),), {}, False)

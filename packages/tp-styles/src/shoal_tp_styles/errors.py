@@ -10,6 +10,7 @@ __all__ = [
     "PlanError",
     "SecondOrderError",
     "StyleError",
+    "StyleNameError",
     "StyleTypeError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
@@ -41,6 +42,10 @@ class LayoutCountError(LayoutError, AssertionError):
 
 class LayoutTypeError(LayoutError, StyleTypeError):
     """What was given as a layout of a style is no placement."""
+
+
+class StyleNameError(PlanError, StyleTypeError):
+    """A plan names a style that is not known; torch's plans know no names, only styles."""
 
 
 class TiedWeightError(PlanError):

@@ -172,9 +172,9 @@ def _wrapped(
 ) -> DTensor:
     """An output as a DTensor, compared over the mesh where its signature asks for it."""
     compares = (signature.first or signature.always) and mesh.get_coordinate() is not None and not is_tracing()
-    shape = None
+    shape, order = None, None
     if compares:
-        placements, shape = compared_shapes(local, mesh, placements, None)
+        placements, shape, order = compared_shapes(local, mesh, placements, None)
     if compares and signature.first:
         check_replicated(f"output {index} of local_map", local.detach(), mesh, placements)
-    return DTensor.from_local(local, mesh, placements, shape=shape)
+    return DTensor.from_local(local, mesh, placements, shape=shape, shard_order=order)

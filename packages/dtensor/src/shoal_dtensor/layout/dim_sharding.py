@@ -318,7 +318,7 @@ def normalize_placements(
             if not 0 <= dim < ndim:
                 raise PlacementIndexError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
             if isinstance(placement, StridedShard) and placement.sizes is None:
-                placement = _in_runs(placement.on_dim(dim), placements, mesh_shape[axis], shape)
+                placement = _in_runs(placement.on_dim(dim), axis, placements, mesh_shape, shape)
             if isinstance(placement, StridedShard) and placement.sizes is None:
                 strided[axis] = placement.split_factor
                 placement = Shard(dim)
@@ -332,15 +332,26 @@ def normalize_placements(
 
 
 def _in_runs(
-    placement: StridedShard, placements: Sequence[Placement], ways: int, shape: Sequence[int] | None
+    placement: StridedShard,
+    axis: int,
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    shape: Sequence[int] | None,
 ) -> StridedShard:
-    """The placement with the sizes of its runs where no other axis shards the dim, so that no order is meant."""
+    """The placement with the sizes of its runs where all axes that shard the dim have as many: no order is meant."""
     dim, runs = placement.dim, placement.split_factor
-    ndim = len(shape or ())
-    sharding = [p for p in placements if isinstance(p, Shard | StridedShard) and p.dim in (dim, dim - ndim)]
-    if shape is None or len(sharding) != 1 or shape[dim] % runs:
+    if shape is None or shape[dim] % runs:
         return placement
-    return StridedShard(dim, split_factor=runs, sizes=chunk_sizes(shape[dim] // runs, ways))
+    same_dim = (dim, dim - len(shape))
+    sharding = {a: p for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in same_dim}
+    if len(sharding) > 1 and (
+        runs == 1 or set(sharding.values()) - {StridedShard(d, split_factor=runs) for d in same_dim}
+    ):
+        return placement
+    sizes: tuple[int, ...] = (shape[dim] // runs,)
+    for ways in (mesh_shape[a] for a in sharding if a <= axis):
+        sizes = tuple(part for size in sizes for part in chunk_sizes(size, ways))
+    return StridedShard(dim, split_factor=runs, sizes=sizes)
 
 
 def _order_of_strided(

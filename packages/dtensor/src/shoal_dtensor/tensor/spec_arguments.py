@@ -106,7 +106,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
             check_shards("from_local", local, spec)
         return spec, _own_part(local, spec)
     if run_check and mesh.get_coordinate() is not None:
-        local, placements, shape = _checked(local, mesh, placements, shape, shard_order)
+        local, placements, shape, shard_order = _checked(local, mesh, placements, shape, shard_order)
     assert shape is not None, "a rank outside the mesh needs the shape"
     check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
     spec = Spec(mesh, placements, shape, stride or _like(local, shape), local.dtype, shard_order)
@@ -141,12 +141,11 @@ def _even_spec(
     except TypeError:  # a size that a compiler knows as a symbol cannot be hashed; nor can what is no placement
         key = None
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
-    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
+    even = _even_shape(local.shape, placements, mesh.shape)
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order, even)
     shape = list(local.shape)
     for dim, axes in order:
-        sharded = [p for axis in axes if isinstance(p := normal[axis], Shard | StridedShard)]
-        totals = [sum(p.sizes) * (p.split_factor if isinstance(p, StridedShard) else 1) for p in sharded if p.sizes]
-        shape[dim] = totals[-1] if totals else shape[dim] * prod(mesh.shape[axis] for axis in axes)
+        shape[dim] = _length([normal[axis] for axis in axes], shape[dim] * prod(mesh.shape[axis] for axis in axes))
     spec = Spec(mesh, normal, shape, stride or _like(local, shape), local.dtype, order)
     if spec.coordinate is not None and spec.local_shape != local.shape:
         raise PlacementError(
@@ -161,6 +160,30 @@ def _even_spec(
 
 
 _EVEN: dict[object, Spec] = {}
+
+
+def _length(placements: Sequence[Placement], even: int) -> int:
+    """Elements of a dim, from the explicit sizes of the placements that shard it; `even` where they have none."""
+    sized = [p for p in placements if isinstance(p, Shard | StridedShard) and p.sizes]
+    return sum(sized[-1].sizes or ()) * getattr(sized[-1], "split_factor", 1) if sized else even
+
+
+def _even_shape(
+    local_shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> list[int] | None:
+    """The global shape of even shards, where torch's strided placements need it; None where they have no even one."""
+    shape, ndim = list(local_shape), len(local_shape)
+    sharded = [
+        (p, ways) for p, ways in zip(placements, mesh_shape, strict=False) if isinstance(p, Shard | StridedShard)
+    ]
+    strided = [p for p, _ in sharded if isinstance(p, StridedShard) and p.sizes is None]
+    if not strided or not all(-ndim <= p.dim < ndim for p, _ in sharded):
+        return None
+    if any(local_shape[p.dim] % p.split_factor for p in strided):
+        return None
+    for placement, ways in sharded:
+        shape[placement.dim] *= ways
+    return shape
 
 
 def _like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -181,8 +204,8 @@ def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
     Raises:
         PlacementError: if there are any.
     """
-    placements, shape = compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
-    actual = Spec(spec.mesh, placements, shape, None, spec.dtype, spec.shard_order)
+    placements, shape, order = compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
+    actual = Spec(spec.mesh, placements, shape, None, spec.dtype, order)
     if not actual.same_layout(spec):
         raise PlacementError(
             f"{what}: {spec!r} takes every rank to hold a shard of the same size, but together they hold {actual!r}; "
@@ -210,18 +233,19 @@ def compared_shapes(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
-) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
-    """`V -> check`: placements with the sizes that all ranks hold, and the global shape; one all-gather of shapes.
+) -> tuple[tuple[Placement, ...], tuple[int, ...], ShardOrder]:
+    """`V -> check`: placements with the sizes that all ranks hold, global shape and order; one all-gather of shapes.
 
     Raises:
         PlacementError: if the shapes of the ranks fit no sharding by these placements.
     """
-    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order)
     everywhere = mesh.comm(tuple(range(mesh.ndim)))
     mine = torch.tensor([local.ndim, *local.shape, *([0] * (16 - local.ndim))], device=local.device)
     shapes = [tuple(row) for row in all_gather(mine.view(1, -1), everywhere).tolist()]
     if len({row[0] for row in shapes}) != 1:
         raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
+    even = _even_shape(local.shape, placements, mesh.shape) if len(set(shapes)) == 1 else None
+    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order, even)
     result, total = list(normal), [*local.shape]
     axes_of = dict(order)
     for dim in range(local.ndim):
@@ -237,11 +261,26 @@ def compared_shapes(
                 )
         sizes = tuple(size for _, size in sorted(by_coordinate.items()))
         total[dim] = sum(sizes)
-        if axes:
+        if any(isinstance(normal[axis], StridedShard) for axis in axes):
+            total[dim] = _length([normal[axis] for axis in axes], total[dim])
+        elif axes:
             sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
             for axis, placement in sharding.placements(dim).items():
                 result[axis] = placement
-    return tuple(result), tuple(total)
+    if any(isinstance(p, StridedShard) for p in result):
+        _check_runs(Spec(mesh, result, total, None, local.dtype, order), shapes)
+    return tuple(result), tuple(total), order
+
+
+def _check_runs(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse shards of other sizes than the runs of strided dims have together."""
+    for index, row in enumerate(shapes):
+        expected = spec.local_shape_at(_coordinate(index, spec.mesh.shape))
+        if expected != row[1 : 1 + len(expected)]:
+            raise PlacementError(
+                f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
+                f"{_coordinate(index, spec.mesh.shape)}, that rank passes {row[1 : 1 + len(expected)]}"
+            )
 
 
 def _checked(
@@ -250,15 +289,15 @@ def _checked(
     placements: tuple[Placement, ...],
     shape: Sequence[int] | None,
     shard_order: ShardOrder | None,
-) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...]]:
+) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...], ShardOrder]:
     """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
-    result, total = compared_shapes(local, mesh, placements, shard_order)
+    result, total, order = compared_shapes(local, mesh, placements, shard_order)
     if shape is not None and tuple(shape) != total:
         raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {total}")
     for axis, placement in enumerate(result):
         if isinstance(placement, Replicate):
             local = broadcast(local, (mesh, axis), src=0)
-    return local, result, total
+    return local, result, total, order
 
 
 def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:

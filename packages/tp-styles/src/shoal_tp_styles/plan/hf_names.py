@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal_dtensor import Partial, Replicate
 
-from ..errors import PlanError
+from ..errors import PlanError, StyleNameError
 from ..styles.attention_parameters import LatentProjection, OwnParameters
 from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from ..styles.fused import PackedColwiseParallel
@@ -92,7 +92,8 @@ def style_named(name: str) -> ParallelStyle | None:
     """The style of a Hugging Face name; None for names that leave a module unchanged.
 
     Raises:
-        PlanError: if the name is unknown, listing those that are known, or stands for something that is not supported.
+        StyleNameError: if the name is unknown, listing those that are known.
+        PlanError: if it stands for something that is not supported.
 
     Example:
         >>> style_named("rowwise")
@@ -103,5 +104,5 @@ def style_named(name: str) -> ParallelStyle | None:
     if name in WITH_CONTEXT:
         return style_in_context(name, {}, None)
     if name not in STYLE_NAMES:
-        raise PlanError(f"unknown style {name!r}; known are {', '.join(sorted(STYLE_NAMES))}")
+        raise StyleNameError(f"unknown style {name!r}; known are {', '.join(sorted(STYLE_NAMES))}")
     return STYLE_NAMES[name]()

@@ -175,8 +175,20 @@ class ColwiseParallel(_FeatureStyle):
 
     @property
     def desired_input_layouts(self) -> tuple[Placement, ...]:
-        """The layout of the input inside the module."""
+        """The layout of the input inside the module; what is assigned to it can only be that.
+
+        Raises:
+            LayoutError: if another layout is assigned.
+        """
         return (Replicate(),)
+
+    @desired_input_layouts.setter
+    def desired_input_layouts(self, layouts: Layouts) -> None:
+        if layouts not in (Replicate(), (Replicate(),)):
+            raise LayoutError(
+                f"ColwiseParallel.desired_input_layouts: columns of an output take the whole input, got "
+                f"{layouts!r}; input_layouts says how it arrives"
+            )
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection to `count` heads of `size` features.
