@@ -45,6 +45,30 @@ def test_losses_of_empty_tensors(name: str, shape: tuple[int, ...], placement: P
     on_threads([partial(check, mesh) for mesh in meshes], meshes)
 
 
+@pytest.mark.parametrize("name", ["multi_margin_loss", "multilabel_margin_loss"])
+def test_ranks_without_samples_add_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's kernels leave the sum of no samples as the memory was, which deterministic algorithms fill with nan."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    x, labels = torch.arange(8.0).view(2, 4).sin(), torch.tensor([[3, 1, 0, 2], [0, 2, 1, 3]])
+    target, loss = labels[:, 0] if name == "multi_margin_loss" else labels, getattr(F, name)
+    expected = torch.func.grad_and_value(lambda x: loss(x, target))(x)
+
+    def check(mesh: Any) -> None:
+        spread, fixed = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, target))
+        with torch.enable_grad():
+            got = loss(spread.requires_grad_(), fixed)
+            got.backward()
+        assert spread.grad is not None
+        torch.testing.assert_close((spread.grad.full_tensor(), got.full_tensor()), expected)
+
+    meshes = thread_meshes((4,))
+    torch.use_deterministic_algorithms(True)
+    try:
+        on_threads([partial(check, mesh) for mesh in meshes], meshes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_likelihoods_of_no_samples(reduction: str, placement: Placement) -> None:

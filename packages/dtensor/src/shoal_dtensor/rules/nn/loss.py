@@ -109,9 +109,12 @@ def _sample_loss(decided: LocalCall) -> LocalFunction | None:
     count, sum_of = call["self"].shape[0], with_arguments(call, reduction=SUM)
     is_gradient = "grad_output" in call.places
     finish = (lambda part: part) if is_gradient else mean_of_sums(decided, axes)
+    has_nothing = 0 in decided.inputs[call.places["self"][0]].local_shape
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
+        if has_nothing:  # torch's kernels leave a sum of no samples as the memory was
+            (result if isinstance(result, Tensor) else result[0]).zero_()
         if isinstance(result, Tensor):
             return finish(result.div_(count))
         return (finish(result[0].div_(count)), *result[1:])
