@@ -1,7 +1,8 @@
 """First uses on 4 to 16,384 ranks beside torch, in one run: `python benchmarks/scale.py [RANKS...]`.
 
 Each row is met for the first time: a new mesh, or tensors of a shape that no operator has seen.  Fake process groups:
-what is left is software.  The best of several shapes counts.
+what is left is software.  The best of several shapes counts.  What grows with the ranks in S(0)->R is its result: all
+rows of all ranks, 16,384 of them to allocate and to fill, beside which nothing grows (`GLOBAL`).
 """
 
 from __future__ import annotations

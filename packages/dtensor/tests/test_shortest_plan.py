@@ -271,6 +271,29 @@ def test_hops_that_come_too_late_even_by_their_latency_are_not_priced(monkeypatc
     assert prices < 6_000, prices
 
 
+@pytest.mark.parametrize(("src", "dst"), [(Partial(), Replicate()), (Shard(0), Replicate()), (Replicate(), Shard(1))])
+def test_one_hop_that_nothing_beats_is_taken_without_a_search(
+    monkeypatch: pytest.MonkeyPatch, src: Placement, dst: Placement
+) -> None:
+    spec = Spec(abstract_mesh((64,)), (src,), (128, 64))
+    links = links_of(spec.mesh)
+    searched = routes(spec, spec.with_(placements=(dst,)), links, wanted=2)[0]
+    monkeypatch.delattr(States, "without")  # what is a hop away
+    monkeypatch.delattr(States, "scattered")
+    (direct,) = routes(spec, spec.with_(placements=(dst,)), links)
+    assert direct == searched
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_hop_is_taken_only_where_a_search_takes_it(seed: int) -> None:
+    rng = Random(seed)
+    mesh_shape, shape = rng.choice([((4,), (8, 12)), ((3,), (5, 7)), ((2, 4), (16, 6)), ((2, 2), (4096, 1024))])
+    src, dst = random_pair(rng, mesh_shape, shape)
+    links = links_of(src.mesh, random_links(rng, len(mesh_shape)))
+    one, several = routes(src, dst, links)[0], routes(src, dst, links, wanted=3)[0]
+    assert (one.edges, one.seconds) == (several.edges, several.seconds)
+
+
 def test_what_was_rejected_is_slower_and_different() -> None:
     mesh = abstract_mesh((2, 2))
     src, dst = Spec(mesh, (Shard(0), Shard(0)), (64, 64)), Spec(mesh, (Replicate(), Shard(1)), (64, 64))

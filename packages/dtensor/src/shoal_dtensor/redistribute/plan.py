@@ -168,15 +168,16 @@ def _check(src: Spec, dst: Spec) -> None:
 
 def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
     """The steps of a route, each with the specs between which it leads."""
-    space = Space(src, dst, links, route.remade)
+    last = len(route.edges) - 1
+    space = Space(src, dst, links, route.remade) if last > 0 else None  # of what is between
     steps: list[Step] = []
     here = src
     final: dict[int, str] = {}  # axes that are partial as in `dst` already, and how
     for i, edge in enumerate(route.edges):
         if edge.kind in ("MakePartial", "Scale"):
             final |= {a: op for a, op in dst.partials if a in edge.axes and a not in edge.pending}
-        there = dst if i == len(route.edges) - 1 else _spec(src, dst, space, edge, final)
-        steps.append(_step(here, there, space, edge))
+        there = dst if i == last or space is None else _spec(src, dst, space, edge, final)
+        steps.append(_step(here, there, links.sizes, edge))
         here = there
     received = sum(edge.received for edge in route.edges)
     return Plan(src, dst, tuple(steps), route.seconds, received, route.peak, route.floor)
@@ -197,7 +198,7 @@ def _spec(src: Spec, dst: Spec, space: Space, edge: Edge, final: dict[int, str])
     return src.with_(placements=placements, stride=dst.stride, shard_order=order)
 
 
-def _step(here: Spec, there: Spec, space: Space, edge: Edge) -> Step:
+def _step(here: Spec, there: Spec, sizes: tuple[int, ...], edge: Edge) -> Step:
     """The step for an edge."""
     common: dict[str, Any] = {
         "src": here,
@@ -207,7 +208,7 @@ def _step(here: Spec, there: Spec, space: Space, edge: Edge) -> Step:
         "bytes": edge.received,
         "peak_bytes": edge.peak,
     }
-    sizes, ops = space.links.sizes, dict(here.partials)
+    ops = dict(here.partials)
     match edge.kind:
         case "AllReduce":
             op, divisor = _joint_op(edge.axes, ops, sizes)

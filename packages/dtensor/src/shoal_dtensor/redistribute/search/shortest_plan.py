@@ -106,8 +106,7 @@ class _Search:
         self.limit = memory_limit
         self.wanted = wanted
         self.costs = Costs(space)
-        self.states = States(space)
-        self.most = most if self.states.complete else min(most, MOST_PRICED // 4)
+        self.most = most
         converted = Bounds(self.costs, True)
         self.bounds = (Bounds(self.costs, False) if space.conversions else converted, converted)
         self.heap: list[_Node] = []
@@ -120,8 +119,33 @@ class _Search:
         self.goal = self.costs.state(space.goal, (), True)
         self.near: dict[tuple[Pending, bool], list[State]] = {}
 
+    def direct(self) -> Route | None:
+        """The way of one hop, where no way is faster than that: most redistributions along one mesh axis."""
+        space, start, goal = self.space, self.start, self.goal
+        if space.conversions or space.remade:
+            return None
+        if start.pending and start.dims != goal.dims:
+            nested = all(new[: len(old)] == old for old, new in zip(start.dims, goal.dims, strict=True))
+            if not (nested and goal.even and goal.used & ~start.used == start.waiting):
+                return None
+        edges = tuple(edges_between(self.costs, start, goal))
+        seconds = total(edge.seconds for edge in edges)
+        least = self.bounded(start).least
+        if len(edges) == 1 and edges[0].kind == "Slice":  # other ways end with this slice, or take a collective
+            least = max(least, self.bounds[True].floor)
+        if least < seconds * _ALIKE:
+            return None
+        return Route(seconds, edges, self.peak(edges), seconds)
+
     def run(self) -> list[Route]:
         """Routes in order of cost."""
+        direct = self.direct() if self.wanted == 1 and self.limit is None else None
+        if direct is not None:
+            self.floor = direct.seconds
+            return [direct]
+        self.states = States(self.space)
+        if not self.states.complete:
+            self.most = min(self.most, MOST_PRICED // 4)
         self.offer(0.0, self.start, None)
         if self.heap and not (self.states.complete and self.space.links.uniform):
             for stops in self.states.stepwise():
