@@ -59,15 +59,25 @@ def _in_turns(channel: Channel, what: int, like: Tensor, ways: int, write: Copy,
     return turn
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """All elements in one dim; a view takes a microsecond, so none is made of what has one."""
+    return tensor if tensor.ndim == 1 else tensor.view(-1)
+
+
 def _window(flat: Tensor, a: int, b: int) -> Tensor:
     """Elements a to b; a slice takes a microsecond, so none is made of all."""
     return flat if b - a == flat.numel() else flat[a:b]
 
 
+def _columns(rows: Tensor, a: int, b: int) -> Tensor:
+    """Elements a to b of every row, likewise."""
+    return rows if b - a == rows.shape[1] else rows[:, a:b]
+
+
 @plain_kernels
 def all_reduce_(channel: Channel, tensor: Tensor, op: str, background: bool) -> Turn:
     """Reduce in place; in the background in one turn, which is visible to the others at once and moves more memory."""
-    flat = tensor.view(-1)
+    flat = _flat(tensor)
 
     def write(own: Tensor, a: int, b: int) -> None:
         own.copy_(_window(flat, a, b))
@@ -111,13 +121,13 @@ def _reduce_own_part(channel: Channel, slots: Tensor, window: Tensor, op: str, w
 @plain_kernels
 def all_gather(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
     """(m, ...) -> (size * m, ...)."""
-    flat, rows = tensor.view(-1), out.view(channel.size, tensor.numel())
+    flat, rows = _flat(tensor), out.view(channel.size, tensor.numel())
 
     def write(own: Tensor, a: int, b: int) -> None:
         own.copy_(_window(flat, a, b))
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        rows[:, a:b].copy_(slots)
+        _columns(rows, a, b).copy_(slots)
 
     return _in_turns(channel, request("all_gather", tensor.dtype, tensor.numel()), tensor, 1, write, read)
 
@@ -125,11 +135,11 @@ def all_gather(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
 @plain_kernels
 def reduce_scatter(channel: Channel, tensor: Tensor, out: Tensor, op: str) -> Turn:
     """(size * m, ...) -> (m, ...)."""
-    size, rank, flat = channel.size, channel.rank, out.view(-1)
+    size, rank, flat = channel.size, channel.rank, _flat(out)
     rows = tensor.view(size, out.numel())
 
     def write(own: Tensor, a: int, b: int) -> None:
-        own.view(size, b - a).copy_(rows[:, a:b])
+        own.view(size, b - a).copy_(_columns(rows, a, b))
 
     def read(slots: Tensor, a: int, b: int) -> None:
         reduce_rows(slots[:, rank * (b - a) : (rank + 1) * (b - a)], op, _window(flat, a, b))
@@ -144,10 +154,10 @@ def all_to_all(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
     rows, into = tensor.view(size, length), out.view(size, length)
 
     def write(own: Tensor, a: int, b: int) -> None:
-        own.view(size, b - a).copy_(rows[:, a:b])
+        own.view(size, b - a).copy_(_columns(rows, a, b))
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        into[:, a:b].copy_(slots[:, rank * (b - a) : (rank + 1) * (b - a)])
+        _columns(into, a, b).copy_(slots[:, rank * (b - a) : (rank + 1) * (b - a)])
 
     return _in_turns(channel, request("all_to_all", tensor.dtype, tensor.numel()), tensor, size, write, read)
 
@@ -155,7 +165,7 @@ def all_to_all(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
 @plain_kernels
 def broadcast_(channel: Channel, tensor: Tensor, root: int) -> Turn:
     """Overwrite with the tensor of one rank."""
-    flat, what = tensor.view(-1), request("broadcast", tensor.dtype, tensor.numel(), "", root)
+    flat, what = _flat(tensor), request("broadcast", tensor.dtype, tensor.numel(), "", root)
 
     def write(own: Tensor, a: int, b: int) -> None:
         if channel.rank == root:
