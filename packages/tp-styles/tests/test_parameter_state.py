@@ -19,6 +19,7 @@ from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
     PackedColwiseParallel,
+    StyleError,
     parallelize_module,
     unparallelize_module,
 )
@@ -105,3 +106,26 @@ def test_hooks_of_a_fused_parameter_that_is_split_are_refused_before_anything_ch
     parallelize_module(module, all_ranks(), style)
     assert module.weight_q.lr_scale == module.weight_k.lr_scale == 0.5
     assert unparallelize_module(module).weight.lr_scale == 0.5
+
+
+# The warning is torch's: it traces through any cached function.
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.filterwarnings("ignore:.*record_function")
+@on_ranks(2, timeout=100)
+def test_a_compiled_step_looks_for_replaced_parameters() -> None:
+    def trained(compiles: bool) -> Any:
+        torch.manual_seed(0)
+        module = parallelize_module(nn.Linear(4, 8).double(), all_ranks(), ColwiseParallel())
+        adam = torch.optim.AdamW(module.parameters(), foreach=True)
+        step = torch.compile(lambda: adam.step(), backend="eager") if compiles else adam.step
+        for _ in range(2):
+            module(torch.ones(3, 4, dtype=torch.double)).sum().backward()
+            step()
+        return module.weight.full_tensor()
+
+    torch.testing.assert_close(trained(compiles=True), trained(compiles=False))
+    module = nn.Linear(4, 8)
+    adam = torch.optim.AdamW(module.parameters(), foreach=True)
+    parallelize_module(module, all_ranks(), ColwiseParallel())
+    with pytest.raises(StyleError, match="a style or data parallelism has replaced"):
+        torch.compile(lambda: adam.step(), backend="eager")()

@@ -87,7 +87,7 @@ def _check_optimizers() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if _REPLACED in vars(param):
+            if hasattr(param, _REPLACED):  # which a compiled step is guarded on
                 raise StyleError(
                     f"{type(optimizer).__name__}.step: it holds a parameter of shape {tuple(param.shape)} that a style "
                     "or data parallelism has replaced since, so no module would see the update. Make the optimizer "
