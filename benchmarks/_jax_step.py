@@ -1,7 +1,8 @@
 """The training step of `whole_step` under JAX's jit, on as many CPU devices as there are ranks.
 
-A program of its own: `python benchmarks/_jax_step.py RANKS FILE HEADS` reads weights and input from the file, then for
-each line with a number on its input runs so many steps, and answers with the seconds of a step and the last loss.
+A program of its own: `python benchmarks/_jax_step.py RANKS FILE HEADS ACTIVATION` reads weights and input from the
+file, then for each line with a number on its input runs so many steps, and answers with the seconds of a step and the
+last loss.
 """
 
 import os
@@ -17,6 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
+ACT = {"relu": jax.nn.relu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}[sys.argv[4]]
 LR, BETA1, BETA2, EPS, DECAY = 1e-4, 0.9, 0.999, 1e-8, 1e-2
 COLUMNS = ("wq", "wk", "wv", "w1")
 
@@ -55,7 +57,7 @@ def block(x, weights, i):
     )
     out = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(batch, length, dim)
     x = x + linear(out, weights, f"{i}.wo")
-    return x + linear(jax.nn.relu(linear(norm(x, weights, f"{i}.norm2"), weights, f"{i}.w1")), weights, f"{i}.w2")
+    return x + linear(ACT(linear(norm(x, weights, f"{i}.norm2"), weights, f"{i}.w1")), weights, f"{i}.w2")
 
 
 def loss_of(weights, x):
