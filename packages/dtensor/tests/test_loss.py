@@ -56,7 +56,7 @@ def test_ranks_without_samples_add_nothing(name: str, monkeypatch: pytest.Monkey
     def check(mesh: Any) -> None:
         spread, fixed = (distribute_tensor(t, mesh, [Shard(0)]) for t in (x, target))
         with torch.enable_grad():
-            got = loss(spread.requires_grad_(), fixed)
+            got: Any = loss(spread.requires_grad_(), fixed)
             got.backward()
         assert spread.grad is not None
         torch.testing.assert_close((spread.grad.full_tensor(), got.full_tensor()), expected)
