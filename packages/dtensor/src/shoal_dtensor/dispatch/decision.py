@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from ..layout.tensor_meta import TensorMeta
+
 if TYPE_CHECKING:
     from ..layout.spec import Spec
     from ..redistribute.steps import Plan
+    from ..rules.language.rule import OpCall
 
 __all__ = [
     "CompositeDecision",
@@ -34,6 +37,20 @@ class ResultKind(IntEnum):
     LIST = 2  # a list or tuple of new tensors
     NONE = 3  # no tensor at all
     NESTED = 4  # anything else
+
+    @classmethod
+    def of(cls, call: OpCall) -> ResultKind:
+        """What becomes of the result of a local call."""
+        schema, aliased = call.schema, call.aliased
+        if not call.outputs:
+            return cls.NONE
+        if schema.is_list == (False,) and schema.returns_only_tensors:
+            if aliased == (None,):
+                return cls.ONE
+            return cls.FIRST if aliased == (0,) and isinstance(call.args[0], TensorMeta) else cls.NESTED
+        is_new = all(index is None for index in aliased)
+        is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
+        return cls.LIST if is_new and is_flat else cls.NESTED
 
 
 class InputMove(NamedTuple):

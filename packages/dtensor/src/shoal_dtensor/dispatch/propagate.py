@@ -261,7 +261,7 @@ def _decision(  # what a decision is made of
     moving = any(way.collectives for _, way in plans)
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or scope.communication != "allow" else ""
     notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
-    aliased, kind = call.aliased, _result_kind(call)
+    aliased, kind = call.aliased, ResultKind.of(call)
     dynamic = rule.dynamic or call.has_data_dependent_shape
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
         run: LocalFunction | None = nothing_of(call, specs[0].mesh.device_type)
@@ -301,21 +301,6 @@ def _specs_of_outs(results: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Sp
     for i, out in enumerate(outs):
         fits = i >= len(results) or results[i].shape != out.shape or results[i].same_layout(out)
         yield out if fits else out.with_(placements=results[i].placements, shard_order=results[i].shard_order)
-
-
-def _result_kind(call: OpCall) -> ResultKind:
-    """What becomes of the result of a local call."""
-    schema, aliased = call.schema, call.aliased
-    if not call.outputs:
-        return ResultKind.NONE
-    if schema.is_list == (False,) and schema.returns_only_tensors:
-        if aliased == (None,):
-            return ResultKind.ONE
-        in_place = aliased == (0,) and isinstance(call.args[0], TensorMeta)
-        return ResultKind.FIRST if in_place else ResultKind.NESTED
-    is_new = all(index is None for index in aliased)
-    is_flat = schema.returns_only_tensors and len(schema.returns) in (1, len(call.outputs))
-    return ResultKind.LIST if is_new and is_flat else ResultKind.NESTED
 
 
 def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh) -> list[str]:
