@@ -3,10 +3,10 @@
 from . import differentiable, errors, topology
 from .__about__ import __version__
 from ._torch import constant_when_compiled
-from .collectives import graph_operators as _graph_operators  # noqa: F401  # it defines operators
 from .collectives.blocks import all_to_all_blocks, pack_blocks, unpack_blocks
 from .collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.even import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
+from .collectives.graph_operators import define_operators
 from .collectives.operands import Along
 from .collectives.packed import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from .collectives.pending import Pending
@@ -144,6 +144,7 @@ __all__ = [
 
 
 log_from_environment()
+Comm.at_first += [define_operators]
 
 
 def __dir__() -> list[str]:

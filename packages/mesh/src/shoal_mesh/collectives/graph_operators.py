@@ -23,7 +23,7 @@ from .even import all_gather, all_reduce, reduce_scatter
 from .rooted import broadcast
 from .uneven import all_to_all_v
 
-__all__ = ["OPERATORS"]
+__all__ = ["OPERATORS", "define_operators"]
 
 # Declared mutable state: an entry goes with its group.
 _COMMS: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
@@ -83,14 +83,16 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _defined() -> Any:
+# Declared mutable state: the library, which takes its operators away when it goes.
+_LIBRARIES: list[Any] = []
+
+
+def define_operators() -> None:
+    """Make the operators known to torch."""
     library: Any = Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it untyped
     for schema, (run, shape) in OPERATORS.items():
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, shape, "Meta")
-    return library
-
-
-_LIBRARY = _defined()
+    _LIBRARIES.append(library)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from .. import _torch
@@ -95,6 +95,8 @@ class Comm:
         kept: what the layer above keeps for the present group; () when nothing is kept yet.
     """
 
+    at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is one: what an import must not do
+
     _group: ProcessGroup | None
     name: str
     axes: tuple[str, ...]
@@ -154,6 +156,8 @@ class Comm:
             ranks: the global ranks of the group.
             choice: what the group was created with; None for one that the user created.
         """
+        while cls.at_first:
+            cls.at_first.pop()()
         world = require_world()
         require(group, ProcessGroup, "a communicator runs over a process group")
         require_each(axes, str, "the axes of a communicator are strings")
