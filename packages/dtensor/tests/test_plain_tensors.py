@@ -315,3 +315,10 @@ def test_memory_that_an_operator_only_writes_is_not_compared() -> None:
     x.register_hook(product)
     (x * 2).sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), torch.full((4, 4), 16.0))  # type: ignore[union-attr]  # a DTensor
+
+
+def test_shapes_are_compared_with_those_of_plain_tensors() -> None:
+    with fake_world(2):
+        x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        assert torch.ops.aten.is_same_size(x, torch.zeros(4, 3)) and torch.ops.aten.is_same_size(torch.zeros(4, 3), x)
+        assert not torch.ops.aten.is_same_size(x, torch.zeros(2, 3))  # the shape of its shard here

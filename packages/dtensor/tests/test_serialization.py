@@ -122,3 +122,28 @@ def test_strided_shards_are_saved_by_runs(kind: str, tmp_path: Path) -> None:
     partial = DTensor.from_local(full, mesh, [Partial(), Replicate()])
     with pytest.raises(PlacementError, match="a checkpoint cannot hold"):
         partial.__create_chunk_list__()
+
+
+@on_ranks(4)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_checkpoint_has_every_shard_of_a_local_shards_wrapper(tmp_path: Path) -> None:
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper  # the only thing of torch's that is taken
+
+    mesh, row = init_device_mesh("cpu", (4,)), 2 * dist.get_rank()
+    full = torch.arange(64.0).view(8, 8)
+    paths = [str(tmp_path)]
+    dist.broadcast_object_list(paths)
+
+    def held(value: torch.Tensor) -> DTensor:
+        parts = [value[row : row + 2, :3].contiguous(), value[row : row + 2, 3:].contiguous()]
+        wrapper = LocalShardsWrapper(parts, [(row, 0), (row, 3)])
+        return DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 8)), stride=(8, 1))
+
+    dcp.save({"x": held(full)}, checkpoint_id=paths[0])
+    loaded = distribute_tensor(torch.zeros(8, 8), mesh, [Shard(1)])
+    dcp.load({"x": loaded}, checkpoint_id=paths[0])
+    torch.testing.assert_close(loaded.full_tensor(), full)
+    again = held(torch.zeros(8, 8))
+    dcp.load({"x": again}, checkpoint_id=paths[0])
+    shards: Any = again.to_local()
+    torch.testing.assert_close(torch.cat(shards.local_shards(), 1), full[row : row + 2])
