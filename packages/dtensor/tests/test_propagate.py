@@ -56,6 +56,12 @@ def test_an_input_that_does_not_fit_is_moved() -> None:
     assert place in (0, 1) and item is None and way.collectives == 1 and not decision.write_backs
 
 
+def test_an_input_behind_a_number_is_moved() -> None:
+    decision = decide(aten.polygamma.default, [4, spec(Partial())], {}, PLAIN)
+    assert isinstance(decision, MovingDecision)
+    assert [(place, item) for place, item, _ in decision.moves] == [(1, None)]
+
+
 def test_a_written_input_keeps_its_layout_and_others_move_to_it() -> None:
     decision = decide(aten.add_.Tensor, [spec(Shard(0)), spec(Shard(1))], {}, PLAIN)
     assert isinstance(decision, MovingDecision) and decision.result_kind is ResultKind.FIRST

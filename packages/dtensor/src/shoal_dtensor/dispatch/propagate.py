@@ -123,7 +123,8 @@ def decide(
 
     def call_of(outputs: tuple[TensorMeta, ...]) -> OpCall:
         tensors = tuple([spec.tensor_meta for spec in inputs])
-        return OpCall(op, metas_of(args), {name: metas_of(value) for name, value in kwargs.items()}, tensors, outputs)
+        named = {name: metas_of(value) for name, value in kwargs.items()}
+        return OpCall(op, tuple([metas_of(arg) for arg in args]), named, tensors, outputs)
 
     if known is not None and sized is not None:
         return _decision_of_class(rule, known, sized, call_of, inputs, circumstances)
