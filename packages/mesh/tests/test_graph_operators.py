@@ -70,7 +70,8 @@ def compiled(program: Callable[..., Any], graphs: list[Any]) -> Any:
 
 
 def operators(graph: Any) -> list[str]:
-    return [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target) or "shoal" in str(node.target)]
+    names = [str(node.target) for node in graph.graph.nodes]
+    return [name for name in names if ("c10d" in name and "wait_tensor" not in name) or "shoal" in name]
 
 
 @TRACED
@@ -102,6 +103,20 @@ class Heard:
 
 
 @TRACED
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2, timeout=100)
+def test_a_rank_without_use_for_a_result_takes_part(backend: str) -> None:
+    comm = comm_over((0, 1))
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        total = all_reduce(x, comm)
+        return total if comm.rank == 0 else x * 2
+
+    expected = torch.full((4,), 2.0)
+    assert torch.equal(torch.compile(program, backend=backend, fullgraph=True)(torch.ones(4)), expected)
+
+
 @on_ranks(2, timeout=100)
 def test_observers_hear_of_compiled_collectives() -> None:
     comm, heard = comm_over((0, 1)), Heard()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh, sums_in_tree
@@ -218,3 +219,22 @@ def test_overlap_and_sequence_layouts_are_traced() -> None:
     forward, backward = assert_same(start, plan, torch.randn(4, 3, 6, dtype=torch.double))
     assert forward == ["all_gather_into_tensor", "reduce_scatter_tensor"]
     assert sorted(set(backward)) == ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"]
+
+
+@on_ranks(2, timeout=100)
+def test_checkpoints_run_their_collectives_again() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+    parallelize_module(module, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
+
+    def gradients(compiles: bool) -> list[Any]:
+        def loss(x: torch.Tensor) -> Any:
+            return checkpoint(module, x, use_reentrant=False).square().sum()
+
+        run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiles else loss
+        return [*torch.autograd.grad(run(x), (x, *module.parameters()))]
+
+    for found, expected in zip(gradients(compiles=True), gradients(compiles=False), strict=True):
+        torch.testing.assert_close(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))

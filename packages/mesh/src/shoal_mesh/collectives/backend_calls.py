@@ -158,35 +158,26 @@ NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 """Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
 
 
-def _runs_as_eager(tensor: Tensor, comm: Comm) -> bool:
-    """Whether compiled code calls operators of this package: exported programs run where there is none.
+def _operators(tensor: Tensor, comm: Comm) -> Any:
+    """What compiled code calls, and waits for, since the other ranks do: of this package where that is faster.
 
-    Of a group written in Python C++ has no backend, and calls methods of it that it may not have.
+    Exported programs run where there is none.  Of a group written in Python C++ has no backend, and calls methods of it
+    that it may not have.
     """
-    return (comm.in_python or (comm.on_gloo and tensor.is_cpu)) and not is_exporting()
-
-
-def _operators() -> Any:
-    return getattr(torch.ops, NAMESPACE)
+    if (comm.in_python or (comm.on_gloo and tensor.is_cpu)) and not is_exporting():
+        return getattr(torch.ops, NAMESPACE)
+    return functional
 
 
 def _exchanged_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
-    source = distinct(tensor)
-    out: Tensor
-    if _runs_as_eager(tensor, comm):
-        out = _operators().all_to_all_single(source.contiguous(), receive, send, comm.name)
-    else:
-        out = functional.wait_tensor(functional.all_to_all_single(source, receive, send, comm.name))
-    return out
+    out = _operators(tensor, comm).all_to_all_single(distinct(tensor), receive, send, comm.name)
+    return functional.wait_tensor(out)  # type: ignore[no-any-return]  # operators have no types
 
 
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
     if is_compiling():
-        source = distinct(tensor)
-        if _runs_as_eager(tensor, comm):
-            return _operators().all_reduce(source.contiguous(), op, comm.name), None
-        return functional.wait_tensor(functional.all_reduce(source, op, comm.name)), None
+        return functional.wait_tensor(_operators(tensor, comm).all_reduce(distinct(tensor), op, comm.name)), None
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.all_reduce_(channel, tensor, op, background)
@@ -226,9 +217,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
     if is_compiling():
         source = distinct(tensor.contiguous())
-        if _runs_as_eager(tensor, comm):
-            return _operators().all_gather_into_tensor(source, comm.size, comm.name), None
-        return functional.wait_tensor(functional.all_gather_into_tensor(source, comm.size, comm.name)), None
+        out = _operators(tensor, comm).all_gather_into_tensor(source, comm.size, comm.name)
+        return functional.wait_tensor(out), None
     tensor = in_memory(tensor)
     shape = tensor.shape
     out = tensor.new_empty((comm.size * shape[0], *shape[1:]))
@@ -247,9 +237,8 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
         source = distinct(tensor.contiguous())
-        if _runs_as_eager(tensor, comm):
-            return _operators().reduce_scatter_tensor(source, op, comm.size, comm.name), None
-        return functional.wait_tensor(functional.reduce_scatter_tensor(source, op, comm.size, comm.name)), None
+        out = _operators(tensor, comm).reduce_scatter_tensor(source, op, comm.size, comm.name)
+        return functional.wait_tensor(out), None
     tensor = in_memory(tensor)
     shape = tensor.shape
     out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
@@ -325,10 +314,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
     if is_compiling():
-        operand = distinct(tensor)
-        if _runs_as_eager(tensor, comm):
-            return _operators().broadcast(operand.contiguous(), root, comm.name), None
-        return functional.wait_tensor(functional.broadcast(operand, root, comm.name)), None
+        return functional.wait_tensor(_operators(tensor, comm).broadcast(distinct(tensor), root, comm.name)), None
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.broadcast_(channel, _movable(tensor), root)

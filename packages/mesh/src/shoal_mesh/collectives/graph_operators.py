@@ -53,7 +53,7 @@ def _exchanged(operand: Tensor, receive: list[int], send: list[int], group: str)
 
 def _exchange(operand: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
     row = prod(operand.shape[1:])
-    flat = all_to_all_v(operand.view(-1), _comm(group), [n * row for n in send], [n * row for n in receive])
+    flat = all_to_all_v(operand.reshape(-1), _comm(group), [n * row for n in send], [n * row for n in receive])
     return flat.view(sum(receive), *operand.shape[1:])
 
 
@@ -61,10 +61,10 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
     return operand.new_empty(operand.shape)
 
 
-# Schema -> what runs, and what tells the shape. Operands and results are contiguous, blocks in the order of the group.
+# Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
-        lambda operand, op, group: all_reduce(operand, _comm(group), op),
+        lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
         _alike,
     ),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
@@ -77,7 +77,7 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "all_to_all_single(Tensor operand, SymInt[] receive, SymInt[] send, str group) -> Tensor": (_exchange, _exchanged),
     "broadcast(Tensor operand, int root, str group) -> Tensor": (
-        lambda operand, root, group: broadcast(operand, _comm(group), root),
+        lambda operand, root, group: broadcast(operand.contiguous(), _comm(group), root),
         _alike,
     ),
 }
