@@ -131,9 +131,10 @@ _nesting = _Nesting()
 
 
 def in_observed() -> bool:
-    """Whether backend calls that run now belong to a collective that observers have heard of already.
+    """Whether observers are not to hear of backend calls that run now.
 
-    What a compiler traces is none: observers hear of it when it runs (`graph_operators`).
+    They belong to a collective that observers have heard of already, or are traced by a compiler: operators of
+    `graph_operators` report themselves when they run.
     """
     return is_compiling() or _nesting.active
 

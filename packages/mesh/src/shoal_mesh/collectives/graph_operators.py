@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
 from .. import _torch
-from .._torch import ProcessGroup
 from ..groups.process_groups import Comm
 from .backend_calls import NAMESPACE
 from .even import all_gather, all_reduce, reduce_scatter
@@ -25,17 +23,17 @@ from .uneven import all_to_all_v
 
 __all__ = ["OPERATORS", "define_operators"]
 
-# Declared mutable state: an entry goes with its group.
-_COMMS: WeakKeyDictionary[ProcessGroup, Comm] = WeakKeyDictionary()
+# Declared mutable state: group name -> communicator of its present group, which is kept for as long as graphs may run.
+_COMMS: dict[str, Comm] = {}
 
 
 def _comm(name: str) -> Comm:
     """The communicator of a group's ranks in the order of the group: a graph has brought blocks into it."""
     group = _torch.group_by_name(name)
-    comm = _COMMS.get(group)
-    if comm is None:
+    comm = _COMMS.get(name)
+    if comm is None or comm._group is not group:
         ranks = _torch.group_ranks(group)
-        comm = _COMMS[group] = Comm.over(group, ("group",), tuple(sorted(ranks, key=ranks.__getitem__)))
+        comm = _COMMS[name] = Comm.over(group, ("group",), tuple(sorted(ranks, key=ranks.__getitem__)))
     return comm
 
 
