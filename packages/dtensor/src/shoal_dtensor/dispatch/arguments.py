@@ -216,7 +216,12 @@ def _with_specs(value: Any, given: tuple[Any, Sequence[Any], Mapping[str, Any]])
         return Spec(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype)
     if not isinstance(value, _LISTS):
         return value
-    return list(value) if value and type(value[0]) is int else [_with_specs(item, given) for item in value]
+    return list(value) if _is_of_integers(value) else [_with_specs(item, given) for item in value]
+
+
+def _is_of_integers(value: Sequence[Any]) -> bool:
+    """Whether a list that is one argument holds integers, so no tensor; lists of schemas are of one type."""
+    return bool(value) and type(value[0]) is int
 
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
@@ -234,7 +239,7 @@ def metas_of(value: Any) -> Any:
         return value.tensor_meta
     if not is_list(value):
         return value
-    return tuple(value) if value and type(value[0]) is int else tuple([metas_of(item) for item in value])
+    return tuple(value) if _is_of_integers(value) else tuple([metas_of(item) for item in value])
 
 
 def specs_in(values: Iterable[Any]) -> list[Spec]:
@@ -243,7 +248,7 @@ def specs_in(values: Iterable[Any]) -> list[Spec]:
     for value in values:
         if isinstance(value, Spec):
             found.append(value)
-        elif is_list(value) and not (value and type(value[0]) is int):
+        elif is_list(value) and not _is_of_integers(value):
             found += specs_in(value)
     return found
 
