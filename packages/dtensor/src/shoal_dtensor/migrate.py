@@ -12,13 +12,15 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from shoal_mesh import dataclass
 
 __all__ = ["Migrated", "main", "migrate"]
 

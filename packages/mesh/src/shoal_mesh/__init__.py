@@ -52,6 +52,7 @@ from .shared_memory.recorder import note
 from .terminal import progress
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
+from .values import dataclass
 
 __all__ = [
     "Along",
@@ -103,6 +104,7 @@ __all__ = [
     "comm_over",
     "constant_when_compiled",
     "current_mesh",
+    "dataclass",
     "differentiable",
     "draw_memory",
     "draw_timeline",

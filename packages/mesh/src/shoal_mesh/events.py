@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextvars import Token
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from ._torch import is_compiling
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .shared_memory.recorder import PURPOSES, Text
+from .values import dataclass
 
 __all__ = [
     "Event",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +19,7 @@ from .errors import AxisError, MeshError
 from .groups.process_groups import Comm
 from .groups.world import device_of
 from .mesh.device_mesh import DeviceMesh
+from .values import dataclass
 
 __all__ = ["Link", "Topology", "measure", "set_topology", "topology_of", "topology_version"]
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
-from shoal_mesh import sums_in_tree
+from shoal_mesh import dataclass, sums_in_tree
 
 from ._torch import ReplacedAttention
 from .argument_types import takes

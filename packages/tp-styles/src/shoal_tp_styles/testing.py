@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
-from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh import DeviceMesh, dataclass, init_device_mesh
 
 from .plan.parallelize import unparallelize_module
 from .styles.linear import ColwiseParallel, RowwiseParallel

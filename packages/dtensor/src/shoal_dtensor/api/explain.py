@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from shoal_mesh import new_axes
+from shoal_mesh import dataclass, new_axes
 
 from ..argument_types import check_type
 from ..layout.dim_sharding import ShardOrder

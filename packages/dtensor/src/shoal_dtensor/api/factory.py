@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from .._torch import whole_when_compiled
 from ..argument_types import check_type

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from shoal_mesh import dataclass
 
 from .._torch import around_state_dicts
 from ..errors import StateDictError

@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks, comm_over, purpose
+from shoal_mesh import all_to_all_blocks, comm_over, dataclass, purpose
 
 from ..argument_types import check_type
 from ..errors import CheckpointError

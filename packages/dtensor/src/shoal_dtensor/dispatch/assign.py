@@ -9,11 +9,10 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple, TypeGuard
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..layout.dim_sharding import DimSharding, ShardOrder, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
-from shoal_mesh import constant_when_compiled
+from shoal_mesh import constant_when_compiled, dataclass
 
 from ..errors import PlacementError, PlacementIndexError
 from .placements import Placement, Shard, StridedShard

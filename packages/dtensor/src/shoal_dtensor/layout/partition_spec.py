@@ -7,9 +7,8 @@ for placements and shard order together.  Inside the library there are only thos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from shoal_mesh import DeviceMesh, constant_when_compiled
+from shoal_mesh import DeviceMesh, constant_when_compiled, dataclass
 
 from ..errors import ArgumentTypeError, PlacementError
 from .dim_sharding import ShardOrder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import inf
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce_, is_observed, purpose, sums_are_in_tree
+from shoal_mesh import all_reduce_, dataclass, is_observed, purpose, sums_are_in_tree
 
 from ..argument_types import check_type
 from ..dispatch.results import wrap

@@ -8,13 +8,12 @@ with the bits of one device. Updates travel in groups, one group beside the prod
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import purpose
+from shoal_mesh import dataclass, purpose
 
 from .._torch import adjusted_rate, count_write, orthogonalized
 from ..errors import PlacementError

@@ -10,10 +10,11 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
+
+from shoal_mesh import dataclass
 
 from ..layout.tensor_meta import Box
 

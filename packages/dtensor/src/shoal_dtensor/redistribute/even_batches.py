@@ -6,13 +6,12 @@ Parameters that are gathered and gradients that are reduced, again and again the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh import Comm, PackedPending, all_gather_packed, all_reduce_packed, dataclass, reduce_scatter_packed
 
 from ..layout.spec import Spec
 from .execution.coalesce import Task, key_of

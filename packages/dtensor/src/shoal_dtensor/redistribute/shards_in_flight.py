@@ -7,7 +7,6 @@ the call returns.  What later rounds need is not there yet, so they run when the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from shoal_mesh import (
     Pending,
     all_gather_packed,
     all_reduce_packed,
+    dataclass,
     reduce_scatter_packed,
     topology_version,
 )

@@ -8,9 +8,10 @@ too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
+
+from shoal_mesh import dataclass
 
 __all__ = ["COPY_SPEEDUP", "Links", "sent_among", "total"]
 

@@ -10,8 +10,10 @@ tenth of the time that importing this package takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from shoal_mesh import dataclass
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

@@ -8,12 +8,13 @@ both are probed once per distribution, with a generator of our own, and what fai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from .fill import Fill
 from .memory_order import MemoryOrder, stretches

@@ -11,11 +11,12 @@ the claim is tested on a generator of our own; where it does not hold, the logic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from .fill import Fill
 from .memory_order import MemoryOrder, stretches

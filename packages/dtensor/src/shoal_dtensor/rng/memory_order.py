@@ -7,11 +7,12 @@ flat range; `stretches` says which parts of a stretch of it belong to a box.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ..layout.spec import Spec
 from ..layout.tensor_meta import Box

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from shoal_mesh import dataclass
 
 from ..scoped_value import ScopedValue
 

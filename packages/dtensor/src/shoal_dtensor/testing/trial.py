@@ -7,14 +7,14 @@ held against what the rows declare.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..dispatch.assign import placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes

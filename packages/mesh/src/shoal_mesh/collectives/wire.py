@@ -7,7 +7,6 @@ is a sum and a division.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from .._torch import ReduceOp, is_compiling
 from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
+from ..values import dataclass
 
 __all__ = ["PLAIN", "REDUCE", "Reduction", "in_memory", "materialized", "reduction", "require_op", "unwire", "wire"]
 

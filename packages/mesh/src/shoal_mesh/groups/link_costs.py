@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import statistics
 import time
 from collections import defaultdict
 
@@ -66,6 +65,8 @@ def smoothed(costs: list[list[float]], hosts: list[str]) -> list[list[float]]:
         >>> smoothed([[0, 1.0, 9.0], [1.2, 0, 10.0], [9.0, 10.0, 0]], ["a", "a", "b"])
         [[0, 1.1, 9.5], [1.1, 0, 9.5], [9.5, 9.5, 0]]
     """
+    import statistics  # with fractions and decimals a tenth of the import of shoal_mesh
+
     kinds: defaultdict[frozenset[str], list[tuple[int, int]]] = defaultdict(list)
     for a, here in enumerate(hosts):
         for b, there in enumerate(hosts):

@@ -12,7 +12,7 @@ import datetime as dt
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import Lock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +22,7 @@ from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
+from ..values import dataclass
 from .world import require_world, world_place
 
 __all__ = ["GROUPS_IN_GRAPHS", "BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups", "note_group"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from ..values import dataclass
 from .pickle_functions import Reference
 
 __all__ = ["Failure", "Job"]

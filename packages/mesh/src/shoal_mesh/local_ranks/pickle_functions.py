@@ -15,13 +15,13 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ..argument_types import kind_of
 from ..errors import MeshTypeError
+from ..values import dataclass
 
 __all__ = [
     "Reference",

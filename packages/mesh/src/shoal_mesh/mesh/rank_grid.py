@@ -6,7 +6,6 @@ DeviceMesh adds process groups and derived meshes to it. `axis` is a mesh dimens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
 from math import prod
@@ -19,6 +18,7 @@ from .._torch import refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, NoGroupError
 from ..groups.world import world_place
+from ..values import dataclass
 from .rank_layout import Layout, read_sizes
 
 if TYPE_CHECKING:

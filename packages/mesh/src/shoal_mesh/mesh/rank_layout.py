@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -20,6 +19,7 @@ from operator import index
 
 from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, MeshError, MeshTypeError
+from ..values import dataclass
 
 __all__ = ["Axis", "Layout", "read_sizes"]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
+
+from ..values import dataclass
 
 __all__ = ["RankOrder", "order_by_costs"]
 

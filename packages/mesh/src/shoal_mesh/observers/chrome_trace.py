@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from os import PathLike
 from pathlib import Path
 
 from ..argument_types import require
+from ..values import dataclass
 
 __all__ = ["Span", "write_spans"]
 

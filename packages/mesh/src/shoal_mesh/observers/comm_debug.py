@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from .._torch import (
     without_importing_dynamo,
 )
 from ..events import Event, in_observed, observe, unobserve
+from ..values import dataclass
 
 __all__ = ["CommDebugMode", "Record"]
 

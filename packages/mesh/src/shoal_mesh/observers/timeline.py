@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from os import PathLike
 
+from ..values import dataclass
 from .chrome_trace import Span, write_spans
 
 __all__ = ["Call", "HeldUp", "RankTimes", "Timeline"]

@@ -13,13 +13,13 @@ import os
 import platform
 import secrets
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
 
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, plain_kernels
+from ..values import dataclass
 
 __all__ = ["OPT_OUT", "Segment", "machine", "map_segment", "processes_of"]
 

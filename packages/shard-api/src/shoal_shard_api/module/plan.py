@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import nn
+
+from shoal_mesh import dataclass
 
 from ..spec.sharding_spec import ShardingSpec
 

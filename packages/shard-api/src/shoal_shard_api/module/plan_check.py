@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torch import nn
+
+from shoal_mesh import dataclass
 
 from ..arguments import expect, type_name
 from ..errors import (

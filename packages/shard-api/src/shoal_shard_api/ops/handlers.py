@@ -7,12 +7,11 @@ ShardedTensor first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shoal_mesh import all_reduce
+from shoal_mesh import all_reduce, dataclass
 
 from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
 from ..arguments import expect_plain

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
-from shoal_mesh import DeviceMesh, all_gather
+from shoal_mesh import DeviceMesh, all_gather, dataclass
 
 from ..arguments import expect, type_name
 from ..errors import ArgumentTypeError, IndexRangeError, RankMismatchError

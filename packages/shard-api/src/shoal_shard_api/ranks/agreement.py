@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shoal_mesh import dataclass
 
 from ..errors import ArgumentTypeError, RankMismatchError
 from .process_groups import members

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch.distributed as dist
 
-from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh import Comm, DeviceMesh, dataclass
 
 from .._torch import default_group
 from ..arguments import expect, type_name

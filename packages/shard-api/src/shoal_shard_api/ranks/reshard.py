@@ -16,13 +16,12 @@ Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from shoal_mesh import Comm, all_gather_v, all_to_all_blocks, pack_blocks, unpack_blocks
+from shoal_mesh import Comm, all_gather_v, all_to_all_blocks, dataclass, pack_blocks, unpack_blocks
 
 from ..spec.boxes import Box, intersection, relative, volume
 from ..spec.metadata import Layout

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from shoal_mesh import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all

@@ -7,11 +7,13 @@ No process group and no tensor data here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from enum import Enum
 from typing import Any
 
 import torch
+
+from shoal_mesh import dataclass
 
 from .._torch import RemoteDevice
 from ..errors import ArgumentTypeError, ShardingSpecError

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
+
+from shoal_mesh import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all

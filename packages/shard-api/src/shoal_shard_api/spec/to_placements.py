@@ -10,12 +10,12 @@ Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
 from shoal_dtensor import Shard
+from shoal_mesh import dataclass
 
 from ..errors import NotExpressibleError
 from .boxes import Box, format_box, grid, volume

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from shoal_mesh import dataclass
 
 from ..arguments import expect, expect_plain
 from ..errors import LocalShardError, ShardingSpecError

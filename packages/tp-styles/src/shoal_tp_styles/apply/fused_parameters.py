@@ -8,14 +8,13 @@ equal, the fused parameter is one DTensor and keeps its name (see `FusedBlocks.s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Spec, distribute_tensor
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from .._torch import split_sizes
 from ..errors import LayoutError, TiedWeightError

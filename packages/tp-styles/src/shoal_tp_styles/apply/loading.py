@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from os import PathLike, fspath
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
-from shoal_mesh import progress
+from shoal_mesh import dataclass, progress
 
 from ..argument_types import takes
 from ..errors import PlanError

@@ -7,7 +7,6 @@ An optimizer that still holds a parameter that was replaced would update nothing
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_dtensor import DTensor
+from shoal_mesh import dataclass
 
 from ..errors import StyleError
 

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import product
 from math import prod
 from os import PathLike
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, local_shard
-from shoal_mesh import progress
+from shoal_mesh import dataclass, progress
 
 from ..argument_types import takes
 from ..errors import CheckpointError

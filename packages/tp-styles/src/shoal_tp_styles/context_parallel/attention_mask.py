@@ -7,13 +7,14 @@ tiles of which most are full; only the edges of a window need a mask inside a ti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError
 from .sequence_layout import Range, SequenceLayout

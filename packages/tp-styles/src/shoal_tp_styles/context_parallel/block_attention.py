@@ -8,10 +8,11 @@ operators, some queries at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from .._torch import flash_attention, flash_attention_backward
 from .attention_mask import Tile, TileKind

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh import Comm, DeviceMesh, dataclass
 
 from ..argument_types import check_mesh
 from ..errors import LayoutError, UnsupportedAttentionError

@@ -5,14 +5,13 @@ q, k, v: S(sequence) -> S(sequence).  What is saved for backward is the rank's o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_mesh import Comm
+from shoal_mesh import Comm, dataclass
 
 from .._torch import apply, unwatched
 from ..errors import SecondOrderError

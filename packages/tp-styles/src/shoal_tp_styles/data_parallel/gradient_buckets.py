@@ -7,7 +7,6 @@ bucket's gradients away when the last of them has arrived, and puts the means in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Spec, local_shard
+from shoal_mesh import dataclass
 
 from .._torch import at_end_of_backward, backward_number, will_run
 from ..errors import LayoutError, StyleError

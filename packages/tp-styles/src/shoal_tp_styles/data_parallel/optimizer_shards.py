@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec, local_shard, redistribute_shards
-from shoal_mesh import purpose
+from shoal_mesh import dataclass, purpose
 
 from ..errors import StyleError
 from .policies import MixedPrecisionPolicy, OffloadPolicy

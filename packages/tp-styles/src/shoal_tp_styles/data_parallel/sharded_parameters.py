@@ -10,7 +10,6 @@ With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -29,7 +28,7 @@ from shoal_dtensor import (
     local_shard,
     redistribute_shards,
 )
-from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh import DeviceMesh, dataclass, purpose
 
 from ..apply.parameter_state import carry_gradient, carry_over, note_replaced
 from ..errors import LayoutError, UnsupportedModuleError
@@ -85,7 +84,7 @@ class ShardedParameter:
     gathered: Spec
     inner: Spec | None
     reduced: Spec
-    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009  # an immutable value
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
 
     def shard(self) -> Tensor:
         """This rank's shard in the dtype of the computation, on the device of the mesh."""

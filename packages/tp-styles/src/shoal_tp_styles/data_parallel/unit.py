@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import ShardsInFlight, redistribute_shards
-from shoal_mesh import purpose
+from shoal_mesh import dataclass, purpose
 
 from .._torch import preserving_versions
 from ..errors import StyleError

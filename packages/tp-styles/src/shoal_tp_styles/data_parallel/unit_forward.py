@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor, local_shard
+from shoal_mesh import dataclass
 
 from .._torch import never_compiled, pytree
 from .backward_pass import in_backward, running_pass

@@ -12,14 +12,13 @@ between them in backward too, in the other order: `_Arrived` starts to send grad
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_mesh import Comm, Pending, all_gather, all_to_all_v, differentiable
+from shoal_mesh import Comm, Pending, all_gather, all_to_all_v, dataclass, differentiable
 
 from .._torch import apply
 from ..lowering.parameters import first_order_only

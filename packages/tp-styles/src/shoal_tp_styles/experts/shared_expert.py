@@ -7,10 +7,11 @@ then calls it, it gets what was computed. In backward, gradients of the rows tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from .._torch import never_compiled, saving_state
 from ..errors import LayoutError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 __all__ = ["Route", "within_capacity"]
 

@@ -8,11 +8,12 @@ random numbers, and used from then on if they have the same bits. Ranks need not
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from .._torch import unwatched, unwatched_functions
 from .block_sums import contiguous_block

@@ -7,7 +7,6 @@ Kept for backward are the operands and one number per row; backward computes the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Partial, Replicate
-from shoal_mesh import all_reduce, all_reduce_
+from shoal_mesh import all_reduce, all_reduce_, dataclass
 
 from .._torch import apply, autocast_dtype
 from ..errors import LayoutError, SecondOrderError

@@ -5,12 +5,10 @@ Every rank computes the loss of its own rows; sums over rows are then summed ove
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
-from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable, tree_sum
+from shoal_mesh import Comm, DeviceMesh, all_reduce, dataclass, differentiable, tree_sum
 
 from ..arithmetic import current_arithmetic
 

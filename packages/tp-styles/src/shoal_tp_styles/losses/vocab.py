@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Replicate
-from shoal_mesh import Comm, DeviceMesh, tree_sum
+from shoal_mesh import Comm, DeviceMesh, dataclass, tree_sum
 
 from ..arithmetic import current_arithmetic
 from ..errors import LayoutError

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Spec
+from shoal_mesh import dataclass
 
 __all__ = ["PLAIN", "LocalLayout", "Watching", "active_watch", "current_watch", "layout_of", "note_layout"]
 

@@ -8,7 +8,6 @@ hold the same head, the gradient of its block is summed over them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.autograd import Function
 from torch.nn.functional import linear
 
 from shoal_dtensor import DTensor, local_shard
-from shoal_mesh import Comm
+from shoal_mesh import Comm, dataclass
 
 from .._torch import is_compiling, split_sizes
 from ..lowering.collective_functions import sum_over_ranks

@@ -8,7 +8,6 @@ A rank holds complete groups: it reads their input channels alone and computes t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import lcm
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Shard
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError
 from ..lowering.lowered import Lowered

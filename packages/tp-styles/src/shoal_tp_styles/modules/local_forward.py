@@ -5,8 +5,9 @@ heads: S, parameter: S -> as the forward computes it        no communication
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError
 from ..lowering.boundary import Boundary

@@ -8,14 +8,14 @@ mesh may be an `abstract_mesh`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard, StridedShard
-from shoal_mesh import DeviceMesh, Link, topology_of
+from shoal_mesh import DeviceMesh, Link, dataclass, topology_of
 
 from ..argument_types import takes
 from ..arithmetic import current_arithmetic

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from shoal_mesh import Link, abstract_mesh, topology_of
+from shoal_mesh import Link, abstract_mesh, dataclass, topology_of
 
 from ..argument_types import takes
 from ..errors import LayoutError

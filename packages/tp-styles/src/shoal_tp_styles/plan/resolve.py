@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate
-from shoal_mesh import DeviceMesh, progress
+from shoal_mesh import DeviceMesh, dataclass, progress
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..apply.owners import check_styled, given_back, in_turns

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from shoal_dtensor import Shard, StridedShard
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..argument_types import takes
 from ..context_parallel.parallel_attention import ContextOptions

@@ -8,8 +8,10 @@ pattern is the root itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from fnmatch import fnmatchcase
+
+from shoal_mesh import dataclass
 
 __all__ = ["Match", "Tree", "specificity"]
 

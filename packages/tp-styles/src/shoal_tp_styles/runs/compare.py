@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+
+from shoal_mesh import dataclass
 
 from ..argument_types import takes
 from ..errors import StyleError

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, local_shard
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..lowering.lowered import Lowered
 

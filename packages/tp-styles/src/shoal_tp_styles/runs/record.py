@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh import DeviceMesh, all_reduce, dataclass
 
 from .._torch import TorchDispatchMode, backward_number
 from ..argument_types import check_mesh, takes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+
+from shoal_mesh import dataclass
 
 __all__ = ["Collective"]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shoal_dtensor import Placement, Shard, StridedShard
+from shoal_mesh import dataclass
 
 __all__ = ["ExpertOwner", "PackedShard", "experts_per_rank"]
 

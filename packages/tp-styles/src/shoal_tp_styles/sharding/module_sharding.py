@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
+from shoal_mesh import dataclass
 
 from .expert_shards import ExpertOwner, PackedShard
 from .heads import Heads, HeadShard

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from torch import nn
 
 from shoal_dtensor import Replicate, Shard
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError
 from ..modules.latent import LatentLinear

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from shoal_dtensor import Placement, Shard
+from shoal_mesh import dataclass
 
 from ..lowering.lowered import Lowered
 from ..modules.grouped_convolution import ChannelsOfGroups, GroupedChannels

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+
+from shoal_mesh import dataclass
 
 from ..context_parallel.attention_mask import Documents
 from ..context_parallel.parallel_attention import ContextOptions, Method

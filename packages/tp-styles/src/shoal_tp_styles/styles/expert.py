@@ -7,11 +7,10 @@ Both go on the module that holds the experts and is called as `(hidden_states, t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError
 from ..experts.routed_experts import RoutedExperts
@@ -56,7 +55,7 @@ class ExpertParallel(DeclaredStyle):
         {'up': Shard(dim=0)}
     """
 
-    input_layouts: Placement = Shard(0)  # noqa: RUF009  # an immutable value
+    input_layouts: Placement = Shard(0)  # an immutable value
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:

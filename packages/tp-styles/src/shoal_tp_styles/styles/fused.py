@@ -11,11 +11,11 @@ is split on loading.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError, UnsupportedModuleError
 from ..modules.fused_linear import FusedColumn

@@ -7,12 +7,13 @@ sharded features, and the lowering that computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Self
 
 from torch import nn
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard
+from shoal_mesh import dataclass
 
 from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.lowered import Lowered
@@ -170,8 +171,8 @@ class ColwiseParallel(_FeatureStyle):
         {'weight': Shard(dim=0), 'bias': Shard(dim=0)}
     """
 
-    input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
-    output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
+    input_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
+    output_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
 
     @property
     def desired_input_layouts(self) -> tuple[Placement, ...]:
@@ -284,8 +285,8 @@ class RowwiseParallel(_FeatureStyle):
         {'weight': Shard(dim=1)}
     """
 
-    input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
-    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # noqa: RUF009  # a descriptor
+    input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
+    output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
 
     def heads(self, count: int, size: int) -> Self:
         """The same style for a projection from `count` heads of `size` features (`ColwiseParallel.heads`)."""

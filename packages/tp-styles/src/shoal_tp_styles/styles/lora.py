@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..apply.apply import shardings_of
 from ..argument_types import takes

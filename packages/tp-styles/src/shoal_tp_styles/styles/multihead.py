@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate
+from shoal_mesh import dataclass
 
 from ..errors import UnsupportedModuleError
 from ..modules.attention import OWN_PROJECTIONS, AttentionHeads

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Any, Self
 
 from torch import nn
 
 from shoal_dtensor import Placement
-from shoal_mesh import DeviceMesh
+from shoal_mesh import DeviceMesh, dataclass
 
 from ..apply.apply import apply_sharding
 from ..errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError

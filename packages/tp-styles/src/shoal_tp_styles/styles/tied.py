@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
+from shoal_mesh import dataclass
 
 from ..apply.apply import TIED
 from ..sharding.module_sharding import ModuleSharding

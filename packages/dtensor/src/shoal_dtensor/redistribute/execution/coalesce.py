@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import purpose
+from shoal_mesh import dataclass, purpose
 
 from ...errors import RedistributeError
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer

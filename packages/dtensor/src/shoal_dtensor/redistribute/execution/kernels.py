@@ -9,7 +9,7 @@ ranks (`shoal_dtensor.testing.simulate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import pack_blocks, unpack_blocks
+from shoal_mesh import dataclass, pack_blocks, unpack_blocks
 
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import Box

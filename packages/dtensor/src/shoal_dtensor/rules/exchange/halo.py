@@ -12,7 +12,6 @@ owner's.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
@@ -20,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks
+from shoal_mesh import all_to_all_blocks, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec

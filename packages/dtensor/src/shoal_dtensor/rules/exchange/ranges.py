@@ -11,11 +11,10 @@ on 2 ranks is the runs 0..4 -> 1..5 and 5 -> 0:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks
+from shoal_mesh import all_to_all_blocks, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec

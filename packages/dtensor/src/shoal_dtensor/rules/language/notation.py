@@ -10,11 +10,12 @@ two factors, the first varying slowest.  The notation is einsum's; the idea of f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import torch
+
+from shoal_mesh import dataclass
 
 from ...errors import ShoalTensorError
 from ...layout.tensor_meta import TensorMeta

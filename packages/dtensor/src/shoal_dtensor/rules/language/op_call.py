@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ..._torch import OpOverload, unmarked_writes
 from ...errors import ShoalTensorError

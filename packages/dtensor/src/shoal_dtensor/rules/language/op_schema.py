@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from shoal_mesh import dataclass
 
 from ..._torch import OpOverload
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
+
+from shoal_mesh import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Partial, Replicate

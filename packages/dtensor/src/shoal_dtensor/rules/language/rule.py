@@ -34,7 +34,9 @@ Converting `Row((S(d), R, *rest), (S(d),))`: find the arguments' names in the sc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from shoal_mesh import dataclass
 
 from ..._torch import OpOverload
 from .op_call import LocalCall, LocalFunction, OpCall, RowError, flatten

@@ -6,14 +6,13 @@ One element per shard and column is communicated: an all-gather of the shards' t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_gather
+from shoal_mesh import all_gather, dataclass
 
 from ...layout.spec import Spec
 from ..language.local_ops import in_every_form

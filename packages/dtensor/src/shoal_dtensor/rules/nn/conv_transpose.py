@@ -11,12 +11,13 @@ What a shard with halos gives without padding is cropped, or filled up with zero
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec

@@ -9,12 +9,13 @@ at the ends of the dim nothing is added, so the kernel does there what it does w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec

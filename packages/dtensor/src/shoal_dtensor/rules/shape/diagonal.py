@@ -7,10 +7,11 @@ rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks, two
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+
+from shoal_mesh import dataclass
 
 from ..language.local_ops import with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table

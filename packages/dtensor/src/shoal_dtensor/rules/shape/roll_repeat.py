@@ -6,12 +6,13 @@ Along a sharded dim, each rank sends exactly the ranges that others need; the re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoal_mesh import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..exchange.ranges import Run, relocate

@@ -7,9 +7,10 @@ many shardings of the longer dim fit, and they prefer that of `torch.chunk`, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
+
+from shoal_mesh import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..language.rule import OpCall
