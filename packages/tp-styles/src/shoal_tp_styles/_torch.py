@@ -37,12 +37,14 @@ __all__ = [
     "never_compiled",
     "preserving_versions",
     "pytree",
+    "requires_grad",
     "saving_state",
     "selectively_checkpointed",
     "split_sizes",
     "transforming",
     "unwatched",
     "unwatched_functions",
+    "use_count",
     "watching_functions",
     "will_run",
 ]
@@ -60,6 +62,12 @@ transforming = torch._C._are_functorch_transforms_active
 
 # Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
 will_run = torch._C._will_engine_execute_node
+
+# How many refer to a tensor; all of Python counts as one.
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
+
+# `tensor.requires_grad` without what subclasses make of it.
+requires_grad: Callable[[torch.Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]  # a descriptor
 
 
 def direct(function: type[torch.autograd.Function]) -> Any:

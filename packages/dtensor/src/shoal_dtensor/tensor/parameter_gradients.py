@@ -89,7 +89,8 @@ class CheckedHook:
         self.is_leaf: bool = is_leaf
 
     def __call__(self, grad: Any) -> Any:
-        result = self.hook(grad)
+        # An autograd function of several parameters has no gradient for those that a pass did not use.
+        result = None if grad is None else self.hook(grad)
         if result is None or is_transformed(result):
             return result
         result = as_gradient(self.cls, result, self.spec)

@@ -28,7 +28,7 @@ from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .compile import make_traceable
-from .parameters import check_plain, delivered_shards, local_parameters, summed_gradients
+from .parameters import check_plain, kept_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
 __all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of", "trace_blocks"]
@@ -75,7 +75,7 @@ class Lowered(ABC):
         self.port_in: Port = sharding.input_port()
         self.port_out: Port = sharding.output_port()
         make_traceable()
-        self.join(TracedShards.of(delivered_shards), "")
+        self.join(TracedShards.of(kept_shards), "")
         self.resolve()
 
     def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
@@ -231,7 +231,7 @@ def trace_blocks(root: nn.Module) -> None:
         lowered = lowered_of(module)
         while lowered is not None:
             if block not in blocks:
-                blocks[block] = TracedShards.of(delivered_shards)
+                blocks[block] = TracedShards.of(kept_shards)
             lowered.join(blocks[block], name)
             lowered = lowered.inner
 

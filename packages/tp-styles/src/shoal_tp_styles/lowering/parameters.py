@@ -25,7 +25,7 @@ from torch.autograd import Function
 from shoal_dtensor import DTensor, Spec, local_shard
 from shoal_mesh import Comm
 
-from .._torch import is_compiling, will_run
+from .._torch import is_compiling, use_count, will_run
 from ..errors import LayoutError, SecondOrderError
 from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
 from .collective_functions import copy, sum_over_ranks
@@ -40,6 +40,7 @@ __all__ = [
     "first_order_only",
     "grad_hooked",
     "grad_route",
+    "kept_shards",
     "local_buffers",
     "local_parameters",
     "summed_gradients",
@@ -161,16 +162,48 @@ class _DeliveredShards(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only()
-        routes, wanted = [], []
-        for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
-            route = "unused" if grad is None or node is None else grad_route(node, param)
-            routes.append(route)
-            wanted.append(None if route == "unused" or grad is None else grad.contiguous())
-        summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
-        for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):
-            if summed[i] is not None and spec is not None:
-                summed[i] = deliver_grad(route, param, spec, summed[i])
-        return (None, *summed)
+        return None, *_deliver_gradients(ctx.params, ctx.specs, ctx.next_functions, grads, ctx.comm)
+
+
+def _deliver_gradients(
+    params: Sequence[Any],
+    specs: Sequence[Spec | None],
+    edges: Sequence[tuple[Any, int]],
+    grads: Sequence[Tensor | None],
+    comm: Comm | None,
+) -> list[Any]:
+    """What a backward returns to autograd for parameters, of whose shards it got the gradients.
+
+    Args:
+        params: the parameters.
+        specs: their specs in the forward; None for plain ones.
+        edges: where the autograd function's edges of these parameters lead.
+        grads: of their local shards; they stay whoever's they are.
+        comm: over which they are summed.
+    """
+    routes: list[GradRoute] = []
+    wanted: list[Tensor | None] = []
+    seen: set[int] = set()
+    for param, grad, (node, _) in zip(params, grads, edges, strict=True):
+        route: GradRoute = "unused" if grad is None or node is None else grad_route(node, param)
+        routes.append(route)
+        wanted.append(None)
+        if route != "unused" and grad is not None:
+            wanted[-1] = grad.contiguous() if id(grad) not in seen and _solely_owned(grad) else grad.clone()
+            seen.add(id(grad))
+    summed: list[Any] = sum_over_ranks(wanted, comm)
+    for i, (param, spec, route) in enumerate(zip(params, specs, routes, strict=True)):
+        if summed[i] is not None and spec is not None:
+            summed[i] = deliver_grad(route, param, spec, summed[i])
+    return summed
+
+
+def _solely_owned(grad: Tensor) -> bool:
+    """Whether a gradient that autograd gave is in no other hands: `x + y` gets one tensor for both, maybe the user's.
+
+    Autograd itself asks the same before it makes a gradient the `.grad` of a parameter.
+    """
+    return is_compiling() or use_count(grad) == 1
 
 
 def _shard(param: Tensor) -> Tensor:
@@ -192,6 +225,73 @@ def check_plain(param: Tensor) -> None:
 def delivered_shards(params: Sequence[Tensor], comm: Comm | None = None) -> tuple[Tensor, ...]:
     """The local shards of parameters; their gradients, summed over `comm` if it is given, go to the parameters."""
     shards: tuple[Tensor, ...] = _DeliveredShards.apply(comm, *params)  # type: ignore[no-untyped-call]  # torch
+    return shards
+
+
+class _KeptShards(Function):
+    """As `_DeliveredShards`, for any number of forwards, with a leaf of nobody else before the parameters.
+
+    Whether a backward pass accumulates at all is asked once for all parameters: just if it is limited to no inputs, it
+    runs the node of that leaf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probe: Tensor, *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.params, ctx.specs = params, tuple(param.spec for param in params)
+        ctx.set_materialize_grads(False)
+        return tuple(local_shard(param).detach() for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        first_order_only()
+        if not _accumulates(ctx, grads):
+            edges = ctx.next_functions[1:]
+            return None, *_deliver_gradients(ctx.params, ctx.specs, edges, grads, None)
+        rest: list[Tensor | None] = [None] * len(grads)
+        for i, (param, spec, grad) in enumerate(zip(ctx.params, ctx.specs, grads, strict=True)):
+            if grad is not None and not _set_first(param, spec, grad):
+                rest[i] = grad
+        if any(grad is not None for grad in rest):
+            rest[:] = _deliver_gradients(ctx.params, ctx.specs, ctx.next_functions[1:], rest, None)
+        return None, *rest
+
+
+def _accumulates(ctx: Any, grads: Sequence[Tensor | None]) -> bool:
+    """Whether the pass is limited to no inputs, and no two of the gradients are one tensor."""
+    if ctx.probe is None or is_compiling() or len({*map(id, grads)}) < len(grads):
+        return False
+    try:
+        return will_run(ctx.probe)
+    except RuntimeError:  # torch.autograd.grad, or an engine that cannot answer
+        return False
+
+
+def _set_first(param: Any, spec: Spec, grad: Tensor) -> bool:
+    """Make a gradient that is nobody else's the `.grad` of a parameter that has none; False if more is to be done."""
+    if (
+        param.grad is not None
+        or param.spec is not spec
+        or grad.dtype is not spec.dtype
+        or not _solely_owned(grad)
+        or not grad.is_contiguous()
+        or grad_hooked(param)
+    ):
+        return False
+    try:
+        param.grad = DTensor.__new__(DTensor, grad, spec)
+    except RuntimeError:  # another dtype is asked for, which costs more to find out
+        return False
+    return True
+
+
+def kept_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
+    """The local shards of parameters; their gradients go to the parameters, in any number of passes."""
+    if not params:
+        return ()
+    probe = torch.empty(0, device="cpu", requires_grad=True)
+    shards: tuple[Tensor, ...] = _KeptShards.apply(probe, *params)  # type: ignore[no-untyped-call]  # torch
+    node: Any = shards[0].grad_fn
+    node.probe = node.next_functions[0][0] if all(param.is_leaf for param in params) else None
     return shards
 
 

@@ -20,12 +20,47 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec, local_shard
 
-from .._torch import disabled_torch_function, make_wrapper
+from .._torch import disabled_torch_function, make_wrapper, requires_grad
 
 __all__ = ["TracedShards"]
 
 Deliver = Callable[[Sequence[DTensor]], Sequence[Tensor]]  # local shards whose gradients go to the parameters
-Known = tuple[str, Tensor | None, Tensor | None, int, bool]  # of a parameter: name, itself, shard, address, trained
+
+
+class _Known:
+    """Of which parameters shards were made, and from what; all is compared before every call, so in loops written in C.
+
+    Attributes:
+        modules: each with the names and identities of its parameters.
+        every: the parameters, so that no other object gets the identity of one.
+        params: those that are DTensors.
+        shards: their shards, which are kept likewise.
+        state: of each the identity of its shard, the address and whether it is trained.
+    """
+
+    __slots__ = ("every", "modules", "params", "shards", "state")
+
+    def __init__(self, modules: Sequence[tuple[ReferenceType[nn.Module], dict[str, Any]]]) -> None:
+        self.modules = [(reference, [*params], [*map(id, params.values())]) for reference, params in modules]
+        self.every = [param for _, params in modules for param in params.values()]
+        self.params = [param for param in self.every if isinstance(param, DTensor)]
+        self.shards = [*map(local_shard, self.params)]
+        self.state = self._state()
+
+    def _state(self) -> tuple[list[int], list[int], list[bool]]:
+        shards = [*map(local_shard, self.params)]
+        return [*map(id, shards)], [*map(Tensor.data_ptr, shards)], [*map(requires_grad, self.params)]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        for reference, names, identities in self.modules:
+            module = reference()
+            if module is None:
+                return False
+            params = module._parameters
+            if [*params] != names or [*map(id, params.values())] != identities:
+                return False
+        return self._state() == self.state
 
 
 class _Shards:
@@ -41,7 +76,7 @@ class _Shards:
     def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
         self._modules: dict[str, ReferenceType[nn.Module]] = {}
-        self._known: Sequence[tuple[ReferenceType[nn.Module], Sequence[Known]]] | None = None
+        self._known: _Known | None = None
         self.local: dict[str, dict[str, Tensor | None]] = {}
         self.specs: dict[str, dict[str, Spec | None]] = {}
 
@@ -51,23 +86,8 @@ class _Shards:
 
     def renew(self) -> None:
         """Bring the shards up to date."""
-        if self._known is None:
-            return self._make()
-        for reference, known in self._known:
-            module = reference()
-            params = {} if module is None else module._parameters
-            if len(params) != len(known):
-                return self._make()
-            for name, param, shard, address, trained in known:
-                if params.get(name) is not param:
-                    return self._make()
-                if shard is not None and (
-                    local_shard(param) is not shard  # type: ignore[arg-type]  # it has a shard, so it is a DTensor
-                    or shard.data_ptr() != address
-                    or param.requires_grad is not trained  # type: ignore[union-attr]  # likewise
-                ):
-                    return self._make()
-        return None
+        if self._known is None or not self._known.holds():
+            self._make()
 
     def _make(self) -> None:
         """Make all shards, and keep them unless a parameter lives for one forward only, such as a gathered one."""
@@ -80,20 +100,14 @@ class _Shards:
             made = dict(zip(map(id, trained), self._deliver(trained), strict=True))
         self.local.clear()
         self.specs.clear()
-        known = []
         for name, of_module in params.items():
-            known.append((self._modules[name], [_known(each, param) for each, param in of_module.items()]))
             self.specs[name] = {each: p.spec if isinstance(p, DTensor) else None for each, p in of_module.items()}
             shards = {each: local_shard(p) if isinstance(p, DTensor) else p for each, p in of_module.items()}
             self.local[name] = {each: made.get(id(param), shards[each]) for each, param in of_module.items()}
-        self._known = known if all(isinstance(param, nn.Parameter) for param in trained) else None
-
-
-def _known(name: str, param: Tensor | None) -> Known:
-    if not isinstance(param, DTensor):
-        return name, param, None, 0, False
-    shard = local_shard(param)
-    return name, param, shard, shard.data_ptr(), param.requires_grad
+        lasting = all(isinstance(param, nn.Parameter) for param in trained)
+        self._known = (
+            _Known([(self._modules[name], of_module) for name, of_module in params.items()]) if lasting else None
+        )
 
 
 class _Metadata:
