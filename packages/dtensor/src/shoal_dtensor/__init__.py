@@ -1,12 +1,13 @@
 """Sharded tensors on a device mesh: placements, redistribution, sharding rules and random numbers."""
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 from .__about__ import __version__
-from ._torch import whole_when_compiled
+from ._torch import register_dispatch, whole_when_compiled
 from .api.custom_rules import register_rule, register_sharding
 from .api.distribute import distribute_module, distribute_tensor
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
@@ -30,7 +31,7 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .dispatch.dispatch import cache_info, clear_cache
+from .dispatch.dispatch import cache_info, clear_cache, dispatch
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from .api.pictures import draw_layout, draw_layouts, draw_plan
     from .api.visualize import draw_sharding, visualize_sharding
 
-Spec.at_first += [install_in_torch, install_local_step]
+Spec.at_first += [install_in_torch, install_local_step, partial(register_dispatch, DTensor, dispatch)]
 
 __all__ = [
     "ArgumentTypeError",

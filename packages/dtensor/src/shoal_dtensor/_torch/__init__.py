@@ -2,6 +2,7 @@
 
 from .collectives import group_ranks, reduction_name
 from .compiling import is_tracing, recorder, records_values, whole_when_compiled
+from .dispatch_rules import register_dispatch
 from .engine import (
     accumulating_leaf,
     adjusted_rate,
@@ -70,6 +71,7 @@ __all__ = [
     "recorder",
     "records_values",
     "reduction_name",
+    "register_dispatch",
     "results_of",
     "set_thread_object",
     "shapes_of",
