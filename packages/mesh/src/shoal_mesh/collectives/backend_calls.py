@@ -40,6 +40,7 @@ from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
 from ..shared_memory.lane import Lane
 from ..shared_memory.recorder import record
 from ..shared_memory.request import DTYPES, OPS, announcement
+from .huge_pages import in_huge_pages
 from .wire import PLAIN, REDUCE, in_memory
 
 __all__ = [
@@ -221,7 +222,7 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         return functional.wait_tensor(out), None
     tensor = in_memory(tensor)
     shape = tensor.shape
-    out = tensor.new_empty((comm.size * shape[0], *shape[1:]))
+    out = in_huge_pages(tensor.new_empty((comm.size * shape[0], *shape[1:])))
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.all_gather(channel, _movable(tensor), _movable(out))
@@ -241,7 +242,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
         return functional.wait_tensor(out), None
     tensor = in_memory(tensor)
     shape = tensor.shape
-    out = tensor.new_empty((shape[0] // comm.size, *shape[1:]))
+    out = in_huge_pages(tensor.new_empty((shape[0] // comm.size, *shape[1:])))
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.reduce_scatter(channel, tensor, out, op)
@@ -260,7 +261,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         sizes = [tensor.shape[0] // comm.size] * comm.size
         return _exchanged_in_graph(tensor.contiguous(), comm, sizes, sizes), None
     tensor = in_memory(tensor)
-    out = torch.empty_like(tensor)
+    out = in_huge_pages(torch.empty_like(tensor))
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return out, exchange.all_to_all(channel, _movable(tensor), _movable(out))
@@ -292,7 +293,7 @@ def all_to_all_exact(
     if is_compiling():
         return _exchanged_in_graph(flat, comm, send, receive), None
     if out is None:
-        out = flat.new_empty((sum(receive),))
+        out = in_huge_pages(flat.new_empty((sum(receive),)))
     channel = (
         None if background else _channel(flat, comm)
     )  # how long it takes, no rank knows before it has met the others
