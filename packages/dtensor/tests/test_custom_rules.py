@@ -20,10 +20,10 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", (2,))
 
 
-def scaled_sum(name: str) -> Any:
+def scaled_sum(name: str, *tags: torch.Tag) -> Any:
     """A new operator: `x + factor * y`."""
     library: Any = torch.library.Library("shoal_custom_rules", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
-    library.define(f"{name}(Tensor x, Tensor y, float factor) -> Tensor")
+    library.define(f"{name}(Tensor x, Tensor y, float factor) -> Tensor", tags=tags)
     library.impl(name, lambda x, y, factor: x + factor * y, "CompositeExplicitAutograd")
     scaled_sum.libraries.append(library)  # type: ignore[attr-defined]  # it is defined as long as its library lives
     return getattr(torch.ops.shoal_custom_rules, name).default
@@ -60,6 +60,12 @@ def test_a_rule_in_our_notation_and_its_replacement(mesh: DeviceMesh) -> None:
         register_rule(op, pointwise())
     register_rule([op], pointwise(linear=(0, 1)), replace=True)
     assert run(op, mesh).placements == (Shard(0),)
+
+
+def test_an_operator_that_says_to_be_pointwise_needs_no_rule(mesh: DeviceMesh) -> None:
+    result = run(scaled_sum("by_tag", torch.Tag.pointwise), mesh)
+    assert result.placements == (Shard(0),)
+    assert torch.equal(result.to_local(), torch.full((2, 2), 3.0))
 
 
 def test_pairs_that_do_not_fit_the_operator_are_refused_when_it_is_called(mesh: DeviceMesh) -> None:

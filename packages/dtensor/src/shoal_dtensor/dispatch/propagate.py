@@ -30,7 +30,7 @@ from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rules.language.empty_shards import local_function, nothing_of
 from ..rules.language.op_schema import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, Table, flatten
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, flatten
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, first_free
@@ -77,14 +77,14 @@ def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
         if op in table:
             rule: Rule = table[op]
             return rule
-    return _standing_rules().get(op)
+    return _standing_rules()(op)
 
 
 @cache
-def _standing_rules() -> Table:
-    from ..rules.all_rules import TABLE  # here: the first operator pays 0.15 s for the tables, `import` does not
+def _standing_rules() -> Callable[[OpOverload], Rule | None]:
+    from ..rules.all_rules import standing_rule  # here: the first operator pays 0.15 s for the tables, not `import`
 
-    return TABLE
+    return standing_rule
 
 
 def decide(

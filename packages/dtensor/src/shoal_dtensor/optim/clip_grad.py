@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce_, dataclass, is_observed, purpose, sums_are_in_tree
+from shoal_mesh import all_reduce, all_reduce_, dataclass, is_observed, purpose, sums_are_in_tree
 
+from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
 from ..dispatch.results import wrap
 from ..errors import MixedTensorError
@@ -73,16 +74,16 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}; torch.nn.utils has the others")
     check_type("clip_grad_norm_", "parameters", parameters, (Tensor, Iterable), "tensors")
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads: list[Any] = [grad for owner in owners if (grad := owner.grad) is not None]
+    grads: list[Any] = [grad for grad in [owner.grad for owner in owners] if grad is not None]
     if not grads:
         return torch.tensor(0.0)
     specs = tuple([grad._spec if isinstance(grad, DTensor) else grad.dtype for grad in grads])
-    own = _contribution(specs)
-    _check_plain(owners if None in own.counted else ())
+    own = _looked_up(specs)
+    _check_plain(owners if own.plain else ())
     if own.partial:
         _finish_partial([owner for owner in owners if owner.grad is not None])
         return clip_grad_norm_(owners, max_norm, norm_type, error_if_nonfinite, foreach)
-    shards = [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+    shards = _shards(grads)
     total = _total(own, shards, specs, order, foreach)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -91,6 +92,12 @@ def clip_grad_norm_(
         )
     nn.utils.clip_grads_with_norm_([_Holder(shard) for shard in shards], max_norm, total, foreach)  # type: ignore[misc]  # only `grad` is looked at
     return total
+
+
+@whole_when_compiled
+def _shards(grads: list[Any]) -> list[Tensor]:
+    """The local shards.  A compiler that traced the attribute would take writing to them for none to the DTensors."""
+    return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 
 class _Holder:
@@ -103,18 +110,34 @@ class _Holder:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
+class _Part:
+    """The gradients of one mesh.
+
+    Attributes:
+        first: one of them.
+        axes: of the mesh, what to reduce over.
+        counted: those that this rank counts.
+    """
+
+    first: int
+    axes: tuple[int, ...]
+    counted: tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
 class _Contribution:
     """What this rank adds to the norm.
 
     Attributes:
-        counted: the gradients that this rank counts, by mesh; axes: what to reduce over, by mesh.
+        parts: one for each mesh, and one for plain gradients.
         dtype: of the norm.
+        plain: whether a gradient is plain.
         partial: whether a gradient is partial, so that it has to be finished first.
     """
 
-    counted: dict[Any, list[int]]
-    axes: dict[Any, tuple[int, ...]]
+    parts: tuple[_Part, ...]
     dtype: torch.dtype
+    plain: bool
     partial: bool
 
 
@@ -148,12 +171,12 @@ def _total(
     if order == 2 and sums_are_in_tree():
         return _exact_total(own, shards, gradients)
     totals = []
-    for mesh, counted in own.counted.items():
-        mine = [shard for i in counted if (shard := shards[i]).numel()]
+    for part in own.parts:
+        mine = [shards[i] for i in part.counted if shards[i].numel()]
         value = nn.utils.get_total_norm(mine, order, foreach=foreach) if mine else shards[0].new_zeros(())
         value = value.to(torch.float64, copy=True)  # as for partial norms: squares must not overflow
         value = value if order == inf else value.square_() if order == 2 else value.pow_(order)
-        totals.append(_over_ranks(own, mesh, value, "max" if order == inf else "sum"))
+        totals.append(_over_ranks(gradients, part, value, "max" if order == inf else "sum"))
     total = reduce(torch.maximum if order == inf else torch.add, totals)
     total = total if order == inf else total.sqrt_() if order == 2 else total.pow_(1 / order)
     return total.to(own.dtype)
@@ -165,45 +188,61 @@ def _exact_total(own: _Contribution, shards: Sequence[Tensor], gradients: Sequen
         spec.shape.numel() if isinstance(spec, Spec) else shards[i].numel() for i, spec in enumerate(gradients)
     )
     largest = shards[0].new_zeros((), dtype=torch.float64)
-    mine = {mesh: [shards[i] for i in counted if shards[i].numel()] for mesh, counted in own.counted.items()}
-    for mesh, counted in mine.items():
+    mine = [(part, [shards[i] for i in part.counted if shards[i].numel()]) for part in own.parts]
+    for part, counted in mine:
         peak = largest.new_zeros(()) if not counted else torch.stack([s.abs().amax().double() for s in counted]).amax()
-        largest = torch.maximum(largest, _over_ranks(own, mesh, peak, "max"))
+        largest = torch.maximum(largest, _over_ranks(gradients, part, peak, "max"))
     if not largest.isfinite() or not largest:
         return largest.to(own.dtype)
     exponent = exponent_above(largest.item())
-    limbs = [_over_ranks(own, mesh, square_limbs(counted, exponent, elements), "sum") for mesh, counted in mine.items()]
+    limbs = [_over_ranks(gradients, part, square_limbs(counted, exponent, elements), "sum") for part, counted in mine]
     both = torch.stack(limbs).sum(0).tolist()
     return torch.tensor(norm_of_limbs(both, exponent, elements), dtype=own.dtype, device=shards[0].device)
 
 
-def _over_ranks(own: _Contribution, mesh: Any, value: Tensor, op: str) -> Tensor:
-    if not own.axes[mesh]:
+def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -> Tensor:
+    if not part.axes:
         return value
+    comm = gradients[part.first].mesh.comm(part.axes)
+    if is_tracing():
+        return all_reduce(value, comm, op)
     with purpose("clip_grad_norm_") if is_observed() else nullcontext():
-        return all_reduce_(value, mesh.comm(own.axes[mesh]), op)
+        return all_reduce_(value, comm, op)
+
+
+def _looked_up(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
+    """`_contribution`, for compilers a constant of what they guard: the specs of the gradients."""
+    return _contribution(gradients)
+
+
+_looked_up._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result marks it, which imports the compiler
 
 
 @lru_cache(maxsize=64)
 def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     """A gradient that is replicated along an axis is counted by the axis's first coordinate."""
     dtypes = [item.dtype if isinstance(item, Spec) else item for item in gradients]
-    meshes = dict.fromkeys(item.mesh if isinstance(item, Spec) else None for item in gradients)
-    counted: dict[Any, list[int]] = {mesh: [] for mesh in meshes}
-    axes: dict[Any, tuple[int, ...]] = dict.fromkeys(meshes, ())
+    meshes = dict.fromkeys(item.mesh for item in gradients if isinstance(item, Spec))
+    parts = []
     for mesh in meshes:
         sharded = {i: _sharding_axes(s) for i, s in enumerate(gradients) if isinstance(s, Spec) and s.mesh == mesh}
-        coordinate = None if mesh is None else mesh.get_coordinate()
-        if coordinate is None:
-            continue
-        axes[mesh] = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
-        for i, sharding in sharded.items():
-            if not any(coordinate[axis] for axis in axes[mesh] if axis not in sharding):
-                counted[mesh].append(i)
-    if None in meshes:
-        counted[None] = [i for i, item in enumerate(gradients) if not isinstance(item, Spec)]
+        coordinate = mesh.get_coordinate()
+        axes = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
+        counted = (
+            ()
+            if coordinate is None
+            else tuple(
+                i
+                for i, sharding in sharded.items()
+                if not any(coordinate[axis] for axis in axes if axis not in sharding)
+            )
+        )
+        parts.append(_Part(min(sharded), () if coordinate is None else axes, counted))
+    plain = tuple(i for i, item in enumerate(gradients) if not isinstance(item, Spec))
+    if plain:
+        parts.append(_Part(plain[0], (), plain))
     partial = any(item.partials for item in gradients if isinstance(item, Spec))
-    return _Contribution(counted, axes, reduce(torch.promote_types, dtypes), partial)
+    return _Contribution(tuple(parts), reduce(torch.promote_types, dtypes), bool(plain), partial)
 
 
 def _sharding_axes(spec: Spec) -> set[int]:

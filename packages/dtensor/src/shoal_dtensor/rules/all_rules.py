@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import torch
+
+from .._torch import OpOverload
 from .index.data_dependent import DATA_DEPENDENT
 from .index.gather_scatter import GATHER_SCATTER
 from .index.indexing import INDEXING
-from .language.rule import Table
+from .language.rule import Rule, Table
 from .language.rule_tables import merge
 from .math.argmax import ARGMAX
 from .math.creation import CREATION
 from .math.cumulative import CUMULATIVE
 from .math.linalg import LINALG
 from .math.matmul import MATMUL
-from .math.pointwise import POINTWISE
+from .math.pointwise import ELEMENT_BY_ELEMENT, POINTWISE
 from .math.random_ops import RANDOM
 from .math.reduction import REDUCTION
 from .math.searching import SEARCHING
@@ -35,7 +38,7 @@ from .shape.roll_repeat import ROLL_REPEAT
 from .shape.slicing import SLICING
 from .shape.views import VIEWS
 
-__all__ = ["TABLE"]
+__all__ = ["TABLE", "standing_rule"]
 
 TABLE: Table = merge(
     argmax=ARGMAX,
@@ -69,3 +72,11 @@ TABLE: Table = merge(
     sorting=SORTING,
     views=VIEWS,
 )
+
+
+def standing_rule(op: OpOverload) -> Rule | None:
+    """The rule of a table; for operators outside of ATen that torch's tag says to be pointwise, the one of such."""
+    rule = TABLE.get(op)
+    if rule is None and op.namespace != "aten" and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+        return ELEMENT_BY_ELEMENT
+    return rule

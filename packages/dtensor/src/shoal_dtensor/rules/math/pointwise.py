@@ -20,7 +20,7 @@ from ..language.notation import keeps_digits, pointwise
 from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["POINTWISE"]
+__all__ = ["ELEMENT_BY_ELEMENT", "POINTWISE"]
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
@@ -245,7 +245,7 @@ def _equal(decided: LocalCall) -> LocalFunction:
     return run
 
 
-_PLAIN = pointwise()
+ELEMENT_BY_ELEMENT = _PLAIN = pointwise()
 _RISING = pointwise(monotone=True)
 _LINEAR = pointwise(linear=(0,))
 _LINEAR_RISING = pointwise(linear=(0,), monotone=True)
