@@ -31,7 +31,8 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .dispatch.dispatch import cache_info, clear_cache, dispatch
+from .dispatch.dispatch import cache_info, clear_cache
+from .dispatch.dispatch import dispatch as run_operator  # under its own name it would hide the folder
 from .errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from .api.pictures import draw_layout, draw_layouts, draw_plan
     from .api.visualize import draw_sharding, visualize_sharding
 
-Spec.at_first += [install_in_torch, install_local_step, partial(register_dispatch, DTensor, dispatch)]
+Spec.at_first += [install_in_torch, install_local_step, partial(register_dispatch, DTensor, run_operator)]
 
 __all__ = [
     "ArgumentTypeError",
