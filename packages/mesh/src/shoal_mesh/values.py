@@ -112,6 +112,8 @@ def _eq_and_hash(names: Sequence[str], hashed: bool) -> dict[str, Callable[..., 
         return tuple([getattr(of, name) for name in names])
 
     def __eq__(self: object, other: object) -> bool:
+        if self is other:
+            return True
         return values(self) == values(other) if type(self) is type(other) else NotImplemented
 
     def __hash__(self: object) -> int:

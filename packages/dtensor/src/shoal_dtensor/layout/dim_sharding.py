@@ -221,6 +221,9 @@ class DimSharding:
         """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
         if self.even and not explicit:
             return dict.fromkeys(self.axes, Shard(dim))
+        if len(self.axes) == 1 and not explicit:  # the loop below, for one axis in a third of the time
+            chunked = self.ragged is None and self.step == -(-self.length // self.shards)
+            return {self.axes[0]: Shard(dim) if chunked else Shard(dim, sizes=self.sizes)}
         placements: dict[int, Shard] = {}
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
