@@ -24,6 +24,7 @@ if sys.version_info < (3, 11):  # noqa: UP036  # this line is for the Pythons th
 
 import nox
 from filelock import FileLock  # comes with nox, by way of virtualenv
+from nox.command import CommandFailed
 from packaging.requirements import Requirement  # comes with nox
 from packaging.utils import canonicalize_name
 
@@ -342,8 +343,14 @@ def bench(session: nox.Session) -> None:
     named = [arg for arg in session.posargs if not arg.startswith("-")]
     flags = [arg for arg in session.posargs if arg.startswith("-")]
     every = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
+    missed = []
     for script in named or every:
-        session.run("python", f"benchmarks/{script}.py", *flags, env=RANKS_ENV)
+        try:
+            session.run("python", f"benchmarks/{script}.py", *flags, env=RANKS_ENV)
+        except CommandFailed:  # a script that missed a bar keeps none of the others from running
+            missed.append(script)
+    if missed:
+        session.error(f"failed, or missed a bar: {', '.join(missed)}")
 
 
 @nox.session(default=False)

@@ -47,6 +47,7 @@ BARS = {
     "block forward": 1.15,
     "block forward+backward": 1.3,
     "adamw step": 1.3,
+    "adamw step, fused": 1.3,
     "clip_grad_norm_": 1.3,
     "torch.nn.utils clip": math.inf,  # the same through dispatch: for information
 }
@@ -174,10 +175,10 @@ def parallel_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for linear in linears for param in linear.parameters()]
 
 
-def optimizer_step(model: nn.Module) -> Callable[[], Any]:
-    """One AdamW step (foreach) of the parallel parameters."""
+def optimizer_step(model: nn.Module, *, fused: bool = False) -> Callable[[], Any]:
+    """One AdamW step (foreach, or fused) of the parallel parameters."""
     params = parallel_parameters(model)
-    adam = torch.optim.AdamW(params, lr=1e-3, foreach=True)
+    adam = torch.optim.AdamW(params, lr=1e-3, fused=fused, foreach=not fused)
     adam.step()
     return adam.step
 
@@ -238,6 +239,7 @@ def rows(repeats: int) -> dict[str, dict[str, float]]:
         "block forward": {name: forward(block, x_block) for name, (_, block) in models.items()},
         "block forward+backward": {name: step(block, x_block) for name, (_, block) in models.items()},
         "adamw step": {name: optimizer_step(block) for name, (_, block) in models.items()},
+        "adamw step, fused": {name: optimizer_step(block, fused=True) for name, (_, block) in models.items()},
         "clip_grad_norm_": {name: clip(block) for name, (_, block) in models.items()},
         "torch.nn.utils clip": {name: clip(block, dispatched=True) for name, (_, block) in models.items()},
     }

@@ -272,7 +272,7 @@ def _set_first(param: Any, spec: Spec, grad: Tensor) -> bool:
         param.grad is not None
         or param.spec is not spec
         or grad.dtype is not spec.dtype
-        or not _solely_owned(grad)
+        or use_count(grad) != 1
         or not grad.is_contiguous()
         or grad_hooked(param)
     ):
