@@ -1,4 +1,7 @@
-"""Covers: dispatch/propagate.py, dispatch/decision.py: what an operator with given specs will do, before it does it."""
+"""What an operator with given specs will do, before it does it.
+
+Covers: dispatch/propagate.py, dispatch/global_outputs.py, dispatch/decision.py.
+"""
 
 from __future__ import annotations
 

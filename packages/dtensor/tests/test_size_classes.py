@@ -271,7 +271,7 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
     def refuse(*args: Any) -> Any:
         raise AssertionError("a meta kernel was asked")
 
-    monkeypatch.setattr("shoal_dtensor.dispatch.propagate.shapes_of", refuse)
+    monkeypatch.setattr("shoal_dtensor.dispatch.global_outputs.shapes_of", refuse)
     x = Spec(MESHES[1], [Shard(0)], (40, 6))
     assert decide(aten.add.Tensor, [x, x], {}, PLAIN).outputs == (x,)  # type: ignore[union-attr]  # a simple one
     with pytest.raises(AssertionError):

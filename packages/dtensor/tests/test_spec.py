@@ -1,4 +1,4 @@
-"""Covers: layout/{spec,tensor_meta}.py, api/visualize.py, on abstract meshes."""
+"""Covers: layout/{spec,spec_text,tensor_meta}.py, api/visualize.py, on abstract meshes."""
 
 from __future__ import annotations
 

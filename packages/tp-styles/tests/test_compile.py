@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor, Replicate, Shard
@@ -23,6 +24,7 @@ from shoal_tp_styles import (
     PackedColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
@@ -238,3 +240,45 @@ def test_checkpoints_run_their_collectives_again() -> None:
 
     for found, expected in zip(gradients(compiles=True), gradients(compiles=False), strict=True):
         torch.testing.assert_close(getattr(found, "_local_tensor", found), getattr(expected, "_local_tensor", expected))
+
+
+@on_ranks(2, timeout=250)
+def test_lengths_of_dtensors_between_modules() -> None:
+    """A sequence-parallel model whose modules pass DTensors, and the loss of logits sharded by class: two graphs."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8)).double()
+    single.append(nn.Linear(8, 32, dtype=torch.float64))
+    model = copy.deepcopy(single)
+    by_sequence: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), **by_sequence),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "3": RowwiseParallel(**by_sequence),
+        "4": SequenceParallel(use_local_output=False),
+        "5": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+
+    def loss_of(model: nn.Module, tokens: Tensor, target: Tensor) -> Any:
+        with loss_parallel():
+            return nn.functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+
+    torch._dynamo.reset()
+    counters.clear()
+    step = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+    for batch, length in ((4, 8), (6, 12), (2, 10), (8, 6)):
+        tokens, target = torch.arange(2 * batch * length).mul(7).remainder(32).view(2, batch, length)
+        model.zero_grad()
+        single.zero_grad()
+        with loss_parallel():
+            loss = step(model, tokens, target)
+            loss.backward()
+        expected = loss_of(single, tokens, target)
+        expected.backward()
+        torch.testing.assert_close(loss.full_tensor() if isinstance(loss, DTensor) else loss, expected)
+        for mine, its in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(
+                mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad, its.grad
+            )
+    assert counters["stats"]["unique_graphs"] == 2

@@ -1,7 +1,7 @@
 """The seam to torch: every private or unstable torch name that this package uses, by theme."""
 
 from .collectives import group_ranks, reduction_name
-from .compiling import is_tracing, recorder, records_values, whole_when_compiled
+from .compiling import is_tracing, never_compiled, recorder, records_values, whole_when_compiled
 from .dispatch_rules import register_dispatch
 from .engine import (
     accumulating_leaf,
@@ -29,8 +29,10 @@ from .operators import (
     unmarked_writes,
     view_of,
 )
+from .symbols import record_sizes, recorder_of_sizes
 from .tensors import (
     BASE,
+    TRACED,
     FakeTensor,
     around,
     count_write,
@@ -44,6 +46,7 @@ from .tensors import (
 
 __all__ = [
     "BASE",
+    "TRACED",
     "Build",
     "DataDependentError",
     "FakeTensor",
@@ -66,9 +69,12 @@ __all__ = [
     "is_tracing",
     "is_transformed",
     "make_wrapper",
+    "never_compiled",
     "orthogonalized",
     "pytree",
+    "record_sizes",
     "recorder",
+    "recorder_of_sizes",
     "records_values",
     "reduction_name",
     "register_dispatch",

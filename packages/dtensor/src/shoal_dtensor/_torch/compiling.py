@@ -7,12 +7,14 @@ from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch._guards import detect_fake_mode
 
 from shoal_mesh import sums_are_in_tree
 
 __all__ = [
     "is_tracing",
+    "never_compiled",
     "recorder",
     "records_values",
     "whole_when_compiled",
@@ -32,6 +34,15 @@ recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._
 def records_values() -> bool:
     """Whether a recorder sees real tensors: `torch.func.linearize`, `make_fx`."""
     return torch._guards.TracingContext.try_get() is None and detect_fake_mode() is None
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Run a function and all that it calls as it is where eager code calls it between two graphs.
+
+    Without a word torch.compile tries each Python function that runs there, this package's own among them.
+    """
+    actions, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
+    eval_frame.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._guards import TracingContext, detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
@@ -55,6 +56,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
     Raises:
         DataDependentError: if the result's shape depends on values.
     """
+    mode = detect_fake_mode() if TracingContext.try_get() else None
     with _out_of_sight():
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
@@ -65,7 +67,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         except ZeroDivisionError:  # the mean of no elements: the kernel itself, which has none to compute
             args, kwargs = build(torch.device("cpu"))
             return op(*args, **kwargs)
-        with _fake_mode(), _without_log():
+        with mode or _fake_mode(), _without_log():
             args, kwargs = build(torch.device("cpu"))
             return op(*args, **kwargs)
 

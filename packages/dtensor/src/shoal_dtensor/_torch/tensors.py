@@ -8,11 +8,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from .compiling import is_tracing
 
 __all__ = [
     "BASE",
+    "TRACED",
     "FakeTensor",
     "around",
     "count_write",
@@ -26,6 +28,9 @@ __all__ = [
 
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+
+
+TRACED = (FakeTensor, FunctionalTensor)  # what a compiler sees in place of a tensor; the second is around the first
 
 
 def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> Any:

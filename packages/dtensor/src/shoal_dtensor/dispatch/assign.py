@@ -31,6 +31,7 @@ __all__ = [
     "placed",
     "placements_of",
     "sharding_behind",
+    "unmoved",
 ]
 
 # No more combinations than this are tried: 4 axes with 5 rows each have 625.
@@ -74,9 +75,7 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
         problem: input specs, global outputs and the constraints of in-place and `out=` forms.
         mesh: the mesh of all problem.
     """
-    norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
-    rows = with_norms(rows, tuple(norms)) if norms else rows
-    whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
+    rows, whole = _with_whole(rows, problem)
     if (free := _free(rows, whole, problem, mesh)) is not None:
         return free
     choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
@@ -90,9 +89,26 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
             total = sum(price(problem.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
             order = (round(total, 9), len(changed))
             if best is None or order < best:
-                axes = tuple(axis for axis, row in enumerate(combination) if row.communicates)
-                best, cheapest = order, Sharding(inputs, outputs, axes)
+                best, cheapest = order, Sharding(inputs, outputs, _communicating(combination))
     return cheapest
+
+
+def unmoved(
+    rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
+) -> Sharding | None:
+    """What `assign` returns if nothing has to move for it; arguments likewise.
+
+    Args:
+        communicating: whether rows may be taken whose local functions communicate.
+    """
+    return _free(*_with_whole(rows, problem), problem, mesh, communicating)
+
+
+def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
+    """The rows for the norms that the problem has, and the one where everything is replicated."""
+    norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
+    whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
+    return with_norms(rows, tuple(norms)) if norms else rows, whole
 
 
 def first_free(rows: Iterable[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
@@ -119,9 +135,9 @@ def first_free(rows: Iterable[Row], problem: ShardingProblem, mesh: DeviceMesh) 
     return _unmoved([first.get(axis, whole) for axis in everywhere], problem, mesh)
 
 
-def _stays(row: Row, problem: ShardingProblem, axis: int) -> bool:
-    """Whether a row communicates nothing, and every input is already placed as it asks along a mesh axis."""
-    if row.communicates:
+def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
+    """Whether every input is already placed as a row asks along a mesh axis, which communicates only if it may."""
+    if row.communicates and not communicating:
         return False
     for entry, spec in zip(row.inputs, problem.specs, strict=True):
         if isinstance(entry, S):
@@ -132,13 +148,15 @@ def _stays(row: Row, problem: ShardingProblem, axis: int) -> bool:
     return True
 
 
-def _free(rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
+def _free(
+    rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: DeviceMesh, communicating: bool = False
+) -> Sharding | None:
     """The first assignment that leaves every input as it is; None if there is none."""
     present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
     rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]
     choices = []
     for axis in range(mesh.ndim):
-        staying = _candidates([row for row in rows if _stays(row, problem, axis)], problem, axis)
+        staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
         choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
     for combination in islice(product(*choices), MAX_COMBINATIONS):
         if (found := _unmoved(combination, problem, mesh)) is not None:
@@ -151,8 +169,13 @@ def _unmoved(combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceM
     for inputs, outputs in _resolve(combination, problem, mesh):
         unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
         if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
-            return Sharding(inputs, outputs)
+            return Sharding(inputs, outputs, _communicating(combination))
     return None
+
+
+def _communicating(combination: Sequence[Row]) -> tuple[int, ...]:
+    """The mesh axes over which the local function of a combination communicates."""
+    return tuple([axis for axis, row in enumerate(combination) if row.communicates])
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:

@@ -16,8 +16,9 @@ from warnings import warn
 
 from shoal_mesh import purpose
 
-from .._torch import FakeTensor, OpOverload, around, recorder, records_values
+from .._torch import FakeTensor, OpOverload, around, never_compiled, recorder, records_values
 from ..errors import NoRuleError
+from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.run_once import run_once, write_back
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
@@ -62,6 +63,8 @@ class _OpCache:
 
     def remember(self, key: Any, decision: Decision) -> None:
         """Keep a decision, in place of the oldest if there are too many."""
+        if has_symbols(key):
+            return  # what follows from symbols holds for one graph
         if len(self.decisions) >= MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
         self.decisions[key] = decision
@@ -119,7 +122,7 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
         _check_recorded(op, local)
     try:
         decision = cache.decisions[key]
-    except KeyError:
+    except (KeyError, TypeError):  # symbols among the arguments have no hash
         return _on_cache_miss(_Call(cls, op, args, kwargs, local, named), cache, key)
     if decision.slow_path:
         return _run_slow_path(_Call(cls, op, args, kwargs, local, named), decision)
@@ -139,6 +142,9 @@ def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
             count_writes(decision.unreported_writes, args, kwargs)
         return result
     return _wrapped(cls, result, decision, args, kwargs)
+
+
+never_compiled(dispatch)
 
 
 def _check_recorded(op: OpOverload, local: Sequence[Any]) -> None:
@@ -209,7 +215,7 @@ def _with_kernel_metadata(call: _Call, decision: Any, result: Any, cache: _OpCac
     if outputs == decision.outputs:
         return decision
     corrected = replace(decision, outputs=outputs)
-    cache.decisions[key] = corrected
+    cache.remember(key, corrected)
     return corrected
 
 

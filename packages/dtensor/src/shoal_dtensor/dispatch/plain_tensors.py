@@ -21,7 +21,7 @@ import torch
 
 from shoal_mesh import DeviceMesh, all_reduce, purpose
 
-from .._torch import FakeTensor, OpOverload, disabled_torch_function, in_backward, make_wrapper, pytree
+from .._torch import TRACED, FakeTensor, OpOverload, disabled_torch_function, in_backward, make_wrapper, pytree
 from ..errors import MixedTensorError
 from ..rules.language.op_schema import schema_of
 from ..scopes import current
@@ -64,7 +64,7 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     if all(tensor.is_meta for tensor in tensors):
         return
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-    unknown = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
+    unknown = any(isinstance(tensor, TRACED) or tensor.is_meta for tensor in tensors)
     alone = unknown or mesh.size() == 1 or mesh.get_coordinate() is None
     if not candidates and (alone or current().communication == "forbid"):
         raise MixedTensorError(_mixed(what, shapes))

@@ -11,29 +11,27 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
-
 from shoal_mesh import DeviceMesh
 
-from .._torch import Build, DataDependentError, OpOverload, decomposition_of, direct, shapes_of
+from .._torch import OpOverload, decomposition_of, direct
 from ..errors import (
     InPlaceError,
     MixedTensorError,
     NoRuleError,
-    OperatorArgumentError,
-    OperatorIndexError,
 )
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
+from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
+from ..rng.modes import draws_at_once
 from ..rules.language.empty_shards import local_function, nothing_of
 from ..rules.language.op_schema import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, flatten
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
-from .assign import Sharding, ShardingProblem, assign, first_free
+from .assign import Sharding, ShardingProblem, assign, first_free, unmoved
 from .c10d import collective_on_shards, is_collective
 from .communication_policy import notice_of
 from .decision import (
@@ -45,9 +43,11 @@ from .decision import (
     ResultKind,
     SimpleDecision,
 )
+from .global_outputs import global_outputs, without_memory
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .results import with_memory_order
 from .size_classes import KnownClass, SizeClass, class_of, known_class
+from .symbolic_calls import NeedsConstantsError, constants_of, example_of, in_symbolic_runs, placed_like
 
 __all__ = ["Circumstances", "decide", "rule_of"]
 
@@ -107,6 +107,16 @@ def decide(
         InPlaceError: if a written tensor is such a copy, or would have to change its shape.
         CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
     """
+    if not has_symbols((*args, *kwargs.values())):
+        return _decide(op, args, kwargs, circumstances)
+    try:
+        return _decide(op, args, kwargs, circumstances)
+    except NeedsConstantsError:
+        return _decide(op, constants_of(args), constants_of(kwargs), circumstances)
+
+
+def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances) -> Decision:
+    """How to run `op`, for `decide`."""
     scope = circumstances.scope
     rule = rule_of(op, scope)
     if rule is None:
@@ -117,8 +127,9 @@ def decide(
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
     inputs = specs[: len(specs) - len(outs)]
-    build = _without_memory(args, kwargs)
-    sized = None if outs else class_of(op, rule, args, kwargs)
+    build = without_memory(args, kwargs)
+    symbolic = has_symbols((*args, *kwargs.values()))
+    sized = None if outs or symbolic else class_of(op, rule, args, kwargs)
     known = known_class(op, rule, sized, args, kwargs, build)
 
     def call_of(outputs: tuple[TensorMeta, ...]) -> OpCall:
@@ -128,7 +139,7 @@ def decide(
 
     if known is not None and sized is not None:
         return _decision_of_class(rule, known, sized, call_of, inputs, circumstances)
-    metas = _global_outputs(op, build, specs)
+    metas = global_outputs(op, build, specs)
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
@@ -179,6 +190,8 @@ def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
     mesh = _common_mesh(call.op, problem.specs + problem.outs)
+    if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
+        return _symbolic_sharding(rule, call, problem, mesh)
     whole = not any(spec.partials for spec in problem.specs) and not call.has_data_dependent_shape
     if whole and call.schema.returns and (first := first_free(rule.rows(call), problem, mesh)) is not None:
         return first
@@ -197,6 +210,24 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
             f"{call.op} writes to {', '.join(map(repr, targets))}, but with the inputs "
             f"{', '.join(map(repr, problem.specs))} no result can be written there; use the out-of-place form"
         )
+    return sharding
+
+
+def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
+    """The sharding of a call among whose sizes are symbols.
+
+    Raises:
+        NeedsConstantsError: if the operator cannot run for the symbols as it does for the sizes traced with.
+    """
+    if call.schema.is_random and not draws_at_once(mesh.device_type):
+        raise NeedsConstantsError
+    specs, outputs, outs = example_of((problem.specs, problem.outputs, problem.outs))
+    chosen = _sharding(rule, example_of(call), replace(problem, specs=specs, outputs=outputs, outs=outs))
+    there = replace(problem, specs=tuple(map(placed_like, problem.specs, chosen.inputs)))
+    rows = [row for row in rule.rows_of(call) if not in_symbolic_runs(row)]
+    sharding = unmoved(rows, there, mesh, communicating=bool(chosen.communicating))
+    if sharding is None:
+        raise NeedsConstantsError
     return sharding
 
 
@@ -342,43 +373,6 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
             )
     outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
     return Sharding(inputs, outputs)
-
-
-def _without_memory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
-    """A function that makes the global arguments on a device, each tensor without memory."""
-
-    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return [_empty(value, device) for value in args], {name: _empty(v, device) for name, v in kwargs.items()}
-
-    return build
-
-
-def _global_outputs(op: OpOverload, build: Build, specs: Sequence[Spec]) -> tuple[TensorMeta, ...]:
-    """What the global tensor outputs are; none if that depends on data.
-
-    Raises:
-        OperatorArgumentError: if the operator refuses its arguments; OperatorIndexError: a dim or an index of them.
-    """
-    try:
-        result = shapes_of(op, build, specs[0].mesh.device_type)
-    except DataDependentError:
-        return ()
-    except (RuntimeError, ValueError) as error:
-        raise OperatorArgumentError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
-    except IndexError as error:
-        raise OperatorIndexError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
-    return tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
-
-
-def _empty(value: Any, device: torch.device) -> Any:
-    """An argument with tensors that have no memory."""
-    if isinstance(value, Spec):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, torch.Generator):
-        return None  # shapes do not depend on it, and kernels without memory refuse one
-    return [_empty(item, device) for item in value] if is_list(value) else value
 
 
 def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:

@@ -25,7 +25,7 @@ import torch
 from .._torch import Build, OpOverload, direct, results_of, shapes_of
 from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, contiguous_stride
+from ..layout.tensor_meta import MemoryOrder, TensorMeta, contiguous_stride, dense_order, dense_stride
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
 from .decision import Decision, ResultKind, SimpleDecision
@@ -36,8 +36,6 @@ MAX_CLASSES = 4096  # when there are more, the oldest goes
 MAX_LAYOUTS = 64  # of one class; more are assigned for each shape
 FEW = 3  # number 2 is shown by dims of 5 elements: a result of 2 elements by nature is not taken for it
 _NUMBERS = (int, float, bool, complex)
-
-MemoryOrder = tuple[int, ...]  # dims, slowest first; empty for row-major
 
 
 class SizeClass(NamedTuple):
@@ -102,7 +100,7 @@ class KnownClass:
             [TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in results],
         )
         self._outputs = [
-            (tuple(numbers[n] for n in meta.shape), _dense(memory_order(meta.shape, meta.stride)), meta.dtype)
+            (tuple(numbers[n] for n in meta.shape), _dense(dense_order(meta.shape, meta.stride)), meta.dtype)
             for meta in self._results
         ]
         self._layouts: dict[tuple[Any, ...], KnownLayout] = {}
@@ -119,7 +117,7 @@ class KnownClass:
         sizes, metas = (*call.numbers,), []
         for numbers, order, dtype in self._outputs:
             shape = tuple([sizes[i] for i in numbers])
-            metas.append(TensorMeta(shape, _stride(shape, order), dtype))
+            metas.append(TensorMeta(shape, dense_stride(shape, order), dtype))
         return tuple(metas)
 
     def layout_of(self, call: SizeClass) -> KnownLayout | None:
@@ -250,7 +248,7 @@ def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[st
     device_type = ""
     for name, value in (*zip(schema.positional, args, strict=False), *kwargs.items()):
         if isinstance(value, Spec):
-            order, device_type = memory_order(value.shape, value.stride), value.mesh.device_type
+            order, device_type = dense_order(value.shape, value.stride), value.mesh.device_type
             if order is None:
                 return None
             key += (name, tuple([numbers.setdefault(n, len(numbers)) for n in value.shape]), order, value.dtype)
@@ -280,7 +278,7 @@ def _class_of_reshape(op: OpOverload, source: Spec, sizes: Sequence[int]) -> Siz
         min(target, default=0) < 1
         or prod(target) != count
         or units < 2
-        or memory_order(source.shape, source.stride) != ()
+        or dense_order(source.shape, source.stride) != ()
     ):
         return None
     if units % source.dim_sharding(0).shards:
@@ -305,28 +303,10 @@ def _all_plain(placements: tuple[Placement, ...]) -> bool:
     return not any(type(p) is Shard and p is not Shard(p.dim) for p in placements)
 
 
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
-    """The order of a dense tensor's dims in memory; None if it has gaps or overlaps."""
-    if tuple(stride) == contiguous_stride(shape):
-        return ()
-    order = tuple(sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d])))
-    return order if _stride(shape, order) == tuple(stride) else None
-
-
 def _dense(order: MemoryOrder | None) -> MemoryOrder:
     if order is None:
         raise ValueError("an output with gaps or overlaps")
     return order
-
-
-def _stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
-    if not order:
-        return contiguous_stride(shape)
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        stride[dim] = step
-        step *= shape[dim] or 1
-    return tuple(stride)
 
 
 def _resized(value: Any, sizes: Mapping[int, int], is_sizes: bool) -> Any:
@@ -336,7 +316,7 @@ def _resized(value: Any, sizes: Mapping[int, int], is_sizes: bool) -> Any:
     if not isinstance(value, Spec):
         return value
     shape = tuple(sizes[n] for n in value.shape)
-    return TensorMeta(shape, _stride(shape, _dense(memory_order(value.shape, value.stride))), value.dtype)
+    return TensorMeta(shape, dense_stride(shape, _dense(dense_order(value.shape, value.stride))), value.dtype)
 
 
 def _with_ones(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:

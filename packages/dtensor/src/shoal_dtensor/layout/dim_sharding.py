@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import prod
 
@@ -50,8 +50,8 @@ def _sizes(length: int, step: int, shards: int) -> tuple[int, ...]:
 
     7 elements, step 3, 4 shards: (3, 3, 1, 0)
     """
-    full, rest = divmod(length, step) if step else (0, 0)
-    return ((step,) * full + (rest, *(0,) * shards))[:shards]
+    full = int(length // step) if step else 0
+    return ((step,) * full + (length - full * step, *(0,) * shards))[:shards]
 
 
 @constant_when_compiled
@@ -92,36 +92,34 @@ class DimSharding:
 
     def __init__(self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         assert len(sizes) == prod(axis_sizes), "one size for each coordinate of the axes"
+        sizes = tuple(map(int, sizes))  # symbols are for even shards
         length, step = sum(sizes), sizes[0]
         ragged = None if sizes == _sizes(length, step, len(sizes)) else sizes
         self._set(axes, axis_sizes, length, step if ragged is None else max(sizes), ragged)
 
     @classmethod
     def chunks(cls, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int) -> DimSharding:
-        """The sharding in shards of `step` elements; the last non-empty one may be shorter.
-
-        Example:
-            >>> DimSharding.chunks((0,), (4,), 5, 2).sizes
-            (2, 2, 1, 0)
-        """
+        """The sharding in shards of `step` elements, the last non-empty one shorter: 5 in steps of 2 are 2, 2, 1."""
         sharding: DimSharding = object.__new__(cls)
         sharding._set(axes, axis_sizes, length, min(step, length), None)
         return sharding
 
     @staticmethod
-    @lru_cache(maxsize=4096)
     def whole(length: int) -> DimSharding:
         """That of a dim of which every rank has all."""
-        return DimSharding.chunks((), (), length, length)
+        return _whole(length, length) if type(length) is int else DimSharding.chunks((), (), length, length)
 
     def _set(
         self, axes: tuple[int, ...], axis_sizes: tuple[int, ...], length: int, step: int, ragged: tuple[int, ...] | None
     ) -> None:
         shards = prod(axis_sizes)
-        even = ragged is None and step * shards == length
+        even = ragged is None and bool(step * shards == length)
         self.__dict__.update(
             axes=axes, axis_sizes=axis_sizes, length=length, step=step, ragged=ragged, shards=shards, even=even
         )
+
+    def __hash__(self) -> int:  # lengths may be symbols, which have none
+        return hash((self.axes, self.axis_sizes, self.ragged))
 
     def __fx_repr__(self) -> tuple[str, dict[str, object]]:
         """How code that torch.compile generates spells it: by a name of its own."""
@@ -148,7 +146,8 @@ class DimSharding:
     def interval_of(self, shard: int) -> tuple[int, int]:
         """Global `[start, stop)` of a shard."""
         if self.ragged is None:
-            return min(shard * self.step, self.length), min((shard + 1) * self.step, self.length)
+            start = shard and min(shard * self.step, self.length)  # 0 times a symbol is a symbol
+            return start, min((shard + 1) * self.step, self.length)
         start = self.offsets[shard]
         return start, start + self.ragged[shard]
 
@@ -210,6 +209,10 @@ class DimSharding:
         10 elements: shards of 5 in steps of 3, with boundaries at 0, 3, 5 and 8, which is ragged.
         """
         axes, axis_sizes = (*self.axes, axis), (*self.axis_sizes, ways)
+        if type(self.length) is not int:  # a symbol stays one where the shards are even
+            if self.even and not self.step % (ways * unit):
+                return DimSharding.chunks(axes, axis_sizes, self.length, self.step // ways)
+            return DimSharding(self.axes, self.axis_sizes, self.sizes).chunked(axis, ways, unit)
         if self.ragged is None:
             step, last = _step(self.step, ways, unit), self.length % self.step if self.step else 0
             aligned = self.step == self.length or step * ways == self.step
@@ -230,6 +233,9 @@ class DimSharding:
             default, here = here.chunked(axis, ways), self.outer(count)
             placements[axis] = Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
         return placements
+
+
+_whole = lru_cache(maxsize=4096)(partial(DimSharding.chunks, (), ()))
 
 
 def shard_dim(

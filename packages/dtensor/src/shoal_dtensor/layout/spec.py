@@ -16,13 +16,16 @@ import torch
 
 from shoal_mesh import DeviceMesh, constant_when_compiled
 
+from .._torch import record_sizes, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
-from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_any_dim
-from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride
+from .spec_text import described
+from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_dims
+from .symbolic_sizes import has_symbols, hashable, settled, traced_with
+from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
 
 __all__ = ["Spec"]
 
@@ -32,7 +35,7 @@ class Spec(SpecNames):
     """Mesh, placements, shard order, global shape, stride and dtype of a DTensor.
 
     Args:
-        mesh: the device mesh.
+        mesh: the mesh.
         placements: one per mesh axis; negative dims and torch's strided spelling are resolved.
         shape: global shape.
         stride: global stride in elements; contiguous when left out.
@@ -47,6 +50,7 @@ class Spec(SpecNames):
         local_shape: of this rank's part; `(0,)` outside the mesh.
         replicated: whether every rank of the mesh holds all of the tensor.
         even: whether every rank's part has the same shape.
+        example: where torch.compile has symbols for sizes, the spec with the sizes that it traces with; None elsewhere.
         tensor_meta: global shape, stride and dtype.
         device_mesh: the mesh, under torch's name.
 
@@ -68,6 +72,7 @@ class Spec(SpecNames):
         "dim_shardings",
         "dtype",
         "even",
+        "example",
         "is_strided",
         "local_shape",
         "mesh",
@@ -97,6 +102,7 @@ class Spec(SpecNames):
     ndim: int
     replicated: bool
     even: bool
+    example: Spec | None
     tensor_meta: TensorMeta
     device_mesh: DeviceMesh
 
@@ -115,9 +121,9 @@ class Spec(SpecNames):
             key = (mesh, tuple(placements), shape, stride, dtype, shard_order)
             spec = cls._interned.get(key)
         except TypeError as error:
-            if any(isinstance(n, torch.SymInt) for n in (*shape, *(stride or ()))):
-                stride = None if stride is None else tuple(map(int, stride))
-                return cls(mesh, placements, tuple(map(int, shape)), stride, dtype, shard_order)
+            if has_symbols((*shape, *(stride or ()))):
+                meta = TensorMeta(tuple(shape), tuple(stride or contiguous_stride(shape)), dtype)
+                return cls._symbolic(mesh, placements, meta, shard_order)
             raise ArgumentTypeError(
                 f"Spec: expected placements and a shape of integers, got {placements!r} and {shape!r} ({error})"
             ) from error
@@ -132,8 +138,7 @@ class Spec(SpecNames):
             raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
         asked = key
         normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)
-        axes_of = dict(order)
-        dim_shardings = tuple(shard_any_dim(n, axes_of.get(dim, ()), normal, mesh.shape) for dim, n in enumerate(shape))
+        dim_shardings = shard_dims(shape, order, normal, mesh.shape)
         canonical = canonical_placements(normal, dim_shardings)
         order = tuple((dim, sharding.axes) for dim, sharding in enumerate(dim_shardings) if sharding.axes)
         key = (mesh, canonical, shape, stride, dtype, order)
@@ -152,10 +157,31 @@ class Spec(SpecNames):
         shape, stride, dtype = torch.Size(meta.shape), meta.stride, meta.dtype
         order = tuple([(dim, by_dim[dim].axes) for dim in sorted(by_dim) if by_dim[dim].axes])
         key = (mesh, placements, shape, stride, dtype, order)
-        spec = cls._interned.get(key)
+        try:
+            spec = cls._interned.get(key)
+        except TypeError:
+            return cls._symbolic(mesh, placements, TensorMeta(shape, stride, dtype), order)
         if spec is None:
             shardings = tuple([by_dim.get(dim) or DimSharding.whole(n) for dim, n in enumerate(shape)])
             spec = cls._interned[key] = cls._make(mesh, placements, TensorMeta(shape, stride, dtype), order, shardings)
+        return spec
+
+    @classmethod
+    def _symbolic(cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any) -> Spec:
+        """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
+        record_sizes((*meta.shape, *meta.stride))
+        normal, order = normalize_placements(placements, mesh.shape, meta.ndim, order, meta.shape)
+        dims = shard_dims(meta.shape, order, normal, mesh.shape)
+        normal = canonical_placements(normal, dims)
+        shape, stride, dtype = settled(meta.shape), settled(meta.stride), meta.dtype
+        if not has_symbols((shape, stride)):
+            return cls(mesh, normal, shape, stride, dtype, order)
+        # Each recorder has its own: what a spec has computed of its symbols is known to the one that saw it.
+        key = hashable((mesh, normal, shape, stride, dtype, order, recorder_of_sizes()))
+        spec = cls._interned.get(key)
+        if spec is None:
+            meta = TensorMeta(torch.Size(shape), stride, dtype)
+            spec = cls._interned[key] = cls._make(mesh, normal, meta, order, dims)
         return spec
 
     @classmethod
@@ -185,6 +211,9 @@ class Spec(SpecNames):
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)
         put(spec, "partials", partials)
+        symbolic = torch.SymInt in map(type, (*shape, *stride))
+        sizes = (traced_with(shape), traced_with(stride)) if symbolic else None
+        put(spec, "example", sizes and Spec(mesh, placements, *sizes, dtype, order))
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
         put(spec, "coordinate", coordinate)
@@ -262,11 +291,8 @@ class Spec(SpecNames):
         """
         if any(n > 1 and not step for n, step in zip(self.shape, self.stride, strict=True)):
             return contiguous_stride(self.local_shape)  # an expanded tensor; its shards are plain
-        stride, step = [0] * self.ndim, 1
-        for dim in sorted(range(self.ndim), key=lambda dim: (self.stride[dim], -dim)):
-            stride[dim] = step
-            step *= max(self.local_shape[dim], 1)
-        return tuple(stride)
+        order = sorted(range(self.ndim), key=lambda dim: (-self.stride[dim], dim))
+        return dense_stride(self.local_shape, tuple(order))
 
     def local_shape_at(self, coordinate: Sequence[int]) -> torch.Size:
         """Local shape on the rank at a mesh coordinate."""
@@ -356,14 +382,7 @@ class Spec(SpecNames):
         return spec_html(self)
 
     def __repr__(self) -> str:
-        names = self.mesh.axis_names
-        dims = [
-            f"{n}@({','.join(names[a] for a in sharding.axes)}){_describe_sizes(sharding)}" if sharding.axes else str(n)
-            for n, sharding in zip(self.shape, self.dim_shardings, strict=True)
-        ]
-        partial = "".join(f", partial {op} over {names[axis]}" for axis, op in self.partials)
-        mesh = ", ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=True))
-        return f"Spec({_short_dtype(self.dtype)}[{', '.join(dims)}]{partial} on ({mesh}))"
+        return described(self)
 
 
 @lru_cache(maxsize=1024)
@@ -378,22 +397,3 @@ def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: i
     resolved = [p.on_dim(p.dim % ndim) if isinstance(p, Shard | StridedShard) and p.dim < 0 else p for p in placements]
     now = dict(order_of(resolved))
     return tuple((dim, axes) for dim, axes in order if sorted(axes) == list(now.get(dim, ())))
-
-
-def _describe_sizes(sharding: AnyDimSharding) -> str:
-    """How a sharding differs from an even one."""
-    if isinstance(sharding, StridedDimSharding):
-        return f" strided of {list(sharding.shape)}"
-    if sharding.even:
-        return ""
-    if sharding.ragged is None and sharding.shards > 16:  # all is said by the first, and there may be thousands
-        return f"=[{sharding.step}, ...]"
-    return f"={list(sharding.sizes)}"
-
-
-def _short_dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name

@@ -16,10 +16,10 @@ from itertools import pairwise
 from shoal_mesh import dataclass
 
 from ..errors import PlacementError
-from .dim_sharding import DimSharding, shard_dim
+from .dim_sharding import DimSharding, ShardOrder, shard_dim
 from .placements import Placement, Shard, StridedShard
 
-__all__ = ["AnyDimSharding", "StridedDimSharding", "fold_levels", "interval_sharding", "shard_any_dim"]
+__all__ = ["AnyDimSharding", "StridedDimSharding", "fold_levels", "interval_sharding", "shard_any_dim", "shard_dims"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,7 @@ def shard_any_dim(
     if list(by_runs) in ([], [1]):
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
+    length = int(length)  # a symbol becomes a constant: what folds is decided by divisors
     for runs, of_level in by_runs.items():
         plain = [Shard(0, sizes=p.sizes) if isinstance(p, StridedShard) else p for p in placements]
         levels[runs] = shard_dim(length // runs, of_level, plain, mesh_shape)
@@ -163,6 +164,18 @@ def shard_any_dim(
             f"a dim of {length} elements cannot be sharded by {asked}: runs and shards do not fit together"
         )
     return sharding
+
+
+def shard_dims(
+    shape: Sequence[int], order: ShardOrder, placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> tuple[AnyDimSharding, ...]:
+    """The shardings of all dims of a tensor; `order` has the axes of the sharded ones.
+
+    Raises:
+        PlacementError: see `shard_any_dim`.
+    """
+    axes_of = dict(order)
+    return tuple([shard_any_dim(n, axes_of.get(dim, ()), placements, mesh_shape) for dim, n in enumerate(shape)])
 
 
 def interval_sharding(sharding: AnyDimSharding) -> DimSharding:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Box", "ShardOrderEntry", "TensorMeta", "contiguous_stride"]
+__all__ = ["Box", "MemoryOrder", "ShardOrderEntry", "TensorMeta", "contiguous_stride", "dense_order", "dense_stride"]
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
+MemoryOrder = tuple[int, ...]  # dims, slowest first; empty for row-major
 
 
 class TensorMeta(NamedTuple):
@@ -44,4 +45,23 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         stride.append(step)
         step *= size or 1
     stride.reverse()
+    return tuple(stride)
+
+
+def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
+    """The order of a dense tensor's dims in memory; None if it has gaps or overlaps."""
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    order = tuple(sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d])))
+    return order if dense_stride(shape, order) == tuple(stride) else None
+
+
+def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
+    """Stride in elements of a dense tensor whose dims are in this order in memory."""
+    if not order:
+        return contiguous_stride(shape)
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= shape[dim] or 1
     return tuple(stride)

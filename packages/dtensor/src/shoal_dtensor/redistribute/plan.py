@@ -7,6 +7,7 @@ cached, and the cache is bounded.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -54,9 +55,29 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
         >>> [step.name for step in plan(src, src.with_(placements=(Shard(1),))).steps]
         ['AllToAll']
     """
+    if src.example is not None or dst.example is not None:
+        return _with_symbols(
+            src, dst, plan(src.example or src, dst.example or dst, topology=topology, memory_limit=memory_limit)
+        )
     if topology is None and memory_limit is None:
         return _usual(src, dst, topology_version())
     return _planned(src, dst, topology, memory_limit)
+
+
+def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
+    """The plan between specs of symbolic sizes, like that for the sizes which the compiler traces with."""
+    _check(src, dst)
+    last = len(example.steps) - 1
+    here, steps = src, []
+    for i, step in enumerate(example.steps):
+        there = (
+            dst
+            if i == last
+            else src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=step.dst.shard_order)
+        )
+        steps.append(replace(step, src=here, dst=there))
+        here = there
+    return replace(example, src=src, dst=dst, steps=tuple(steps))
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -52,10 +52,11 @@ def fill_cpu(
         generator: the default generator when left out.
         operand: for `bernoulli_`, the box's probabilities, of the shape of `local`.
     """
-    law = Law(1, None)
     if type(local) is not Tensor:
-        law = Law(None, None)  # traced by a compiler: nothing can be probed, and one draw is one node
-    elif memory.numel > CHUNK:
+        _fill_traced(local, memory, fill, generator, operand)
+        return
+    law = Law(1, None)
+    if memory.numel > CHUNK:
         law = law_of(fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype)
     chunk = CHUNK if law.unit else memory.numel
     scratch = _scratch(min(chunk + (law.unit or 0), memory.numel), local, memory.contiguous)
@@ -83,6 +84,19 @@ def fill_cpu(
         start = stop
         if memory.numel == 0:
             break
+
+
+def _fill_traced(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+) -> None:
+    """The same for a compiler: nothing can be probed, sizes may be symbols, and one draw of all numbers is one node."""
+    drawn = _scratch(memory.numel, local, memory.contiguous)
+    odds = None if operand is None else torch.full_like(drawn, 0.5, dtype=operand.dtype)
+    box = tuple([slice(start, stop) for start, stop in memory.box])
+    if odds is not None and operand is not None:
+        odds.view(memory.shape)[box].copy_(memory.arranged(operand))
+    fill(drawn, generator, odds)
+    memory.arranged(local).copy_(drawn.view(memory.shape)[box])
 
 
 def _scratch(numel: int, like: Tensor, contiguous: bool) -> Tensor:

@@ -66,9 +66,17 @@ class MemoryOrder:
         return local.permute(self.order)
 
 
-@lru_cache(maxsize=1024)
 def memory_order_of(spec: Spec) -> MemoryOrder:
     """Where this rank's box is under `spec`, and the order of filling; an empty box for a rank outside the mesh."""
+    return _remembered(spec) if spec.example is None else _memory_order_of(spec)
+
+
+@lru_cache(maxsize=1024)
+def _remembered(spec: Spec) -> MemoryOrder:
+    return _memory_order_of(spec)
+
+
+def _memory_order_of(spec: Spec) -> MemoryOrder:
     contiguous = is_contiguous(spec.shape, spec.stride)
     if spec.coordinate is None:
         return MemoryOrder((0,), (spec.shape.numel(),), ((0, 0),), contiguous)
@@ -84,7 +92,7 @@ def dims_by_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ..
         >>> dims_by_stride((2, 3, 4), (1, 8, 2))
         (1, 2, 0)
     """
-    return tuple(sorted(range(len(shape)), key=lambda dim: (shape[dim] > 1, -stride[dim] if shape[dim] > 1 else 0)))
+    return tuple(sorted(range(len(shape)), key=lambda dim: (1, -stride[dim]) if shape[dim] > 1 else (0, 0)))
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ from shoal_mesh import dataclass
 
 from ..scoped_value import ScopedValue
 
-__all__ = ["Mode", "RandomMode", "current_mode", "get_random_mode", "random_mode", "set_random_mode"]
+__all__ = ["Mode", "RandomMode", "current_mode", "draws_at_once", "get_random_mode", "random_mode", "set_random_mode"]
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
 
@@ -52,6 +52,11 @@ def get_random_mode() -> Mode:
         'local'
     """
     return _current.get().mode
+
+
+def draws_at_once(device_type: str) -> bool:
+    """Whether a traced draw is one node for any sizes; elsewhere where a shard begins in the stream takes integers."""
+    return current_mode().mode == "local" or (current_mode().mode == "single_device" and device_type == "cpu")
 
 
 @contextmanager

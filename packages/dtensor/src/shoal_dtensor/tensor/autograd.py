@@ -87,11 +87,15 @@ def pending(cls: Any, in_flight: InFlight | QueuedPlan, spec: Spec, device: torc
     return result
 
 
-@lru_cache(maxsize=4096)
 def gradient_spec(spec: Spec) -> Spec:
     """The layout of a tensor's gradient by default: where the tensor is partial, its gradient is replicated."""
     if not spec.partials:
         return spec
+    return _reduced(spec) if spec.example is None else _reduced.__wrapped__(spec)
+
+
+@lru_cache(maxsize=4096)
+def _reduced(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 

@@ -29,6 +29,7 @@ from .getitem import has_lists, with_lists, without_numbers
 from .parameter_gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
 from .torch_fsdp import Absent, refuse_fsdp
+from .traced_spec import of_wrapper, placed_alike
 
 __all__ = ["DTensor"]
 
@@ -311,14 +312,19 @@ class DTensor(torch.Tensor):
         return serialization.reduce(DTensor, self)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local_tensor"], (self._spec, self.requires_grad)
+        spec = self._spec
+        return ["_local_tensor"], (spec.example or spec, self.requires_grad)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
+        """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
+        return compiled[1] is given[1] and placed_alike(compiled[0], given[0])
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
         spec, requires_grad = context
-        if tuple(size) != tuple(spec.shape) or tuple(stride) != spec.stride:
-            spec = spec.with_(shape=tuple(size), stride=tuple(stride))
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        local = inner["_local_tensor"]
+        return DTensor(local, of_wrapper(spec, local, size, stride), requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
@@ -326,7 +332,9 @@ class DTensor(torch.Tensor):
 
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> DTensor:
         """This gradient in the layout that the compiled code expects."""
-        return DTensor(redistributed(DTensor, self, context[0])._local_tensor, context[0])
+        expected_spec: Spec = context[0]
+        target = expected_spec.with_(shape=self._spec.shape, stride=self._spec.stride)
+        return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return serialization.checkpoint_write_items(fqn, object, self._spec)
@@ -376,24 +384,7 @@ _CopiedView._local_tensor = following_base(DTensor.local_slot)  # type: ignore[a
 
 
 @whole_when_compiled
-def _from_local(  # noqa: PLR0913  # those of from_local
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Placements | None,
-    run_check: bool,
-    shape: Sequence[int] | None,
-    stride: Sequence[int] | None,
-    grad_placements: Sequence[Placement] | None,
-    shard_order: ShardOrder | None,
-) -> DTensor:
+def _from_local(local: torch.Tensor, mesh: DeviceMesh, placements: Placements | None, *options: Any) -> DTensor:
     """`DTensor.from_local` as a function, for the compiler."""
-    return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=run_check,
-        shape=shape,
-        stride=stride,
-        grad_placements=grad_placements,
-        shard_order=shard_order,
-    )
+    names = ("run_check", "shape", "stride", "grad_placements", "shard_order")
+    return DTensor.from_local(local, mesh, placements, **dict(zip(names, options, strict=True)))

@@ -64,7 +64,8 @@ def target_spec(
         check_mesh("redistribute", mesh)
         target_mesh = mesh if mesh != target_mesh else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
-    return _target(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
+    find = _target if source.example is None else _target.__wrapped__  # symbols hold for one graph
+    return find(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
 
 
 @lru_cache(maxsize=4096)

@@ -42,7 +42,7 @@ class LogitRows:
         spec = logits.spec
         placements = tuple(_without(p, class_dim) for p in spec.placements)
         order = tuple((d - (d > class_dim), axes) for d, axes in spec.shard_order if d != class_dim)
-        shape = tuple(n for d, n in enumerate(spec.shape) if d != class_dim)
+        shape = tuple(n for d, n in enumerate(logits.shape) if d != class_dim)
         return cls(spec.mesh, placements, order, shape) if order else _ALL_ROWS
 
     @property

@@ -189,7 +189,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
     if len(step.dims) == 1:
         dim = step.dims[0]
         sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
-        if len(set(sizes)) == 1:
+        if all(size == sizes[0] for size in sizes):
             return Kernel(collective=Collective("all_gather", step.axes, dim=dim))
         return Kernel(collective=Collective("all_gather_v", step.axes, dim=dim, sizes=sizes))
     counts = tuple(map(volume, boxes))
@@ -218,7 +218,7 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
     if len(step.dims) == 1:
         dim = step.dims[0]
         sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
-        if len(set(sizes)) == 1:
+        if all(size == sizes[0] for size in sizes):
             return Kernel(collective=Collective("reduce_scatter", step.axes, dim=dim, op=step.op), finish=divide)
         collective = Collective("reduce_scatter_v", step.axes, dim=dim, op=step.op, sizes=sizes)
         return Kernel(collective=collective, finish=divide)

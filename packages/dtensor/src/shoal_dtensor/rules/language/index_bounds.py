@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..._torch import TRACED
+
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
@@ -23,10 +25,11 @@ def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
         index: global indices; is_valid: for each of them whether it is in range.
 
     Raises:
-        IndexError: if one is not; on an accelerator the device reports it later, as plain indexing does.
+        IndexError: if one is not. On an accelerator the device reports it later, as plain indexing does; compiled code
+            raises RuntimeError when it runs.
     """
     message = f"out of bounds for a dim of {length} elements"
-    if index.device.type != "cpu":
+    if index.device.type != "cpu" or isinstance(index, TRACED):
         torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
     elif not is_valid.all():
         raise IndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")

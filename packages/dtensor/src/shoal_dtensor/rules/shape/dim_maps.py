@@ -88,7 +88,7 @@ def _group_mappings(dims: range, results: range, source: Sequence[int], target: 
         for j in _leading(results, target):
             inside = prod(source[k] for k in dims if k > i)
             steps = prod(target[k] for k in results if k > j)
-            both = lcm(inside, steps)
+            both = _lcm(inside, steps)
             if both < total or source[i] == 1:
                 yield DimMapping(i, both // inside, j, both // steps)
 
@@ -104,9 +104,19 @@ def _run_mappings(dims: range, results: range, source: Sequence[int], target: Se
                 continue
             own, other = runs // before[0], runs // before[1]
             inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
-            both = lcm(inside, steps)
+            both = _lcm(inside, steps)
             if source[i] % own == 0 and target[j] % other == 0 and both < total // runs:
                 yield DimMapping(i, both // inside, j, both // steps, own, other)
+
+
+def _lcm(one: int, other: int) -> int:
+    """The least common multiple; of symbols only where one is a multiple of the other, else they become constants."""
+    if type(one) is int and type(other) is int:
+        return lcm(one, other)
+    for multiple, divisor in ((one, other), (other, one)):
+        if multiple % divisor == 0:
+            return multiple
+    return lcm(int(one), int(other))
 
 
 def _leading(dims: range, shape: Sequence[int]) -> Iterator[int]:

@@ -128,8 +128,15 @@ class PadMap:
 
 def slice_map(call: OpCall, length: int) -> SliceMap:
     """The range that `start`, `end` and `step` select of `length` elements, as Python's slices do."""
-    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(length)
-    return SliceMap(start, max(start, stop), step)
+    start, stop = _clamped(call["start"], 0, length), _clamped(call["end"], length, length)
+    return SliceMap(start, max(start, stop), call["step"])
+
+
+def _clamped(position: int | None, default: int, length: int) -> int:
+    """A position among `length` elements; computed, not asked of `slice.indices`, which takes no symbols."""
+    if position is None:
+        return default
+    return min(max(position + length, 0) if position < 0 else position, length)
 
 
 def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int, int]:

@@ -1,0 +1,43 @@
+"""Sizes that torch.compile keeps as symbols, so that one graph serves every length.
+
+A `torch.SymInt` computes like an integer, and each comparison that Python asks it for becomes a guard of the graph.  It
+cannot be hashed, though.  What is interned by its sizes (`Spec`) has the expressions of symbols for its key, and what
+is chosen by price is chosen for the sizes that the compiler traces with: that needs no guard, for any choice is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["has_symbols", "hashable", "settled", "traced_with"]
+
+
+def has_symbols(values: Iterable[Any]) -> bool:
+    """Whether there is a symbol among some values, tuples and lists of them; `Spec`s answer for their shapes."""
+    for value in values:
+        kind = type(value)
+        if kind is torch.SymInt or getattr(value, "example", None) is not None:
+            return True
+        if issubclass(kind, (tuple, list)) and has_symbols(value):
+            return True
+    return False
+
+
+def hashable(value: Any) -> Any:
+    """A value with every symbol replaced by its expression and the environment in which that is meant."""
+    if type(value) is torch.SymInt:
+        return value.node.expr, value.node.shape_env
+    return tuple(map(hashable, value)) if isinstance(value, tuple) else value
+
+
+def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes in which symbols that guards have made constants are integers."""
+    return tuple(int(n) if type(n) is torch.SymInt and n.node.expr.is_number else n for n in sizes)
+
+
+def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes that the compiler traces with in place of symbols, unguarded: for choices that are right for any."""
+    return tuple(n if type(n) is int else int(n.node.hint) for n in sizes)

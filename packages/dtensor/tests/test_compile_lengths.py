@@ -1,0 +1,218 @@
+"""Compiled programs on DTensors of changing lengths: one graph for the first, one for all others.
+
+Covers: layout/symbolic_sizes.py, _torch/symbols.py, dispatch/symbolic_calls.py, tensor/traced_spec.py.  Forward and
+backward give what they give eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shoal_dtensor as sd
+from shoal_dtensor import DTensor, Placement, Replicate, Shard
+from shoal_dtensor._torch import record_sizes
+from shoal_dtensor.layout.symbolic_sizes import has_symbols, hashable, settled, traced_with
+from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
+R = Replicate()
+LENGTHS = (12, 20, 28, 36, 44)
+Program = Callable[[Any, Callable[..., Any]], Any]
+
+
+def attention(x: Any, weight: Callable[..., Any]) -> Any:
+    heads = x.redistribute(placements=[R]).view(1, -1, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+
+
+def feed_forward(x: Any, weight: Callable[..., Any]) -> Any:
+    hidden: Any = F.gelu(F.linear(x.redistribute(placements=[R]), weight(16, 8, placement=Shard(0))))
+    partial: Any = F.linear(hidden, weight(8, 16, placement=Shard(1)))
+    return partial.redistribute(placements=x.placements) + x
+
+
+FEW: dict[str, Program] = {
+    "attention": attention,
+    "crossings": lambda x, _: DTensor.from_local(x.to_local() * 3, x.device_mesh, x.placements) + x,
+    "feed forward": feed_forward,
+    "loss": lambda x, _: F.cross_entropy(x, (x.detach() * 7).argmax(-1)),
+    "scores": lambda x, _: (x.unsqueeze(0) @ x.unsqueeze(0).transpose(1, 2)).softmax(-1),  # (1, n, n): a square
+    "split": lambda x, _: x.split(2, -1)[1],
+    "views": lambda x, _: x.unsqueeze(0).view(-1, 8).view(2, -1, 8)[:, :, 2:6] * 2,
+}
+PROGRAMS: dict[str, Program] = FEW | {
+    "broadcast": lambda x, _: x.unsqueeze(1).expand(-1, 3, -1) * torch.ones_like(x)[:, None],
+    "chunk": lambda x, _: x.chunk(2, -1)[1] + x[..., :4],
+    "concatenation": lambda x, _: torch.cat([x, torch.stack([x, x]).sum(0)], -1),
+    "dropout": lambda x, _: F.dropout(x, 0.5),
+    "embedding": lambda x, weight: F.embedding(x.detach().long().abs() % 7, weight(8, 6, placement=Shard(0))) * x.sum(),
+    "full": lambda x, _: (x * 2).mean(0).full_tensor(),
+    "norms": lambda x, weight: F.layer_norm(x, (8,), weight(8)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "product": lambda x, weight: (x @ weight(8, 6, placement=Shard(1))).relu() * x.shape[0],
+    "softmax of the sharded dim": lambda x, _: x.softmax(0),
+    "transposed": lambda x, _: x.t().redistribute(placements=[R]) + x.new_zeros(x.shape).t(),
+    "where": lambda x, _: torch.where(x > 0, x, 0.0),
+}
+
+
+def weights_of(mesh: DeviceMesh) -> Callable[..., Any]:
+    """A function that gives the same weight for the same shape: a compiled program makes none of its own."""
+    known: dict[Any, Any] = {}
+
+    def weight(*shape: int, placement: Placement = R) -> Any:
+        if (shape, placement) not in known:
+            torch.manual_seed(len(known))
+            values = torch.randn(*shape, dtype=torch.float64)
+            known[shape, placement] = sd.distribute_tensor(values, mesh, [placement])
+        return known[shape, placement]
+
+    return weight
+
+
+def outcome(program: Callable[[Any], Any], values: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> list[Any]:
+    """Result and gradient, as global tensors."""
+    torch.manual_seed(1)
+    x: Any = sd.distribute_tensor(values, mesh, [placement]).requires_grad_()
+    result = program(x)
+    result.square().mean().backward()
+    whole = result.full_tensor() if isinstance(result, DTensor) else result
+    return [whole.detach(), x.grad.full_tensor()]
+
+
+def graphs_for(program: Program, mesh: DeviceMesh, placement: Placement, lengths: tuple[int, ...]) -> int:
+    """The number of graphs that a program took for some lengths, at each of which it did what it does eagerly."""
+    weight = weights_of(mesh)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(lambda x: program(x, weight), backend="aot_eager", fullgraph=True)
+    for length in lengths:
+        values = torch.randn(length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+        expected = outcome(lambda x: program(x, weight), values, mesh, placement)
+        torch.testing.assert_close(outcome(compiled, values, mesh, placement), expected)
+    graphs: int = counters["stats"]["unique_graphs"]
+    return graphs
+
+
+@on_ranks(2, timeout=250)
+def test_two_graphs_for_all_lengths() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, program in FEW.items():
+        assert graphs_for(program, mesh, Shard(0), LENGTHS[:3]) == 2, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [Shard(0), R])
+@on_ranks(2, timeout=600)
+def test_two_graphs_for_all_lengths_of_all_programs(placement: Placement) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for name, program in PROGRAMS.items():
+        assert graphs_for(program, mesh, placement, LENGTHS) == 2, name
+
+
+@on_ranks(3, timeout=250)
+def test_uneven_lengths_are_constants() -> None:
+    mesh = init_device_mesh("cpu", (3,))
+    lengths = (12, 20, 13, 2)
+    assert graphs_for(PROGRAMS["product"], mesh, Shard(0), lengths) == len(lengths)
+    assert graphs_for(PROGRAMS["product"], mesh, R, lengths) == 2
+
+
+def test_what_a_sequence_folds_is_a_constant() -> None:
+    """(batch, sequence, 8) -> (batch * sequence, 8), sequence sharded: `batch` runs, which placements count."""
+
+    def program(x: Any) -> Any:
+        return x.view(-1, 8) * 2
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        torch._dynamo.reset()
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+        for batch, length in ((4, 12), (6, 20), (8, 28)):
+            x = sd.distribute_tensor(torch.randn(batch, length, 8), mesh, [Shard(1)])
+            assert compiled(x)._spec is program(x)._spec
+
+
+def test_random_numbers_of_one_device_for_any_length() -> None:
+    def program(x: Any) -> Any:
+        return torch.nn.init.uniform_(torch.empty_like(x))
+
+    for rank in range(2):
+        with fake_world(2, rank=rank):
+            mesh = init_device_mesh("cpu", (2,))
+            torch._dynamo.reset()
+            compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+            for length in LENGTHS:
+                x = sd.zeros(length, 3, device_mesh=mesh, placements=[Shard(0)])
+                torch.manual_seed(length)
+                expected = torch.empty(length, 3).uniform_().chunk(2)[rank]
+                torch.manual_seed(length)
+                torch.testing.assert_close(compiled(x).to_local(), expected, rtol=0, atol=0)
+
+
+def test_out_of_range_indices_of_compiled_code_raise_when_it_runs() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        table = sd.zeros(8, 3, device_mesh=mesh, placements=[Shard(0)])
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda index: F.embedding(index, table), backend="aot_eager", fullgraph=True)
+        for length in LENGTHS[:3]:
+            assert compiled(sd.zeros(length, dtype=torch.int64, device_mesh=mesh)).shape == (length, 3)
+        with pytest.raises(RuntimeError, match="out of bounds for a dim of 8"):
+            compiled(sd.full((20,), 8, device_mesh=mesh))
+
+
+def test_eager_code_between_graphs_is_not_compiled() -> None:
+    def program(x: Any) -> Any:
+        torch._dynamo.graph_break()
+        return [(x + n).softmax(-1) for n in range(2)]
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = sd.ones(4, 8, device_mesh=mesh, placements=[Shard(0)])
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(lambda x: [part.exp() for part in program(x)], backend="eager")(x)
+    assert counters["stats"]["unique_graphs"] <= 2, "the program after its break; not what its operators run"
+
+
+def test_a_symbol_of_several_factors_is_computed_from_all_of_them() -> None:
+    """Torch's own recorder makes `a * b` of `a * b * c`, and knows no powers."""
+
+    def sizes(x: torch.Tensor) -> torch.Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():  # out of the recorder's sight
+            a, b, c = x.shape
+            unseen = [a * b * c, a * a, a + b + c, torch.sym_max(a, b) // 2]  # type: ignore[no-untyped-call]  # of torch
+
+        record_sizes(unseen)
+        return x.new_zeros(unseen)
+
+    graph = make_fx(sizes, tracing_mode="symbolic")(torch.ones(2, 3, 5))
+    assert graph(torch.ones(3, 4, 5)).shape == (60, 9, 12, 2)
+    assert graph(torch.ones(7, 2, 3)).shape == (42, 49, 12, 3)
+
+
+def test_symbols_are_keys_and_examples() -> None:
+    seen: list[Any] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        seen.append(
+            (has_symbols([1, (2, [n])]), has_symbols([1, (2, 3)]), traced_with((n, 4)), bool(n == 6), settled((n,)))
+        )
+        seen.append({hashable((n, 4)), hashable((x.shape[0] * 1, 4)), hashable((n + 1, 4))})
+        return x
+
+    make_fx(look, tracing_mode="symbolic")(torch.ones(6, 1))
+    (nested, plain, traced, _, constant), keys = seen
+    assert (nested, plain, traced, constant, len(keys)) == (True, False, (6, 4), (6,), 2)
+    assert type(constant[0]) is int
