@@ -125,6 +125,8 @@ def test_uneven_lengths_are_constants() -> None:
     lengths = (12, 20, 13, 2)
     assert graphs_for(PROGRAMS["product"], mesh, Shard(0), lengths) == len(lengths)
     assert graphs_for(PROGRAMS["product"], mesh, R, lengths) == 2
+    columns: Program = lambda x, _: x.redistribute(placements=[Shard(1)]) * 2  # noqa: E731  # 8 columns: 3, 3, 2
+    assert graphs_for(columns, mesh, Shard(0), (12, 18, 21)) == 3, "blocks of several sizes go to all"
 
 
 def test_what_a_sequence_folds_is_a_constant() -> None:

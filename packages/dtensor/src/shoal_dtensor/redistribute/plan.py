@@ -21,7 +21,20 @@ from .search.edges import Edge
 from .search.shortest_plan import Route, routes
 from .search.space import Space
 from .step_cost import Links
-from .steps import AllGather, AllReduce, AllToAll, Exchange, MakePartial, Plan, ReduceScatter, Scale, Slice, Step
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    MakePartial,
+    Plan,
+    ReduceScatter,
+    Reshape,
+    Scale,
+    Slice,
+    Step,
+    Transfer,
+)
 from .strided_plan import concatenated, gather_strided, plan_strided
 
 if TYPE_CHECKING:
@@ -65,19 +78,33 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
 
 
 def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
-    """The plan between specs of symbolic sizes, like that for the sizes which the compiler traces with."""
+    """The plan between specs of symbolic sizes, like that for the sizes which the compiler traces with.
+
+    Blocks that differ between ranks are counted in integers: where a step moves such, sizes become constants.
+    """
     _check(src, dst)
-    last = len(example.steps) - 1
-    here, steps = src, []
-    for i, step in enumerate(example.steps):
-        there = (
-            dst
-            if i == last
-            else src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=step.dst.shard_order)
-        )
-        steps.append(replace(step, src=here, dst=there))
-        here = there
-    return replace(example, src=src, dst=dst, steps=tuple(steps))
+    states = [src]
+    for step in example.steps[:-1]:
+        order = step.dst.shard_order
+        states.append(src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=order))
+    states.append(dst)
+    if any(state.example is None for state in states) or not all(map(_moves_equal_blocks, example.steps)):
+        return plan(_constant(src), _constant(dst))
+    steps = zip(example.steps, states, states[1:], strict=False)
+    return replace(example, src=src, dst=dst, steps=tuple([replace(step, src=a, dst=b) for step, a, b in steps]))
+
+
+def _moves_equal_blocks(step: Step) -> bool:
+    """Whether what a step does on a rank follows from the size of its own shard, or from constants."""
+    if isinstance(step, AllGather | ReduceScatter):
+        sharded = step.src if isinstance(step, AllGather) else step.dst
+        return len(step.dims) == 1 or sharded.even
+    return not isinstance(step, Exchange | Reshape | Transfer)
+
+
+def _constant(spec: Spec) -> Spec:
+    """A spec with constants for symbols, which the compiler guards."""
+    return spec.with_(shape=tuple(map(int, spec.shape)), stride=tuple(map(int, spec.stride)))
 
 
 @lru_cache(maxsize=CACHE_SIZE)
