@@ -21,6 +21,7 @@ from shoal_mesh import (
     all_to_all_v,
     broadcast,
     comm_over,
+    contribution,
     observe,
     reduce_scatter,
     reduce_scatter_v,
@@ -115,6 +116,21 @@ def test_a_rank_without_use_for_a_result_takes_part(backend: str) -> None:
 
     expected = torch.full((4,), 2.0)
     assert torch.equal(torch.compile(program, backend=backend, fullgraph=True)(torch.ones(4)), expected)
+
+
+@TRACED
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(2, timeout=100)
+def test_ranks_that_contribute_a_constant_have_the_collectives_of_the_others(backend: str) -> None:
+    """What one rank replaces by zeros needed a collective, with a gradient of its own."""
+    comm = comm_over((0, 1))
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        return all_reduce(contribution(all_reduce(x * 3, comm), comm.rank == 0, 0.0), comm)
+
+    compiled = torch.compile(program, backend=backend, fullgraph=True)
+    assert torch.equal(compiled(torch.ones(4)), torch.full((4,), 6.0))
 
 
 @on_ranks(2, timeout=100)

@@ -3,6 +3,7 @@
 from . import differentiable, errors, topology
 from .__about__ import __version__
 from ._torch import constant_when_compiled
+from .collectives.backend_calls import contribution
 from .collectives.blocks import all_to_all_blocks, pack_blocks, unpack_blocks
 from .collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.even import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
@@ -103,6 +104,7 @@ __all__ = [
     "check_replicas",
     "comm_over",
     "constant_when_compiled",
+    "contribution",
     "current_mesh",
     "dataclass",
     "differentiable",

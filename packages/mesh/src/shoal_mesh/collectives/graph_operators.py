@@ -74,6 +74,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         _scattered,
     ),
     "all_to_all_single(Tensor operand, SymInt[] receive, SymInt[] send, str group) -> Tensor": (_exchange, _exchanged),
+    "contribution(Tensor operand, bool held, Scalar other) -> Tensor": (
+        lambda operand, held, other: operand.clone() if held else torch.full_like(operand, other),
+        lambda operand, *_: torch.empty_like(operand),
+    ),
     "broadcast(Tensor operand, int root, str group) -> Tensor": (
         lambda operand, root, group: broadcast(operand.contiguous(), _comm(group), root),
         _alike,

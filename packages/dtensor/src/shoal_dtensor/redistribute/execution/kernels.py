@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass, pack_blocks, unpack_blocks
+from shoal_mesh import contribution, dataclass, pack_blocks, unpack_blocks
 
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import Box
@@ -158,11 +158,16 @@ def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
     factor = prod(step.dst.mesh.shape[axis] for axis, op in ops.items() if op == "avg" and axis in sharded)
     shape, own = shape_of(after), intersect(before, after)
     once = [axis for axis, op in ops.items() if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)]
-    if own is None or any(coordinate[axis] for axis in once):
+    if own is None:
         return Kernel(finish=lambda local, _: local.new_full(shape, value))
     source, target = slices_of(own, before), slices_of(own, after)
+    held = not any(coordinate[axis] for axis in once)
 
     def finish(local: Tensor, _: Tensor) -> Tensor:
+        if not held and type(local) is Tensor:
+            return local.new_full(shape, value)
+        if once and type(local) is not Tensor:
+            local = contribution(local, held, value)
         local = local[source]
         if own == after:
             return local.clone(memory_format=torch.contiguous_format) if factor == 1 else local * factor
