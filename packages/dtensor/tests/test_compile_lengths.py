@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -117,6 +118,74 @@ def test_two_graphs_for_all_lengths_of_all_programs(placement: Placement) -> Non
     mesh = init_device_mesh("cpu", (2,))
     for name, program in PROGRAMS.items():
         assert graphs_for(program, mesh, placement, LENGTHS) == 2, name
+
+
+class Block(nn.Module):
+    """A transformer block whose feed-forward is sharded by its weights' placements alone."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Any) -> Any:
+        batch, length, width = x.shape
+        parts = self.qkv(self.before(x)).chunk(3, -1)
+        q, k, v = (part.reshape(batch, length, self.heads, -1).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(32, 16), Block(16, 4), Block(16, 4), nn.LayerNorm(16), nn.Linear(16, 32)).double()
+
+
+def check_transformer(mesh: DeviceMesh, backend: str, samples: Placement) -> None:
+    """Losses and gradients are those of one device, in two graphs for three batches of other sizes and lengths."""
+    model, single = transformer(), transformer()
+    for name, parameter in [*model.named_parameters()]:
+        placement = Shard(0) if ".up." in name else Shard(1) if name.endswith("down.weight") else R
+        owner, _, last = name.rpartition(".")
+        part = sd.distribute_tensor(parameter.detach(), mesh, [R, placement])
+        model.get_submodule(owner).register_parameter(last, nn.Parameter(part))
+
+    def loss_of(model: nn.Module, tokens: Any, target: Any) -> Any:
+        return F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+
+    torch._dynamo.reset()
+    counters.clear()
+    step = torch.compile(loss_of, backend=backend, fullgraph=True)
+    for batch, length in ((4, 8), (8, 12), (6, 10)):
+        both = torch.arange(2 * batch * length).mul(7).remainder(32).view(2, batch, length)
+        tokens, target = (sd.distribute_tensor(values.contiguous(), mesh, [samples, R]) for values in both)
+        model.zero_grad()
+        single.zero_grad()
+        loss, expected = step(model, tokens, target), loss_of(single, *both)
+        loss.backward()
+        expected.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        for mine, its in zip(model.parameters(), single.parameters(), strict=True):
+            grad: Any = mine.grad
+            torch.testing.assert_close(grad.full_tensor(), its.grad)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+@on_ranks(4, timeout=280)
+def test_a_transformer_over_two_axes() -> None:
+    check_transformer(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), "aot_eager", Shard(0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@on_ranks(2, timeout=850)
+def test_ranks_compile_to_the_same_collectives() -> None:
+    """Inductor drops what nothing needs: a replicated residual beside a partial sum is needed on one rank only."""
+    check_transformer(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), "inductor", R)
 
 
 @on_ranks(3, timeout=250)
