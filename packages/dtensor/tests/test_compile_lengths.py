@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
-from shoal_dtensor._torch import record_sizes
+from shoal_dtensor._torch import recorded
 from shoal_dtensor.layout.symbolic_sizes import has_symbols, hashable, settled, traced_with
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -51,19 +51,29 @@ FEW: dict[str, Program] = {
     "split": lambda x, _: x.split(2, -1)[1],
     "views": lambda x, _: x.unsqueeze(0).view(-1, 8).view(2, -1, 8)[:, :, 2:6] * 2,
 }
-PROGRAMS: dict[str, Program] = FEW | {
-    "broadcast": lambda x, _: x.unsqueeze(1).expand(-1, 3, -1) * torch.ones_like(x)[:, None],
-    "chunk": lambda x, _: x.chunk(2, -1)[1] + x[..., :4],
-    "concatenation": lambda x, _: torch.cat([x, torch.stack([x, x]).sum(0)], -1),
-    "dropout": lambda x, _: F.dropout(x, 0.5),
-    "embedding": lambda x, weight: F.embedding(x.detach().long().abs() % 7, weight(8, 6, placement=Shard(0))) * x.sum(),
-    "full": lambda x, _: (x * 2).mean(0).full_tensor(),
-    "norms": lambda x, weight: F.layer_norm(x, (8,), weight(8)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
-    "product": lambda x, weight: (x @ weight(8, 6, placement=Shard(1))).relu() * x.shape[0],
-    "softmax of the sharded dim": lambda x, _: x.softmax(0),
-    "transposed": lambda x, _: x.t().redistribute(placements=[R]) + x.new_zeros(x.shape).t(),
-    "where": lambda x, _: torch.where(x > 0, x, 0.0),
-}
+PROGRAMS: dict[str, Program] = (
+    FEW
+    | {
+        "broadcast": lambda x, _: x.unsqueeze(1).expand(-1, 3, -1) * torch.ones_like(x)[:, None],
+        "blocks of four": lambda x, _: x.redistribute(placements=[R]).unflatten(
+            0, (-1, 4)
+        ),  # its gradient has sizes too
+        "chunk": lambda x, _: x.chunk(2, -1)[1] + x[..., :4],
+        "concatenation": lambda x, _: torch.cat([x, torch.stack([x, x]).sum(0)], -1),
+        "dropout": lambda x, _: F.dropout(x, 0.5),
+        "embedding": lambda x, weight: (
+            F.embedding(x.detach().long().abs() % 7, weight(8, 6, placement=Shard(0))) * x.sum()
+        ),
+        "full": lambda x, _: (x * 2).mean(0).full_tensor(),
+        "norms": lambda x, weight: (
+            F.layer_norm(x, (8,), weight(8)) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        ),
+        "product": lambda x, weight: (x @ weight(8, 6, placement=Shard(1))).relu() * x.shape[0],
+        "softmax of the sharded dim": lambda x, _: x.softmax(0),
+        "transposed": lambda x, _: x.t().redistribute(placements=[R]) + x.new_zeros(x.shape).t(),
+        "where": lambda x, _: torch.where(x > 0, x, 0.0),
+    }
+)
 
 
 def weights_of(mesh: DeviceMesh) -> Callable[..., Any]:
@@ -264,8 +274,7 @@ def test_a_symbol_of_several_factors_is_computed_from_all_of_them() -> None:
             a, b, c = x.shape
             unseen = [a * b * c, a * a, a + b + c, torch.sym_max(a, b) // 2]  # type: ignore[no-untyped-call]  # of torch
 
-        record_sizes(unseen)
-        return x.new_zeros(unseen)
+        return x.new_zeros(recorded(unseen))
 
     graph = make_fx(sizes, tracing_mode="symbolic")(torch.ones(2, 3, 5))
     assert graph(torch.ones(3, 4, 5)).shape == (60, 9, 12, 2)

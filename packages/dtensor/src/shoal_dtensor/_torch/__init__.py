@@ -29,7 +29,7 @@ from .operators import (
     unmarked_writes,
     view_of,
 )
-from .symbols import record_sizes, recorder_of_sizes
+from .symbols import recorded, recorder_of_sizes
 from .tensors import (
     BASE,
     TRACED,
@@ -72,7 +72,7 @@ __all__ = [
     "never_compiled",
     "orthogonalized",
     "pytree",
-    "record_sizes",
+    "recorded",
     "recorder",
     "recorder_of_sizes",
     "records_values",

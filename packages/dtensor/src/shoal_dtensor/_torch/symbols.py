@@ -2,8 +2,8 @@
 
 A recorder knows how to compute a symbol that it has seen computed.  Those of another stage of the compiler, or computed
 while it did not look, have no node in its graph.  Torch then builds one from the symbol's expression; of a product of
-three or more it takes the first two (torch 2.11 to 2.15), and it knows no powers.  So every symbol is made known here
-before an operator takes it.
+three or more it takes the first two (torch 2.11 to 2.15), and it knows no powers.  Those of a gradient's size are no
+better: what is computed forward must not need them.  So every symbol is computed again, from the inputs of the graph.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["record_sizes", "recorder_of_sizes"]
+__all__ = ["recorded", "recorder_of_sizes"]
 
 
 def recorder_of_sizes() -> Any:
@@ -23,27 +23,27 @@ def recorder_of_sizes() -> Any:
     return None if mode is None else mode.tracer
 
 
-def record_sizes(sizes: Iterable[Any]) -> None:
-    """Make symbols known to the recorder that it has not seen computed."""
+def recorded(sizes: Iterable[Any]) -> tuple[Any, ...]:
+    """Sizes whose symbols the recorder sees computed from the first that it knew: the inputs of a forward pass."""
     tracer = recorder_of_sizes()
     if tracer is None:
-        return
-    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot  # which are imported by then
+        return tuple(sizes)
+    return tuple([_seen(size, tracer) if type(size) is torch.SymInt else size for size in sizes])
 
-    for size in sizes:
-        if type(size) is torch.SymInt and size not in tracer.symnode_tracker:
-            computed = _computed(size.node.expr, tracer)
-            if type(computed) is torch.SymInt and computed in tracer.symnode_tracker:
-                set_proxy_slot(size, tracer, get_proxy_slot(computed, tracer))
+
+def _seen(size: torch.SymInt, tracer: Any) -> Any:
+    computed = _computed(size.node.expr, tracer)
+    return size if computed is None else computed
 
 
 def _computed(expression: Any, tracer: Any) -> Any:
-    """An expression, computed from the symbols that the recorder has; None if it has none of them."""
+    """An expression, computed from symbols that the recorder has; None if it lacks one."""
     if expression.is_Integer:
         return int(expression)
-    known = tracer.sympy_expr_tracker.get(expression)
-    if known is not None:
-        return known.value
+    if expression.is_Symbol:
+        known = (node for node in tracer.symnode_tracker.sym_node_dict if node.expr == expression)
+        node = next(known, None)
+        return None if node is None else torch.SymInt(node)  # type: ignore[no-untyped-call]  # of torch
     compute = _OPERATIONS.get(expression.func.__name__)
     operands = [_computed(operand, tracer) for operand in expression.args]
     return None if compute is None or not operands or None in operands else compute(*operands)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._torch import Build, DataDependentError, OpOverload, record_sizes, shapes_of
+from .._torch import Build, DataDependentError, OpOverload, recorded, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
@@ -42,8 +42,9 @@ def global_outputs(op: OpOverload, build: Build, specs: Sequence[Spec]) -> tuple
     except IndexError as error:
         raise OperatorIndexError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
     metas = tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
-    record_sizes([n for meta in metas for n in (*meta.shape, *meta.stride)] if has_symbols(metas) else ())
-    return metas
+    if not has_symbols(metas):
+        return metas
+    return tuple(TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype) for meta in metas)
 
 
 def _empty(value: Any, device: torch.device) -> Any:

@@ -111,7 +111,7 @@ def decide(
         return _decide(op, args, kwargs, circumstances)
     try:
         return _decide(op, args, kwargs, circumstances)
-    except NeedsConstantsError:
+    except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
         return _decide(op, constants_of(args), constants_of(kwargs), circumstances)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shoal_mesh import DeviceMesh, constant_when_compiled
 
-from .._torch import record_sizes, recorder_of_sizes
+from .._torch import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normalize_placements, order_of
@@ -169,7 +169,7 @@ class Spec(SpecNames):
     @classmethod
     def _symbolic(cls, mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, order: Any) -> Spec:
         """The spec of sizes among which are symbols; they become constants in dims that are not sharded evenly."""
-        record_sizes((*meta.shape, *meta.stride))
+        meta = TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype)
         normal, order = normalize_placements(placements, mesh.shape, meta.ndim, order, meta.shape)
         dims = shard_dims(meta.shape, order, normal, mesh.shape)
         normal = canonical_placements(normal, dims)
