@@ -313,18 +313,18 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         spec = self._spec
-        return ["_local_tensor"], (spec.example or spec, self.requires_grad)
+        return ["_local_tensor"], (spec.example or spec, self.requires_grad, getattr(self, "_is_param", False))
 
     @classmethod
     def __metadata_guard__(cls, compiled: Any, given: Any) -> bool:
         """Whether a graph compiled for one flattened DTensor serves another; torch guards the sizes itself."""
-        return compiled[1] is given[1] and placed_alike(compiled[0], given[0])
+        return compiled[1:] == given[1:] and placed_alike(compiled[0], given[0])
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, torch.Tensor], context: Any, size: Any, stride: Any) -> DTensor:
-        spec, requires_grad = context
+        spec, requires_grad, is_parameter = context
         local = inner["_local_tensor"]
-        return DTensor(local, of_wrapper(spec, local, size, stride), requires_grad=requires_grad)
+        return DTensor(local, of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""

@@ -13,7 +13,9 @@ from ..layout.symbolic_sizes import has_symbols
 __all__ = ["of_wrapper", "placed_alike"]
 
 
-def of_wrapper(spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> Spec:
+def of_wrapper(
+    spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool = False
+) -> Spec:
     """The spec of a DTensor of another size, placed as `spec`.
 
     Where sizes are symbols, the compiler has one for the whole and one for the shard.  That the whole is so many shards
@@ -22,8 +24,11 @@ def of_wrapper(spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Se
     Args:
         spec: of the DTensor that was taken apart.
         local: the shard; shape, stride: of the whole.
+        is_parameter: whether it is one: sizes of those are constants, as the compiler has them for plain parameters.
     """
     if type(local) is not torch.Tensor and has_symbols((*shape, *local.shape)):
+        if is_parameter:
+            shape, stride, _ = ([int(n) for n in sizes] for sizes in (shape, stride, local.shape))
         for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
             bool(whole == part * prod(spec.mesh.shape[axis] for axis in sharding.axes))
         spec = spec.with_(shape=tuple(shape), stride=tuple(stride))
