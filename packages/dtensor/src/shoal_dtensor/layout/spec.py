@@ -181,7 +181,8 @@ class Spec(SpecNames):
         spec = cls._interned.get(key)
         if spec is None:
             meta = TensorMeta(torch.Size(shape), stride, dtype)
-            spec = cls._interned[key] = cls._make(mesh, normal, meta, order, dims)
+            example = cls(mesh, normal, traced_with(shape), traced_with(stride), dtype, order)
+            spec = cls._interned[key] = cls._make(mesh, normal, meta, order, dims, example)
         return spec
 
     @classmethod
@@ -192,6 +193,7 @@ class Spec(SpecNames):
         meta: TensorMeta,
         order: ShardOrder,
         dim_shardings: tuple[AnyDimSharding, ...],
+        example: Spec | None = None,
     ) -> Spec:
         shape, stride, dtype = meta
         spec = object.__new__(cls)
@@ -211,9 +213,7 @@ class Spec(SpecNames):
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)
         put(spec, "partials", partials)
-        symbolic = torch.SymInt in map(type, (*shape, *stride))
-        sizes = (traced_with(shape), traced_with(stride)) if symbolic else None
-        put(spec, "example", sizes and Spec(mesh, placements, *sizes, dtype, order))
+        put(spec, "example", example)
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
         put(spec, "coordinate", coordinate)
