@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..layout.spec import Spec
-from ..layout.symbolic_sizes import traced_with
+from ..layout.symbolic_sizes import constant, traced_with
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import OpCall, Row, S
 
@@ -45,10 +45,8 @@ def example_of(value: Any) -> Any:
 
 
 def constants_of(value: Any) -> Any:
-    """Arguments of a call with constants in place of symbols: the compiler guards each of them."""
-    return _replaced(
-        value, int, lambda spec: spec.with_(shape=(*map(int, spec.shape),), stride=(*map(int, spec.stride),))
-    )
+    """Arguments of a call with constants in place of symbols."""
+    return _replaced(value, int, constant)
 
 
 def _replaced(value: Any, size: Callable[[Any], int], spec: Callable[[Spec], Spec]) -> Any:

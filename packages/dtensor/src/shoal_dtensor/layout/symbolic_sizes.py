@@ -7,12 +7,15 @@ is chosen by price is chosen for the sizes that the compiler traces with: that n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["has_symbols", "hashable", "settled", "traced_with"]
+__all__ = ["constant", "has_symbols", "hashable", "remembered", "settled", "traced_with"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_symbols(values: Iterable[Any]) -> bool:
@@ -41,3 +44,26 @@ def settled(sizes: Sequence[Any]) -> tuple[int, ...]:
 def traced_with(sizes: Sequence[Any]) -> tuple[int, ...]:
     """The sizes that the compiler traces with in place of symbols, unguarded: for choices that are right for any."""
     return tuple(n if type(n) is int else int(n.node.hint) for n in sizes)
+
+
+def constant(spec: Any) -> Any:
+    """A spec with constants in place of symbols: the compiler guards each of them."""
+    return spec.with_(shape=tuple(map(int, spec.shape)), stride=tuple(map(int, spec.stride)))
+
+
+def remembered(count: int) -> Callable[[Function], Function]:
+    """Decorator: what a function gave for a `Spec` or a `Plan` is kept, for so many calls; not where it has symbols.
+
+    Symbols hold for one graph, and would keep its compiler alive.
+    """
+
+    def decorate(function: Function) -> Function:
+        kept = lru_cache(maxsize=count)(function)
+
+        @wraps(function)
+        def call(of: Any, *rest: Any) -> Any:
+            return kept(of, *rest) if of.example is None else function(of, *rest)
+
+        return cast(Function, call)
+
+    return decorate

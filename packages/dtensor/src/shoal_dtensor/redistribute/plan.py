@@ -16,6 +16,7 @@ from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
 
 from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
+from ..layout.symbolic_sizes import constant
 from .cross_mesh import plan_across
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
@@ -89,7 +90,7 @@ def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
         states.append(src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=order))
     states.append(dst)
     if any(state.example is None for state in states) or not all(map(_moves_equal_blocks, example.steps)):
-        return plan(_constant(src), _constant(dst))
+        return plan(constant(src), constant(dst))
     steps = zip(example.steps, states, states[1:], strict=False)
     return replace(example, src=src, dst=dst, steps=tuple([replace(step, src=a, dst=b) for step, a, b in steps]))
 
@@ -100,11 +101,6 @@ def _moves_equal_blocks(step: Step) -> bool:
         sharded = step.src if isinstance(step, AllGather) else step.dst
         return len(step.dims) == 1 or sharded.even
     return not isinstance(step, Exchange | Reshape | Transfer)
-
-
-def _constant(spec: Spec) -> Spec:
-    """A spec with constants for symbols, which the compiler guards."""
-    return spec.with_(shape=tuple(map(int, spec.shape)), stride=tuple(map(int, spec.stride)))
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -225,6 +225,11 @@ class Plan:
         object.__setattr__(self, "note", (self.purpose, self.collectives) if self.collectives else None)
 
     @property
+    def example(self) -> Spec | None:
+        """Not None where sizes are symbols (see `Spec`)."""
+        return self.src.example
+
+    @property
     def slices(self) -> bool:
         """Whether what the last step makes is a part of the tensor that was there before it."""
         kept = [step for step in self.steps if type(step) is not Reshape]

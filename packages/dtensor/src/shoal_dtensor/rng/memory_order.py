@@ -7,7 +7,6 @@ flat range; `stretches` says which parts of a stretch of it belong to a box.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from math import prod
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from shoal_mesh import dataclass
 
 from ..layout.spec import Spec
+from ..layout.symbolic_sizes import remembered
 from ..layout.tensor_meta import Box
 
 __all__ = ["MemoryOrder", "Stretch", "dims_by_stride", "is_contiguous", "memory_order_of", "stretches"]
@@ -66,17 +66,9 @@ class MemoryOrder:
         return local.permute(self.order)
 
 
+@remembered(1024)
 def memory_order_of(spec: Spec) -> MemoryOrder:
     """Where this rank's box is under `spec`, and the order of filling; an empty box for a rank outside the mesh."""
-    return _remembered(spec) if spec.example is None else _memory_order_of(spec)
-
-
-@lru_cache(maxsize=1024)
-def _remembered(spec: Spec) -> MemoryOrder:
-    return _memory_order_of(spec)
-
-
-def _memory_order_of(spec: Spec) -> MemoryOrder:
     contiguous = is_contiguous(spec.shape, spec.stride)
     if spec.coordinate is None:
         return MemoryOrder((0,), (spec.shape.numel(),), ((0, 0),), contiguous)

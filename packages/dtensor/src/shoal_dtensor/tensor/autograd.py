@@ -8,7 +8,6 @@ The DTensor class is an argument here: this module is below it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..dispatch.results import wrap
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
+from ..layout.symbolic_sizes import remembered
 from ..redistribute.execution.coalesce import QueuedPlan, current_batch
 from ..redistribute.execution.execute import InFlight, start
 from ..redistribute.execution.run_once import run_once
@@ -89,12 +89,10 @@ def pending(cls: Any, in_flight: InFlight | QueuedPlan, spec: Spec, device: torc
 
 def gradient_spec(spec: Spec) -> Spec:
     """The layout of a tensor's gradient by default: where the tensor is partial, its gradient is replicated."""
-    if not spec.partials:
-        return spec
-    return _reduced(spec) if spec.example is None else _reduced.__wrapped__(spec)
+    return _reduced(spec) if spec.partials else spec
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _reduced(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
@@ -182,7 +180,7 @@ class ToLocal(Function):
         return wrap(ctx.cls, plain, spec), None
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _order(spec: Spec) -> tuple[int, ...] | None:
     """The dims of a tensor, slowest first; None where they are in order."""
     order = dims_by_stride(spec.shape, spec.stride)

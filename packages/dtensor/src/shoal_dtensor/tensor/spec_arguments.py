@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -25,7 +24,8 @@ from ..layout.dim_sharding import DimSharding, ShardOrder, normalize_placements
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
-from ..layout.tensor_meta import contiguous_stride
+from ..layout.symbolic_sizes import remembered
+from ..layout.tensor_meta import contiguous_stride, dense_stride
 from ..scopes import own_scope
 
 __all__ = ["check_replicated", "check_shards", "compared_shapes", "global_spec", "mesh_or_current", "target_spec"]
@@ -64,11 +64,10 @@ def target_spec(
         check_mesh("redistribute", mesh)
         target_mesh = mesh if mesh != target_mesh else target_mesh
     placements, shard_order = read_placements(target_mesh, placements, shard_order)
-    find = _target if source.example is None else _target.__wrapped__  # symbols hold for one graph
-    return find(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
+    return _target(source, None if target_mesh is source.mesh else target_mesh, placements, shard_order)
 
 
-@lru_cache(maxsize=4096)
+@remembered(4096)
 def _target(
     source: Spec, mesh: DeviceMesh | None, placements: tuple[Placement, ...], shard_order: ShardOrder | None
 ) -> Spec:
@@ -191,12 +190,8 @@ def _like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """A dense stride for `shape` whose dims lie in memory in the order of `local`'s."""
     if local.is_contiguous():
         return contiguous_stride(shape)
-    order = sorted(range(local.ndim), key=lambda d: (local.stride(d), -d), reverse=True)
-    dense = contiguous_stride([shape[d] for d in order])
-    result = [0] * local.ndim
-    for position, dim in enumerate(order):
-        result[dim] = dense[position]
-    return tuple(result)
+    stride = local.stride()
+    return dense_stride(shape, tuple(sorted(range(local.ndim), key=lambda d: (-stride[d], d))))
 
 
 def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:

@@ -14,7 +14,7 @@ __all__ = ["of_wrapper", "placed_alike"]
 
 
 def of_wrapper(
-    spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool = False
+    spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool
 ) -> Spec:
     """The spec of a DTensor of another size, placed as `spec`.
 

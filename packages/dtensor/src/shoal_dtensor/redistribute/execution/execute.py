@@ -7,7 +7,7 @@ communicators known; later runs only call them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from shoal_mesh import (
     reduce_scatter_v,
 )
 
+from ...layout.symbolic_sizes import remembered
 from ..steps import Plan
 from .kernels import Collective, Kernel, kernel
 from .memory_format import in_memory_order, memory_order
@@ -52,33 +53,17 @@ def run(plan: Plan, local: Tensor) -> Tensor:
     return local
 
 
+@remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
-    """The stages of a plan on this rank; those of symbolic sizes hold for one graph, and are not kept."""
-    return _kept_program(plan) if plan.src.example is None else _stages(plan)
-
-
-@lru_cache(maxsize=REMEMBERED)
-def _kept_program(plan: Plan) -> tuple[Stage, ...]:
-    return _stages(plan)
-
-
-def _stages(plan: Plan) -> tuple[Stage, ...]:
+    """The stages of a plan on this rank."""
     stages = [_stage(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
     last = closing(plan)
     return (*stages,) if last is identity else (*stages, last)
 
 
+@remembered(REMEMBERED)
 def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
     """What this rank does in each step; nothing outside the mesh."""
-    return _kept_kernels(plan) if plan.src.example is None else _kernels(plan)
-
-
-@lru_cache(maxsize=REMEMBERED)
-def _kept_kernels(plan: Plan) -> tuple[Kernel, ...]:
-    return _kernels(plan)
-
-
-def _kernels(plan: Plan) -> tuple[Kernel, ...]:
     return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
 
 
