@@ -189,8 +189,7 @@ def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
         (tensor([1., 1.]), tensor([0., 0.]))
     """
     if is_compiling() and not is_exporting():
-        while Comm.at_first:  # among them, what defines it
-            Comm.at_first.pop()()
+        Comm.run_at_first()  # defines it
         result: Tensor = getattr(torch.ops, NAMESPACE).contribution(operand, held, other)
         return result
     return operand.clone() if held else torch.full_like(operand, other)

@@ -146,6 +146,12 @@ class Comm:
         return name, {name: self}
 
     @classmethod
+    def run_at_first(cls) -> None:
+        """Do what waits for the first communicator; later calls do nothing."""
+        while cls.at_first:
+            cls.at_first.pop()()
+
+    @classmethod
     def over(
         cls, group: ProcessGroup, axes: tuple[str, ...], ranks: Sequence[int], choice: BackendChoice | None = None
     ) -> Comm:
@@ -157,8 +163,7 @@ class Comm:
             ranks: the global ranks of the group.
             choice: what the group was created with; None for one that the user created.
         """
-        while cls.at_first:
-            cls.at_first.pop()()
+        cls.run_at_first()
         world = require_world()
         require(group, ProcessGroup, "a communicator runs over a process group")
         require_each(axes, str, "the axes of a communicator are strings")
