@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from compile_marks import COMPILED
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh, sums_in_tree
 from shoal_mesh.testing import fake_world, on_ranks
@@ -29,15 +30,7 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-    ),
-    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = COMPILED
 
 
 def compiled(module: Any, graphs: list[Any]) -> Any:

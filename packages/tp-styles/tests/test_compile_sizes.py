@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile_marks import COMPILED
 from lowering_cases import CASES, Case
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, full
 from shoal_mesh import (
@@ -30,15 +31,7 @@ from shoal_mesh import (
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import Vocab, choose, loss_parallel, losses, parallelize_module
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-    ),
-    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-]
+pytestmark = COMPILED
 Sweeps = list[list[tuple[Tensor, ...]]]
 FACTORS = (2, 3, 4, 5, 7)
 RANKS = (2, 3, 4, 8)

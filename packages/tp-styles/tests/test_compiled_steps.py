@@ -14,20 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile_marks import COMPILED
 from shoal_dtensor import DTensor, clip_grad_norm_
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from shoal_tp_styles.testing import all_ranks
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-    ),
-    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = COMPILED
 STEPS, MAX_NORM = 5, 0.05
 
 

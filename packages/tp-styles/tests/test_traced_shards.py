@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compile_marks import COMPILED
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -22,15 +23,7 @@ from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, 
 from shoal_tp_styles.lowering import traced_shards
 from shoal_tp_styles.testing import all_ranks
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
-    ),
-    # All are torch's own: while it traces any autograd function, any cached one, and any input that is no leaf.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = COMPILED
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
