@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from shoal_dtensor import (
     implicit_replication,
     local_step,
 )
-from shoal_dtensor.optim.local_step import ELEMENTWISE, _twins
+from shoal_dtensor.optim.local_step import ELEMENTWISE, _steps
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -234,6 +235,31 @@ def test_state_that_is_replaced_or_written_counts() -> None:
 
 
 @on_ranks(2)
+def test_groups_and_states_that_are_rearranged_count() -> None:
+    plain, spread = parameters()
+    both = [
+        torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], lr=0.1)
+        for params in (plain, spread)
+    ]
+    for turn in range(4):
+        give_gradients(plain, spread)
+        for optimizer in both:
+            optimizer.step()
+            first, second = (group["params"] for group in optimizer.param_groups)
+            if turn == 0:
+                first.append(second.pop(0))  # the same parameters in the same order
+            if turn == 1:
+                optimizer.state = defaultdict(dict, {p: OrderedDict(s) for p, s in optimizer.state.items()})
+        for param, expected in zip(spread, plain, strict=True):
+            torch.testing.assert_close(whole(param.detach()), expected.detach())
+    for optimizer in both:
+        for state in optimizer.state.values():
+            state["renamed"] = state.pop("exp_avg_sq")  # the same values in the same order
+        with pytest.raises(KeyError, match="exp_avg_sq"):
+            optimizer.step()
+
+
+@on_ranks(2)
 def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
     optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
     for _ in range(3):
@@ -242,7 +268,7 @@ def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
         optimizer.param_groups[0]["params"] = [weight]
         optimizer.step()
         optimizer.state.clear()
-    assert len(_twins[optimizer].known) == 1
+    assert [len(spread) for spread in _steps[optimizer].spread] == [1]
 
 
 @pytest.mark.parametrize("kernels", ["fused", "foreach"])

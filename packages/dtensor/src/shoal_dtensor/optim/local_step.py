@@ -10,8 +10,10 @@ matrices; it is `muon_step`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from operator import is_
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from .._torch import before_optimizer_steps, count_write
 from ..dispatch.results import wrap
 from ..errors import OptimizerError
+from ..layout.spec import Spec
 from ..tensor.dtensor import DTensor
 
 __all__ = ["ELEMENTWISE", "install_local_step", "local_step"]
@@ -91,156 +94,162 @@ class _UnfitError(Exception):
     """A parameter, gradient or state that has no local shard of its own to step on."""
 
 
-class _Twin:
-    """A DTensor parameter's local shard, and the two faces of its state: of DTensors, and of their local shards.
+class _LocalStep:
+    """What stands for the parameters and the state of an optimizer in its steps.
+
+    It is made of these, and a step finds them as the last one left them, as a rule.  To see that, every step looks at
+    every object, in passes that C makes.
 
     Attributes:
-        outer: the state that users see; None while there is none.
-        inner: the same, local.
-        seen: identities of the values of `outer` when `inner` was made of it, or it of `inner`.
-        values: likewise those of `inner`.
+        groups: what stands for the parameters of each group: the shard of a DTensor, a plain one itself.
+        spread: the DTensors of each group, with that shard and its spec.
+        state: the state of what stands for parameters; that of plain ones is their own.
+        sources: what all of this was made of; left: the values of `state` when the last step was over.
     """
 
-    __slots__ = ("inner", "local", "outer", "param", "seen", "spec", "values")
-
-    def __init__(self, param: DTensor) -> None:
-        if param._spec.partials:
-            raise _UnfitError
-        self.param, self.local, self.spec = param, param._local_tensor, param._spec
-        self.outer: dict[str, Any] | None = None
-        self.inner: dict[str, Any] = {}
-        self.seen: tuple[int, ...] = ()
-        self.values: tuple[int, ...] = ()
-
-    def enter(self, outer: dict[str, Any]) -> None:
-        """Take over a state that was loaded, or set by hand."""
-        self.inner = {name: self._local(name, value) for name, value in outer.items()}
-        moved = any(isinstance(v, DTensor) and not v._spec.same_layout(self.spec) for v in outer.values())
-        self.outer, self.seen = outer, tuple(map(id, outer.values()))
-        self.values = () if moved else tuple(map(id, self.inner.values()))
-
-    def leave(self, inner: dict[str, Any]) -> dict[str, Any]:
-        """The face of DTensors of what a step left."""
-        self.inner, self.values = inner, tuple(map(id, inner.values()))
-        self.outer = {name: self._global(name, value) for name, value in inner.items()}
-        self.seen = tuple(map(id, self.outer.values()))
-        return self.outer
-
-    def shard(self, value: Any) -> Tensor:
-        """The local shard of a gradient or state, redistributed to the parameter's layout if it is in another."""
-        spec = value._spec
-        if spec is not self.spec and not spec.same_layout(self.spec):
-            value = value.redistribute(self.spec.mesh, self.spec.placements, shard_order=self.spec.shard_order)
-        local: Tensor = value._local_tensor
-        return local
-
-    def _local(self, name: str, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return self.shard(value)
-        if isinstance(value, Tensor) and value.ndim and name not in _NUMBERS:
-            raise _UnfitError
-        return value
-
-    def _global(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or name in _NUMBERS or value.shape != self.local.shape:
-            return value
-        return wrap(DTensor, value, self.spec if value.dtype == self.spec.dtype else self.spec.with_(dtype=value.dtype))
-
-
-class _Twins:
-    """The twins of an optimizer's DTensor parameters, and the state that its stand-in has."""
-
-    __slots__ = ("inside", "known")
+    __slots__ = ("groups", "left", "sources", "spread", "state")
 
     def __init__(self) -> None:
-        self.known: dict[int, _Twin] = {}  # by id: a twin holds its parameter
-        self.inside: Any = defaultdict(dict)
+        self.forget()
 
-    def groups(self, optimizer: Optimizer, stand_in: Any) -> Iterator[dict[str, Any]]:
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.groups: list[list[Tensor]] = []
+        self.spread: list[list[tuple[DTensor, Tensor, Spec]]] = []
+        self.state: Any = defaultdict(dict)
+        self.sources: list[Any] = []
+        self.left: list[Any] = []
+
+    def run(self, optimizer: Optimizer, stand_in: Any) -> Iterator[dict[str, Any]]:
         """The parameter groups for a step, of local shards; those of dispatch if there is no shard to step on."""
-        lists, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+        groups, state = optimizer.param_groups, optimizer.state
+        lists = [group["params"] for group in groups]
         try:
-            shards = [[self.enter(param, state) for param in params] for params in lists]
+            known = _are(_sources(lists, state), self.sources) and self.take_gradients(groups)
+            if not known:
+                self.make(lists, state)
+                self.take_gradients(groups)
         except _UnfitError:
-            self.known.clear()
-            self.inside.clear()
+            self.drop_gradients()
+            self.forget()
             stand_in.state = state
-            yield from optimizer.param_groups
+            yield from groups
             return
-        stand_in.state = self.inside
+        stand_in.state = self.state
         try:
-            for group, params in zip(optimizer.param_groups, shards, strict=True):
+            for group, params in zip(groups, self.groups, strict=True):
                 yield {**group, "params": params}
         finally:
-            for group, params in zip(optimizer.param_groups, lists, strict=True):
-                for param in params:
-                    self.leave(param, state)
-                self.count_writes(params, fused=bool(group.get("fused")))
-            self.forget_others(lists)
+            self.drop_gradients()
+            if not (known and _are(_values(self.state.values()), self.left)):
+                self.hand_back(lists, state)
 
-    def of(self, param: DTensor) -> _Twin:
-        """The twin of a parameter as it is now."""
-        twin = self.known.get(id(param))
-        if twin is not None and twin.local is param._local_tensor and twin.spec is param._spec:
-            return twin
-        if twin is not None:
-            self.inside.pop(twin.local, None)
-        twin = self.known[id(param)] = _Twin(param)
-        return twin
+    def make(self, lists: Sequence[Sequence[Tensor]], state: Any) -> None:
+        """Take over parameters and a state that are new, or were loaded or set by hand."""
+        self.forget()
+        for params in lists:
+            spread = [(param, param._local_tensor, param._spec) for param in params if isinstance(param, DTensor)]
+            if any(spec.partials for _, _, spec in spread):
+                raise _UnfitError
+            self.spread.append(spread)
+            self.groups.append([param._local_tensor if isinstance(param, DTensor) else param for param in params])
+        for param, inside in self.pairs(lists):
+            outer = state.get(param, {})
+            if not isinstance(outer, dict):
+                raise _UnfitError
+            if outer:
+                self.state[inside] = outer if inside is param else _converted(outer, _inner, param._spec)
 
-    def enter(self, param: Tensor, state: Any) -> Tensor:
-        """What stands for a parameter inside of a step, with its gradient and state."""
-        outer = state.get(param)
-        if not isinstance(param, DTensor):
-            if outer is not self.inside.get(param):
-                self._set(param, outer)
-            return param
-        twin, grad = self.of(param), param.grad
-        local = twin.local
-        if outer is not twin.outer or (outer is not None and tuple(map(id, outer.values())) != twin.seen):
-            twin.outer = None
-            if outer is not None:
-                twin.enter(outer)
-            self._set(local, None if outer is None else twin.inner)
-        if grad is not None and not isinstance(grad, DTensor):
-            raise _UnfitError
-        local.grad = None if grad is None else twin.shard(grad)
-        return local
+    def pairs(self, lists: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Tensor]]:
+        """Each parameter, and what stands for it."""
+        return zip(chain.from_iterable(lists), chain.from_iterable(self.groups), strict=True)
 
-    def leave(self, param: Tensor, state: Any) -> None:
-        """Hand the state of a parameter back, as users see it."""
-        twin = self.known[id(param)] if isinstance(param, DTensor) else None
-        if twin is None:
-            if param in self.inside:
-                state[param] = self.inside[param]
-            return
-        twin.local.grad = None  # so that it lives no longer than the parameter's own
-        if twin.outer is not None and tuple(map(id, twin.inner.values())) == twin.values:
-            return
-        inner = self.inside.get(twin.local)
-        if inner is not None:
-            state[param] = twin.leave(inner)
+    def take_gradients(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Give shards the gradients of their parameters; False if one is not the shard of its parameter any more.
 
-    def count_writes(self, params: Sequence[Tensor], *, fused: bool) -> None:
-        """Tell autograd what was written to: DTensors by their shards; fused kernels do not even say that."""
-        stepped = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
-        count_write(stepped + [param._local_tensor for param in stepped] if fused else stepped)
+        Autograd gets to know what will be written to: DTensors by their shards; fused kernels do not even say that.
+        """
+        for group, spread in zip(groups, self.spread, strict=True):
+            fused = group.get("fused")
+            written: list[Tensor] = []
+            for param, shard, spec in spread:
+                if param._local_tensor is not shard or param._spec is not spec:
+                    return False
+                grad: Any = param.grad
+                if grad is None:
+                    shard.grad = None
+                    continue
+                shard.grad = grad._local_tensor if type(grad) is DTensor and grad._spec is spec else _shard(grad, spec)
+                written.append(param)
+                if fused:
+                    written.append(shard)
+            count_write(written)
+        return True
 
-    def forget_others(self, lists: Sequence[Sequence[Tensor]]) -> None:
-        """Let parameters go that the optimizer no longer has."""
-        if len(self.known) > sum(map(len, lists)):
-            kept = {id(param) for params in lists for param in params}
-            for twin in [self.known.pop(key) for key in self.known.keys() - kept]:
-                self.inside.pop(twin.local, None)
+    def drop_gradients(self) -> None:
+        """Let the shards of gradients live no longer than these."""
+        for spread in self.spread:
+            for _, shard, _ in spread:
+                shard.grad = None
 
-    def _set(self, key: Tensor, state: dict[str, Any] | None) -> None:
-        if state is None:
-            self.inside.pop(key, None)
-        else:
-            self.inside[key] = state
+    def hand_back(self, lists: Sequence[Sequence[Tensor]], state: Any) -> None:
+        """Give parameters the state that a step left, as users see it."""
+        for param, inside in self.pairs(lists):
+            if inside in self.state:
+                inner = self.state[inside]
+                state[param] = inner if inside is param else _converted(inner, _outer, param._spec)
+        self.sources, self.left = [*_sources(lists, state), _END], [*_values(self.state.values()), _END]
 
 
-_twins: WeakKeyDictionary[Optimizer, _Twins] = WeakKeyDictionary()
+_END = object()
+
+
+def _are(objects: Iterable[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very objects of a list that ends with the mark."""
+    return bool(others) and all(map(is_, chain(objects, (_END,)), others))
+
+
+def _sources(lists: Sequence[Sequence[Tensor]], state: Any) -> Iterable[Any]:
+    """Every object in parameter groups and a state, with the numbers that tell where one thing ends."""
+    states = [*state.values()]
+    if {*map(type, states)} - {dict}:
+        return (object(),)  # who knows what
+    return chain(map(len, lists), *lists, state, states, map(len, states), *states, _values(states))
+
+
+def _values(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, states))
+
+
+def _converted(state: dict[str, Any], convert: Callable[..., Any], spec: Spec) -> dict[str, Any]:
+    return {name: convert(value, spec, is_number=name in _NUMBERS) for name, value in state.items()}
+
+
+def _inner(value: Any, spec: Spec, *, is_number: bool) -> Any:
+    """What a step has for a value of a parameter's state."""
+    if isinstance(value, Tensor) and (isinstance(value, DTensor) or (value.ndim and not is_number)):
+        return _shard(value, spec)
+    return value
+
+
+def _outer(value: Any, spec: Spec, *, is_number: bool) -> Any:
+    """What users see of a value of the state of a parameter's shard."""
+    if not isinstance(value, Tensor) or is_number or value.shape != spec.local_shape:
+        return value
+    return wrap(DTensor, value, spec if value.dtype == spec.dtype else spec.with_(dtype=value.dtype))
+
+
+def _shard(value: Any, spec: Spec) -> Tensor:
+    """The local shard of a gradient or state, redistributed to its parameter's layout if it is in another."""
+    if not isinstance(value, DTensor):
+        raise _UnfitError
+    if value._spec is not spec and not value._spec.same_layout(spec):
+        value = value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
+    local: Tensor = value._local_tensor
+    return local
+
+
+_steps: WeakKeyDictionary[Optimizer, _LocalStep] = WeakKeyDictionary()
 
 
 class _Groups:
@@ -268,17 +277,18 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     kind = type(optimizer)
     if kind not in _KINDS or torch.compiler.is_compiling():
         return None
-    if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
-        return None
+    groups = optimizer.param_groups
+    step = _steps.get(optimizer)
+    if step is None:
+        if not any(isinstance(param, DTensor) for group in groups for param in group["params"]):
+            return None
+        step = _steps[optimizer] = _LocalStep()
+    for group in groups:
+        if group.get("differentiable") or isinstance(group["lr"], DTensor):
+            return None
     stand_in = object.__new__(kind)
     vars(stand_in).update(vars(optimizer))
-    if kind is torch.optim.Muon:
-        make = partial(_groups_of_muon, optimizer)
-    elif any(group.get("differentiable") or isinstance(group["lr"], DTensor) for group in optimizer.param_groups):
-        return None
-    else:
-        twins = _twins.get(optimizer) or _twins.setdefault(optimizer, _Twins())
-        make = partial(twins.groups, optimizer, stand_in)
+    make = partial(_groups_of_muon, optimizer) if kind is torch.optim.Muon else partial(step.run, optimizer, stand_in)
     stand_in.param_groups = _Groups(make)
     return (stand_in, *args[1:]), kwargs
 
