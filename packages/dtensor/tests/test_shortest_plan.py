@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
@@ -115,6 +115,7 @@ def test_no_plan_is_cheaper(seed: int, case: tuple[tuple[int, ...], tuple[int, .
 
 
 @settings(max_examples=40)
+@example(217250, ((2, 2, 2), (1024, 1024)))  # an axis that was reduced could become partial again
 @given(st.integers(0, 2**32), st.sampled_from(CASES))
 def test_bounds_never_overestimate(seed: int, case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     rng = Random(seed)
@@ -252,8 +253,12 @@ def test_a_long_search_on_three_axes_ends_by_itself() -> None:
     assert_direct([(src, dst)], specs, links)
 
 
-def test_hops_that_come_too_late_even_by_their_latency_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hop starts no sooner than the axes that it gathers: 3,105 prices for these pairs, not 10,902."""
+@pytest.mark.parametrize(("outer", "most"), [(FAST, 1_000), (SLOW, 6_000)])
+def test_hops_that_lead_nowhere_are_not_priced(monkeypatch: pytest.MonkeyPatch, outer: Link, most: int) -> None:
+    """A hop starts no sooner than the axes that it gathers, and mostly another one follows.
+
+    So 639 prices do for these pairs instead of 10,902, and 4,056 instead of 16,546 where the outer axis is slow.
+    """
     prices, rng, mesh = 0, Random(1), abstract_mesh((4, 8, 8))
     options: list[Placement] = [Replicate(), Partial(), Shard(0), Shard(1), Shard(2)]
     specs = [Spec(mesh, rng.choices(options, k=3), (257, 257, 257)) for _ in range(30)]
@@ -265,10 +270,10 @@ def test_hops_that_come_too_late_even_by_their_latency_are_not_priced(monkeypatc
         return original(self, before, after)
 
     monkeypatch.setattr(Costs, "reshard", counted)
-    links = links_of(mesh, Topology((Link(12e-6, 180e9),) * 3))
+    links = links_of(mesh, Topology((outer, FAST, FAST)))
     for src, dst in pairwise(specs):
         routes(src, dst, links)
-    assert prices < 6_000, prices
+    assert prices < most, prices
 
 
 @pytest.mark.parametrize(("src", "dst"), [(Partial(), Replicate()), (Shard(0), Replicate()), (Replicate(), Shard(1))])

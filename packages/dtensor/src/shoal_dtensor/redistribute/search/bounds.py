@@ -39,8 +39,8 @@ class Bounds:
     """
 
     __slots__ = (
-        "_becoming", "_costs", "_fewest", "_goal", "_islands", "_more", "_per_rank", "_sizes", "_slowest_start",
-        "_start", "_wanted", "closing", "floor",
+        "_becoming", "_costs", "_fewest", "_goal", "_islands", "_known", "_more", "_per_rank", "_sizes",
+        "_slowest_start", "_start", "_wanted", "closing", "floor",
     )  # fmt: skip
 
     def __init__(self, costs: Costs, converted: bool) -> None:
@@ -57,6 +57,7 @@ class Bounds:
         everything = space.itemsize * prod(space.shape)
         self._per_rank = everything / self._sizes[mask_of(3 * a for a in moving)]
         self._fewest, self._more = _ways(links, moving)
+        self._known: dict[tuple[int, Sequence[int], int, int, int], tuple[list[float], float, float, float]] = {}
         self._slowest_start = _longest(links.latency)
         self._start = costs.state(space.start, space.pending, not space.conversions)
         self._goal = costs.state(space.goal, (), True)
@@ -69,27 +70,31 @@ class Bounds:
     def ahead(self, state: State) -> None:
         """Fill in a state's bounds: volumes and seconds from there to the goal."""
         goal, pending = self._goal, state.waiting
-        wanted, gathered, away = goal.used, state.used & ~goal.used, []
-        leaving = gathered
-        for a, b in zip(state.masks, goal.masks, strict=True):
-            moved = a & ~b & wanted
-            if moved:
-                leaving |= moved
-                away.append(moved)
         even = goal.even and state.even
-        volumes = self._volumes(gathered, away if even else (), self._wanted)
+        away = state.away if even else ()
+        # of the axes that have to take part in a collective, those that can become partial instead may not have to
+        leaving = state.leaving & ~self._becoming | pending
+        missing = goal.box - int(goal.box * state.held) if even and not pending and not self._becoming else 0
+        key = state.used & ~goal.used, away, leaving, pending, missing
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._ahead(*key)
+        state.volumes, state.latency, state.more, state.least = known
+
+    def _ahead(
+        self, gathered: int, away: Sequence[int], leaving: int, pending: int, missing: int
+    ) -> tuple[list[float], float, float, float]:
+        """Volumes, seconds of the slowest start, and the bounds for two collectives and for any number."""
+        volumes = self._volumes(gathered, away, self._wanted)
         if pending:
-            self._reducing(volumes, pending, wanted, 0)
-        elif even and volumes and not self._becoming:
-            volumes[-1] = max(volumes[-1], self._missing(state))
-        latency = self._slowest_start[leaving & ~self._becoming | pending]
-        state.volumes, state.latency = volumes, latency
+            self._reducing(volumes, pending, self._goal.used, 0)
+        elif missing and volumes:
+            volumes[-1] = max(volumes[-1], missing)
+        latency = self._slowest_start[leaving]
         more = _cheapest(self._more, volumes, latency) + self.closing
-        state.more = state.least = more
         if not latency and not (volumes and volumes[-1]):
-            state.least = self.closing
-        else:
-            state.least = min(more, _cheapest(self._fewest, volumes, latency) + self.closing)
+            return volumes, latency, more, self.closing
+        return volumes, latency, more, min(more, _cheapest(self._fewest, volumes, latency) + self.closing)
 
     def through(self, state: State) -> None:
         """Fill in the seconds from the start to the goal through a state, on the way to which axes are reduced."""
@@ -142,14 +147,6 @@ class Bounds:
                 holders = sizes[level & ~(wanted | left | self._becoming)]
                 most = max(most, self._per_rank * sizes[left] * (values + holders - 2))
             volumes[i] = max(volumes[i], most)
-
-    def _missing(self, state: State) -> float:
-        """Bytes that the rank with the least in common has to receive."""
-        held = 1.0
-        for dim, (old, new) in enumerate(zip(state.numbers, self._goal.numbers, strict=True)):
-            if old != new:
-                held *= self._costs.pair(dim, state, self._goal)[2]
-        return self._goal.box - int(self._goal.box * held)
 
 
 def _cheapest(ways: list[Way], volumes: list[float], latency: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..step_cost import Links, sent_among
@@ -22,7 +22,10 @@ __all__ = ["Costs", "Reshard", "State"]
 
 # axes of the old sharding inside what both have in common, such axes of the new one, fraction of the new shard held
 Pair = tuple[int, int, float]
-Sharding = tuple[int, int, int, bool]  # of one dim: its number, axes, longest shard, whether all are that long
+# of one dim: its number; axes; the same, 16 bits further left for each dim; longest shard; whether all are that long;
+# and beside the goal: axes that take part in a collective on any way there, those of them that shard another dim there,
+# fraction of the goal's shard that is held
+Sharding = tuple[int, int, int, int, bool, int, int, float]
 
 
 class State:
@@ -31,18 +34,21 @@ class State:
     Attributes:
         dims, pending, converted: shardings; axes still to be reduced; whether values are partial as in the destination.
         numbers: the shardings as small numbers, one for each dim.
-        masks: axes that shard each dim.
+        masks, placed: axes that shard each dim; the same in one number, 16 bits for each dim.
         used: axes that shard any dim.
         waiting: the axes in `pending`.
         box: bytes of the largest box.
         even: whether all boxes are that large.
+        leaving: axes that take part in a collective on any way to the goal, unless they become partial.
+        away: for each dim the axes that shard another one in the goal.
+        held: fraction of the goal's box that every rank has, where `even`.
         volumes, latency, least, more, through: bounds, see `bounds`; filled in by the search.
         reached: seconds of the fastest way here so far.
     """
 
     __slots__ = (
-        "box", "converted", "dims", "even", "latency", "least", "masks", "more", "numbers", "pending", "reached",
-        "through", "used", "volumes", "waiting",
+        "away", "box", "converted", "dims", "even", "held", "latency", "least", "leaving", "masks", "more", "numbers",
+        "pending", "placed", "reached", "through", "used", "volumes", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -51,17 +57,16 @@ class State:
         self.dims: Dims = dims
         self.pending: tuple[int, ...] = pending
         self.converted: bool = converted
-        self.numbers: list[int] = []
-        self.masks: list[int] = []
-        self.box: int = itemsize
-        self.used: int = 0
-        self.even: bool = True
-        for number, mask, width, even in shardings:
-            self.numbers.append(number)
-            self.masks.append(mask)
-            self.box *= width
-            self.used |= mask
-            self.even = self.even and even
+        numbers, masks, placed, widths, even, leaving, away, held = zip(*shardings, strict=True) if dims else _NO_DIMS
+        self.numbers: tuple[int, ...] = numbers
+        self.masks: tuple[int, ...] = masks
+        self.box: int = itemsize * prod(widths)
+        self.used: int = sum(masks)  # an axis shards one dim only
+        self.placed: int = sum(placed)
+        self.even: bool = all(even)
+        self.leaving: int = sum(leaving)
+        self.away: tuple[int, ...] = tuple(filter(None, away))
+        self.held: float = prod(held)
         self.waiting: int = mask_of([3 * a for a in pending])
         self.least: float = -1.0
         self.more: float = -1.0
@@ -89,21 +94,26 @@ class Reshard(NamedTuple):
     sliced: State | None
 
 
+_NO_DIMS: tuple[tuple[()], ...] = ((),) * 8
 _NOTHING = Reshard(0.0, 0, "", 0, None)
 
 
 class Costs:
     """Seconds of the edges of a space, and its states."""
 
-    __slots__ = ("_bandwidth", "_pairs", "_ranks", "_shardings", "_states", "copy", "latency", "space")
+    __slots__ = (
+        "_bandwidth", "_pairs", "_ranks", "_shardings", "_states", "_wanted", "copy", "departures", "latency", "space",
+    )  # fmt: skip
 
     def __init__(self, space: Space) -> None:
         self.space: Space = space
+        self._wanted: int = mask_of([t for tokens in space.goal for t in tokens])
         self._shardings: list[dict[Tokens, Sharding]] = [{} for _ in space.start]
         self._pairs: list[dict[int, Pair]] = [{} for _ in space.start]
         self._states: dict[tuple[Dims, tuple[int, ...], bool], State] = {}
         self.latency: list[float]
         self.latency, self._bandwidth, self._ranks = _groups(space.links)
+        self.departures: dict[int, tuple[float, float]] = {}
         self.copy: Callable[[float], float] = space.links.copy
 
     def state(self, dims: Dims, pending: tuple[int, ...], converted: bool) -> State:
@@ -117,7 +127,12 @@ class Costs:
 
     def _sharding(self, dim: int, tokens: Tokens) -> Sharding:
         known = self._shardings[dim]
-        sharding = known[tokens] = len(known), mask_of(tokens), *self.space.width(dim, tokens)
+        goal, mask = self.space.goal[dim], mask_of(tokens)
+        leaving = mask_of(tokens[shared(tokens, goal) :])
+        width, even = self.space.width(dim, tokens)
+        held = self.space.common(dim, tokens, goal) if leaving and even else 1.0
+        away = mask & self._wanted & ~mask_of(goal)
+        sharding = known[tokens] = len(known), mask, mask << 16 * dim, width, even, leaving, away, held
         return sharding
 
     def reshard(self, before: State, after: State) -> Reshard:
@@ -146,6 +161,21 @@ class Costs:
         copied = self.copy(after.box) if changed != 1 else 0.0
         seconds = self.latency[involved] + received / self._bandwidth[involved] + copied
         return Reshard(seconds, involved, "AllGather", received, None)
+
+    def departure(self, leaving: int) -> tuple[float, float]:
+        """Seconds that any hop takes at least in which axes leave dims, and those for each byte held afterwards.
+
+        They all take part, and a rank had no more than one part in as many as there are ranks along them.
+
+        Args:
+            leaving: the axes, as bits of `State.placed`.
+        """
+        axes, rest = 0, leaving
+        while rest:
+            axes |= rest & 0xFFFF
+            rest >>= 16
+        known = self.departures[leaving] = self.latency[axes], (1 - 1 / self._ranks[axes]) / self._bandwidth[axes]
+        return known
 
     def sliced(self, before: State, goal: Dims, taken: int) -> State:
         """The state after dims have been sharded towards `goal` by axes that are not taken."""
@@ -231,9 +261,10 @@ class Costs:
         """States in which sharded axes are partial too, locally, so that one collective reduces them with the pending.
 
         mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes instead of one and an
-        all-to-all: half the latency for twice the bytes.
+        all-to-all: half the latency for twice the bytes.  Axes that were reduced before stay so.
         """
-        axes = [a for a in range(before.used.bit_length()) if before.used >> a & 1] if self.space.joining else []
+        joining = before.used & ~mask_of([3 * a for a in self.space.pending]) if self.space.joining else 0
+        axes = [a for a in range(joining.bit_length()) if joining >> a & 1]
         for n in range(1, len(axes) + 1):
             for chosen in combinations(axes, n):
                 coarse = _coarser(before.dims, mask_of([3 * a for a in chosen]))

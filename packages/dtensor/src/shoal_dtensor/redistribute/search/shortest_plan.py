@@ -23,9 +23,11 @@ from .costs import Costs, State
 from .edges import Edge, edges_between
 from .space import Space, spaces
 from .states import States
-from .tokens import Dims
+from .tokens import Dims, mask_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...layout.spec import Spec
     from ..step_cost import Links
 
@@ -33,7 +35,7 @@ __all__ = ["MOST_PRICED", "Route", "routes"]
 
 # Edges priced, about 4 us each, before the search settles: half of them on meshes of more than three axes, a quarter
 # where it looks at some states only.
-MOST_PRICED = 2000
+MOST_PRICED = 1200
 _ALIKE = 1 - 1e-9  # a way must be faster by more than rounding errors to be preferred
 
 Pending = tuple[int, ...]
@@ -109,6 +111,8 @@ class _Search:
         self.most = most
         converted = Bounds(self.costs, True)
         self.bounds = (Bounds(self.costs, False) if space.conversions else converted, converted)
+        moving = mask_of(3 * a for a in space.moving)
+        self.free = moving, moving & ~mask_of(3 * a for a in space.becoming)  # axes that shard before and after
         self.heap: list[_Node] = []
         self.ticket = count()
         self.priced = 0
@@ -184,23 +188,35 @@ class _Search:
         here = trail[1]
         if here.pending:
             self.reduce(seconds, trail)
-        reshard, used, latency = self.costs.reshard, here.used, self.costs.latency
-        floor = self.bounds[here.converted].floor
-        for after in self.candidates(here):
-            if seconds + after.least >= self.worst:
-                break
-            if after.reached <= seconds or after is here or self.passed(after) >= self.worst:
-                continue
-            gone = used & ~after.used
-            start = latency[gone] if gone else floor if used == after.used else 0.0  # slices only add to what is used
-            if seconds + start + after.least >= self.worst:
-                continue
-            self.priced += 1
-            if self.priced > self.most:
-                break
-            took = reshard(here, after)[0]
+        slices = bool(self.idle(here)) and not _is_slice(trail[0], here)  # who slices twice may as well slice once
+        for after in self.within_reach(seconds, here, slices):
+            if not here.placed & ~after.placed and _finer(here.dims, after.dims):
+                took = self.costs.slice(after) if slices else inf
+            else:
+                self.priced += 1
+                took = self.costs.reshard(here, after)[0]
             if seconds + took + after.least < self.worst:
                 self.offer(seconds + took, after, trail)
+
+    def within_reach(self, seconds: float, here: State, slices: bool) -> Iterator[State]:
+        """States to which one hop may be worth it, those first that are nearest to the goal."""
+        placed, closing, known = here.placed, self.bounds[here.converted].closing, self.costs.departures
+        for after in self.candidates(here):
+            so_far = seconds + after.least
+            if so_far >= self.worst or self.priced >= self.most:
+                return
+            twice = (
+                after.least > closing and seconds + here.more >= self.worst
+            )  # with a collective, another one follows
+            if twice and not slices:
+                return
+            leaving = placed & ~after.placed
+            if leaving:
+                start, per_byte = known.get(leaving) or self.costs.departure(leaving)
+                if twice or so_far + start + per_byte * after.box >= self.worst:
+                    continue
+            if after.reached > seconds and after is not here and self.passed(after) < self.worst:
+                yield after
 
     def reduce(self, seconds: float, trail: Trail) -> None:
         """Offer what reductions lead to.
@@ -215,10 +231,10 @@ class _Search:
             return
         for after in self.costs.joined(here):
             self.offer(seconds + self.costs.join(after), after, trail)
-        floor = self.bounds[here.converted].floor
+        latency, waiting = self.costs.latency, here.waiting
         for dims, left in self.states.scattered(here.dims, here.pending):
             after = self.bounded(self.costs.state(dims, left, here.converted))
-            if seconds + floor + after.least < self.worst:
+            if seconds + latency[waiting & ~after.waiting] + after.least < self.worst:
                 self.priced += 1
                 self.offer(seconds + self.costs.reduce_scatter(here, after)[0], after, trail)
 
@@ -237,6 +253,10 @@ class _Search:
         if state.least < 0:
             self.bounds[state.converted].ahead(state)
         return state
+
+    def idle(self, state: State) -> int:
+        """The axes that may still shard a dim, as bits."""
+        return self.free[state.converted] & ~(state.used | state.waiting)
 
     def passed(self, state: State) -> float:
         """Seconds of any way through a state, at least."""
@@ -258,8 +278,9 @@ class _Search:
         if not state.pending and state.converted:
             self.priced += 1
             self.note(seconds + self.costs.reshard(state, self.goal)[0], (trail, self.goal))
-            # Where not all states are looked at, ways of one collective are not varied either: it takes two to go on.
-            bound = seconds + (state.least if self.states.complete else state.more)
+            # It takes two collectives to go on, unless something else can be sliced before the one.  Where not all
+            # states are looked at, ways of one collective are not varied.
+            bound = seconds + (state.least if self.states.complete and self.idle(state) else state.more)
         if not state.converted:
             after = self.costs.conversion(state)
             if after is not None:
@@ -301,6 +322,20 @@ class _Search:
         if not edges:
             return self.start.box
         return max([edges[0].peak] + [edge.peak + self.start.box for edge in edges[1:]])
+
+
+def _is_slice(came: Trail | None, here: State) -> bool:
+    """Whether the last hop of a trail only sliced."""
+    if came is None:
+        return False
+    before = came[1]
+    alike = before.pending == here.pending and before.converted == here.converted
+    return alike and _finer(before.dims, here.dims)
+
+
+def _finer(old: Dims, new: Dims) -> bool:
+    """Whether all shards of `new` are parts of those of `old`."""
+    return all(b[: len(a)] == a for a, b in zip(old, new, strict=True))
 
 
 def _seconds(route: Route) -> float:

@@ -201,9 +201,15 @@ def _with_sizes(space: Space, plain: Iterable[Dims]) -> Iterable[Dims]:
     """The shardings, and the same with the explicit sizes of the start or the goal as far as those hold."""
     if not any(t % 3 for dims in (space.start, space.goal) for tokens in dims for t in tokens):
         return plain
+    known: dict[tuple[int, Tokens], list[Tokens]] = {}
     with_sizes: dict[Dims, None] = {}
     for dims in plain:
-        with_sizes |= dict.fromkeys(product(*(_sized(space, dim, tokens) for dim, tokens in enumerate(dims))))
+        ways = []
+        for key in enumerate(dims):
+            if key not in known:
+                known[key] = _sized(space, *key)
+            ways.append(known[key])
+        with_sizes |= dict.fromkeys(product(*ways))
     return with_sizes
 
 
