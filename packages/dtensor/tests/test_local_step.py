@@ -237,10 +237,10 @@ def test_state_that_is_replaced_or_written_counts() -> None:
 @on_ranks(2)
 def test_groups_and_states_that_are_rearranged_count() -> None:
     plain, spread = parameters()
-    both = [
-        torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], lr=0.1)
-        for params in (plain, spread)
-    ]
+    both: list[torch.optim.Optimizer] = []
+    for params in (plain, spread):
+        groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.5}]
+        both.append(torch.optim.AdamW(groups, lr=0.1))
     for turn in range(4):
         give_gradients(plain, spread)
         for optimizer in both:
