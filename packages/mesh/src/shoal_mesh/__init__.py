@@ -53,7 +53,7 @@ from .shared_memory.recorder import note
 from .terminal import progress
 from .topology import Link, Topology, set_topology, topology_of, topology_version
 from .topology import measure as measure_topology
-from .values import dataclass
+from .values import cached_property, dataclass
 
 __all__ = [
     "Along",
@@ -101,6 +101,7 @@ __all__ = [
     "all_to_all_v",
     "annotate_collectives",
     "broadcast",
+    "cached_property",
     "check_replicas",
     "comm_over",
     "constant_when_compiled",

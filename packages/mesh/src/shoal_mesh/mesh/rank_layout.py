@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import cached_property
 from itertools import product
 from math import prod
 from operator import index
 
 from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, MeshError, MeshTypeError
-from ..values import dataclass
+from ..values import cached_property, dataclass
 
 __all__ = ["Axis", "Layout", "read_sizes"]
 
