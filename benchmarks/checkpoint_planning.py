@@ -6,6 +6,7 @@ after the other.  Global: what the coordinator makes of them.  Fake process grou
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import warnings
@@ -28,6 +29,7 @@ import shoal_mesh
 from shoal_mesh.testing import fake_world
 
 RANKS, PARAMETERS, ROUNDS = 64, 160, 5
+GLOBAL_ROUNDS = 4  # each: torch does the same with the same plans, so what differs is noise
 BAR = 1.0
 
 
@@ -59,9 +61,13 @@ def global_plan(plans: Sequence[SavePlan]) -> float:
     """Milliseconds of the coordinator."""
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
-    begin = time.process_time()
-    planner.create_global_plan([*plans])
-    return (time.process_time() - begin) * 1e3
+    took = []
+    for _ in range(GLOBAL_ROUNDS):
+        gc.collect()
+        begin = time.process_time()
+        planner.create_global_plan([*plans])
+        took.append(time.process_time() - begin)
+    return min(took) * 1e3
 
 
 def main() -> None:
