@@ -69,7 +69,8 @@ from .optim.local_step import install_local_step, local_step
 from .redistribute.execution.coalesce import coalesce
 from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
-from .tensor.dtensor import DTensor
+from .tensor.dtensor import DTensor, run_on_pending
+from .tensor.parameter_gradients import ACCUMULATION
 from .tensor.shard_access import local_shard, safe_globals
 
 if TYPE_CHECKING:
@@ -78,7 +79,12 @@ if TYPE_CHECKING:
     from .api.pictures import draw_layout, draw_layouts, draw_plan
     from .api.visualize import draw_sharding, visualize_sharding
 
-Spec.at_first += [install_in_torch, install_local_step, partial(register_dispatch, DTensor, run_operator)]
+Spec.at_first += [
+    install_in_torch,
+    install_local_step,
+    partial(register_dispatch, DTensor, run_operator),
+    partial(register_dispatch, DTensor.pending, run_on_pending, ACCUMULATION),
+]
 
 __all__ = [
     "ArgumentTypeError",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,19 @@ __all__ = ["register_dispatch"]
 _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as long as it does
 
 
-def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any]) -> None:
+def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None) -> None:
     """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class.
+
+    Args:
+        cls: the class; run: what is called.
+        names: of the operators, as in `aten::add_.Tensor`; all of aten by default.
 
     It would call `__torch_dispatch__` alike, but would first ask whether the class is its own DTensor: for which it
     imports `torch.distributed.tensor`, and sympy with that, half a second in the first operator of a process.
     The rules take 10 ms.  Operators with `out=`, a third of all, have none.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in torch._C._dispatch_get_all_op_names() if names is None else names:
         if name.startswith("aten::") and "out" not in name.partition(".")[2]:
             torch.library.register_torch_dispatch(name, cls, run, lib=library)
     _LIBRARIES.append(library)

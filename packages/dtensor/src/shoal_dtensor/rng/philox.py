@@ -52,5 +52,4 @@ def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor
 def _broadcast(words: Sequence[Tensor | int]) -> list[Tensor]:
     device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
     tensors = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in words]
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]  # torch has no types
-    return [tensor.expand(shape) for tensor in tensors]
+    return [*torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]  # torch has no types
