@@ -97,6 +97,7 @@ def test_importing_a_layer_prints_nothing(layer: Any) -> None:
 
 FIRST_OPERATORS = """
 import sys, torch
+import torch.nn.functional as F
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
@@ -106,15 +107,21 @@ with fake_world(4):
     w = DTensor.from_local(torch.ones(6, 6), mesh, [Replicate()])
     for run in (lambda: x + x, lambda: x @ w, lambda: x.sum(0), lambda: x.view(-1, 2, 3), lambda: x.softmax(-1)):
         run()
-    torch.nn.functional.linear(x, w, w[0])
-    torch.nn.functional.layer_norm(x, (6,), w[0], w[0])
+    F.linear(x, w, w[0])
+    F.layer_norm(x, (6,), w[0], w[0])
+    w.requires_grad_()
+    y, labels = x @ w, DTensor.from_local(torch.ones(4, dtype=torch.long), mesh, [Shard(0)])
+    for one in (y, y / 2, y * y, y.relu(), F.gelu(y), F.silu(y), y.softmax(-1), F.layer_norm(y, (6,)), F.normalize(y)):
+        one.sum().backward(retain_graph=True)  # gradients of a sum are expanded tensors
+    for loss in (y.mean(), F.mse_loss(y, x), F.cross_entropy(y, labels), F.binary_cross_entropy_with_logits(y, x)):
+        loss.backward(retain_graph=True)
 unasked = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
 print(*[name for name in sys.modules if name.startswith(unasked)])
 """
 
 
-def test_first_operators_import_neither_compiler_nor_torchs_dtensor() -> None:
-    """Python meta kernels import `torch._dynamo`, which takes two seconds; an operator without a rule the other."""
+def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtensor() -> None:
+    """Python meta kernels import `torch._dynamo`, which takes a second; an operator without a rule the other."""
     assert said(FIRST_OPERATORS).split() == []
 
 

@@ -26,7 +26,7 @@ PLAIN = Circumstances(DEFAULT)
 MESHES = [abstract_mesh((2,)), abstract_mesh((4,)), abstract_mesh((2, 2)), abstract_mesh((4,), rank=3)]
 F32, F16, INT, BOOL = torch.float32, torch.float16, torch.int64, torch.bool
 
-# Sizes by letter: equal letters are equal sizes, digits are themselves.
+# Sizes by letter: equal letters are equal sizes, of expanded dims if they are capitals; digits are themselves.
 CALLS: list[tuple[Any, ...]] = [
     (aten.add.Tensor, "ab", "ab"),
     (aten.add.Tensor, "ab", "b"),
@@ -61,6 +61,26 @@ CALLS: list[tuple[Any, ...]] = [
     (aten.where.ScalarOther, ("ab", BOOL), "ab", 1.0),
     (aten._to_copy.default, "ab", {"dtype": F16}),
     (aten.threshold_backward.default, "ab", "ab", 0),
+    (aten.threshold_backward.default, "AB", "ab", 0),
+    (aten.div.Scalar, "AB", 2),
+    (aten.mul.Tensor, "AbC", "abc"),
+    (aten.mul.Tensor, "abc", "aBc"),
+    (aten.relu.default, "aB"),
+    (aten.t.default, "aB"),
+    (aten.ones_like.default, "bC", {"dtype": F16, "memory_format": torch.preserve_format}),
+    (aten.empty_like.default, "abc", {"pin_memory": False}),
+    (aten.relu_.default, "aB"),
+    (aten._softmax_backward_data.default, "ABC", "abc", 2, F32),
+    (aten.native_layer_norm_backward.default, "ABC", "abc", ["c"], "ab1", "ab1", "c", "c", [True, True, True]),
+    (aten.linalg_vector_norm.default, "abc", 2, [1]),
+    (aten.linalg_vector_norm.default, "ab", float("inf")),
+    (aten.logsumexp.default, "ab", [1]),
+    (aten.cumsum.default, "ab", 1),
+    (aten.mse_loss.default, "ab", "ab"),
+    (aten.mse_loss_backward.default, "", "ab", "ab", 1),
+    (aten.binary_cross_entropy_with_logits.default, "ab", "ab"),
+    (aten.nll_loss_forward.default, "ab", ("a", INT), None, 1, -100),
+    (aten.nll_loss_backward.default, "", "ab", ("a", INT), None, 1, -100, ""),
 ]
 
 
@@ -80,7 +100,13 @@ RESHAPES: list[tuple[tuple[int, ...], tuple[int, ...], int]] = [
 
 
 def shape_of(letters: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(int(letter) if letter.isdigit() else sizes[letter] for letter in letters)
+    return tuple(int(letter) if letter.isdigit() else sizes[letter.lower()] for letter in letters)
+
+
+def stride_of(letters: str, shape: Sequence[int]) -> tuple[int, ...]:
+    kept = [1 if letter.isupper() else size for letter, size in zip(letters, shape, strict=True)]
+    steps = zip(letters, contiguous_stride(kept), strict=True)
+    return tuple(0 if letter.isupper() else step for letter, step in steps)
 
 
 def with_sizes(call: Sequence[Any], sizes: Mapping[str, int]) -> tuple[list[Any], dict[str, Any]]:
@@ -90,7 +116,7 @@ def with_sizes(call: Sequence[Any], sizes: Mapping[str, int]) -> tuple[list[Any]
         letters, dtype = value if isinstance(value, tuple) else (value, F32)
         if isinstance(letters, str):
             shape = shape_of(letters, sizes)
-            args.append(TensorMeta(shape, contiguous_stride(shape), dtype))
+            args.append(TensorMeta(shape, stride_of(letters, shape), dtype))
         elif isinstance(value, list) and value and isinstance(value[0], str):
             args.append([sizes[letter] for letter in value])
         elif not isinstance(value, dict):
@@ -264,7 +290,7 @@ def test_layouts_of_explicit_sizes_and_nested_uneven_ones_are_assigned_for_each_
     assert layout(Spec(MESHES[0], [Shard(0, sizes=(1, 4))], (5, 2))) is None
     assert layout(Spec(MESHES[2], [Shard(0), Shard(0)], (8, 2))) is not None
     assert layout(Spec(MESHES[2], [Shard(0), Shard(0)], (7, 2))) is None
-    assert class_of(aten.relu.default, rule, [Spec(MESHES[0], [Replicate()], (5, 2), (0, 1))], {}) is None
+    assert class_of(aten.relu.default, rule, [Spec(MESHES[0], [Replicate()], (5, 2), (3, 1))], {}) is None
 
 
 def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,16 @@ Reshapes are classes of their own, of calls that differ in the first dim only: (
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 
+from shoal_mesh import cached_property
+
 from .._torch import Build, OpOverload, direct, results_of, shapes_of
+from ..layout.dim_sharding import DimSharding
 from ..layout.placements import Placement, Shard
 from ..layout.spec import Spec
 from ..layout.tensor_meta import MemoryOrder, TensorMeta, contiguous_stride, dense_order, dense_stride
@@ -160,11 +163,10 @@ class KnownClass:
 
 
 def _of_length(sharding: Any, length: int) -> Any:
-    """The same sharding of another number of elements, in units of which both have equally many."""
+    """The same sharding; of another number of elements, that of a reshape, it is even."""
     if sharding.length == length:
         return sharding
-    units = gcd(sharding.length, length)
-    return sharding.divided(sharding.length // units).scaled(length // units)
+    return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, length // sharding.shards)
 
 
 def _origins(spec: Spec, inputs: Sequence[Spec], *, reshaped: bool) -> dict[int, tuple[int, int]] | None:
@@ -270,7 +272,7 @@ def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[st
 def _class_of_reshape(op: OpOverload, source: Spec, sizes: Sequence[int]) -> SizeClass | None:
     """The class of a reshape: all sizes but the first of both shapes, whose ratio is that of the others' products."""
     count, given, first = prod(source.shape), prod(sizes), source.shape[:1]
-    if not (first and given and source.even and _is_plain(source) and all(type(n) is int for n in sizes)):
+    if not (first and given and source.even and _is_plain(source) and {*map(type, sizes)} == {int}):
         return None
     target = tuple([count // -given if n == -1 else n for n in sizes])
     units = gcd(first[0], *target[:1])

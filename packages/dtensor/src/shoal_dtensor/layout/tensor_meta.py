@@ -10,7 +10,7 @@ import torch
 __all__ = ["Box", "MemoryOrder", "ShardOrderEntry", "TensorMeta", "contiguous_stride", "dense_order", "dense_stride"]
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
-MemoryOrder = tuple[int, ...]  # dims, slowest first; empty for row-major
+MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expanded; empty for row-major
 
 
 class TensorMeta(NamedTuple):
@@ -49,19 +49,21 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def dense_order(shape: Sequence[int], stride: Sequence[int]) -> MemoryOrder | None:
-    """The order of a dense tensor's dims in memory; None if it has gaps or overlaps."""
+    """The order of a dense tensor's dims in memory; None if it has gaps, or overlaps but for expanded dims."""
     if tuple(stride) == contiguous_stride(shape):
         return ()
-    order = tuple(sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d])))
+    dims = sorted(range(len(shape)), key=lambda d: (-stride[d], -shape[d]))
+    order = tuple([d if stride[d] else ~d for d in dims])
     return order if dense_stride(shape, order) == tuple(stride) else None
 
 
 def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
-    """Stride in elements of a dense tensor whose dims are in this order in memory."""
+    """Stride in elements of a dense tensor whose dims are in this order in memory, 0 of expanded dims."""
     if not order:
         return contiguous_stride(shape)
     stride, step = [0] * len(shape), 1
     for dim in reversed(order):
-        stride[dim] = step
-        step *= shape[dim] or 1
+        if dim >= 0:
+            stride[dim] = step
+            step *= shape[dim] or 1
     return tuple(stride)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh import cached_property, dataclass
 
-from ..._torch import OpOverload, unmarked_writes
+from ..._torch import OpOverload
 from ...errors import ShoalTensorError
 from ...layout.placements import REDUCE_OPS, Partial
 from ...layout.tensor_meta import TensorMeta
@@ -96,7 +96,7 @@ class OpCall:
         places, start = {}, 0
         for name in self.schema.inputs:
             value = self.bound.get(name)
-            stop = start + (sum(1 for _ in flatten(value)) if isinstance(value, TensorMeta | list | tuple) else 0)
+            stop = start + (1 if isinstance(value, TensorMeta) else len([*flatten(value)]))
             places[name], start = range(start, stop), stop
         return places
 
@@ -129,7 +129,7 @@ class OpCall:
     @cached_property
     def written(self) -> tuple[int, ...]:
         """Indices (into `tensors`) of the inputs that the operator reads and writes (in-place operators)."""
-        return tuple(i for name in self.schema.written for i in self.places[name])
+        return tuple([i for name in self.schema.written for i in self.places[name]])
 
     @cached_property
     def updated(self) -> tuple[int, ...]:
@@ -139,17 +139,19 @@ class OpCall:
         """
         if not self.get("training", True):
             return ()
-        return tuple(i for name in unmarked_writes(self.op) for i in self.places[name])
+        return tuple([i for name in self.schema.unmarked for i in self.places[name]])
 
     @cached_property
     def rewritten(self) -> tuple[int, ...]:
         """Indices of the outputs that are inputs written in place; `out=` targets are not among them."""
         owners, written = self.schema.returned_inputs, self.schema.written
-        return tuple(i for i, owner in enumerate(owners) if owner in written)
+        return tuple([i for i, owner in enumerate(owners) if owner in written])
 
     @property
     def fixed(self) -> tuple[tuple[int, int | None], ...]:
         """Pairs (input, output): the inputs written in place, each with the output that it is, or None."""
+        if not self.schema.written:
+            return ()
         owner_of = {self.schema.returned_inputs[i]: i for i in self.rewritten}
         return tuple((i, owner_of.get(name)) for name in self.schema.written for i in self.places[name])
 

@@ -9,7 +9,7 @@ import torch
 
 from shoal_mesh import dataclass
 
-from ..._torch import OpOverload
+from ..._torch import OpOverload, unmarked_writes
 
 __all__ = ["OpSchema", "schema_of"]
 
@@ -29,6 +29,7 @@ class OpSchema:
         defaults: the values of the arguments that have a default.
         outs: names of the `out=` arguments.
         written: names of the inputs that are written in place.
+        unmarked: names of those that are written although the schema does not say so, when the operator trains.
         returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or `out0`, `out1`, ...
         is_list: for each of `returns` whether it is a list of tensors.
         returned_inputs: for each of `returns` the written input or `out=` argument that it is, or None.
@@ -43,6 +44,7 @@ class OpSchema:
     defaults: Mapping[str, object]
     outs: tuple[str, ...]
     written: tuple[str, ...]
+    unmarked: tuple[str, ...]
     returns: tuple[str, ...]
     is_list: tuple[bool, ...]
     returned_inputs: tuple[str | None, ...]
@@ -75,6 +77,7 @@ def schema_of(op: OpOverload) -> OpSchema:
         defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
         outs=outs,
         written=written,
+        unmarked=unmarked_writes(op),
         returns=returns,
         is_list=tuple(is_list for _, is_list in returned),
         returned_inputs=tuple(owners),

@@ -51,7 +51,7 @@ def _local_size(decided: LocalCall) -> LocalFunction | None:
 
 CREATION: Table = family(
     {
-        "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True),
+        "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
         "new_empty_strided": Rule(new_zeros, _local_layout),
         "new_zeros new_ones new_empty new_full": Rule(new_zeros, _local_size),
     }

@@ -112,9 +112,9 @@ def _nan(x: Tensor) -> Tensor:
 
 CUMULATIVE: Table = family(
     {
-        "cumsum": Rule(cumsum, _scanned(SUM)),
-        "cumprod": Rule(cumulative, _scanned(PRODUCT)),
-        "logcumsumexp": Rule(cumulative, _scanned(LOGSUMEXP)),
+        "cumsum": Rule(cumsum, _scanned(SUM), sizes=()),
+        "cumprod": Rule(cumulative, _scanned(PRODUCT), sizes=()),
+        "logcumsumexp": Rule(cumulative, _scanned(LOGSUMEXP), sizes=()),
         "cummax cummin": Rule(cumulative, _extremes),
     }
 )

@@ -280,9 +280,9 @@ REDUCTION: Table = family(
         "all": _reduction("min"),
         "var var_mean": Rule(var, _moments(_variance)),
         "std std_mean": Rule(var, _moments(_deviation)),
-        "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True),
+        "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norms, each=True),
-        "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp),
+        "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
     },
     unordered=True,
 ) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})

@@ -7,6 +7,7 @@ runs with sharded classes: each rank looks up the targets whose class it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -69,8 +70,9 @@ def _loss_gradient(decided: LocalCall) -> LocalFunction | None:
 def _divided(decided: LocalCall) -> LocalFunction:
     """The operator with a sum in the place of its mean, divided by the global count."""
     call = decided.call
-    shapes = [meta.shape for meta in call.tensors]
-    count = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]  # torch gives it no types
+    # Broadcast from the last dim on.  torch.broadcast_shapes would import sympy.
+    by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
+    count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
     sum_of = with_arguments(call, reduction=SUM)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -231,12 +233,12 @@ def _nll_loss_backward(decided: LocalCall) -> LocalFunction | None:
 
 LOSS: Table = family(
     {
-        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss),
-        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss_gradient),
-        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss_gradient),
-        "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss),
-        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward),
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss, sizes=()),
+        "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss_gradient, sizes=()),
+        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss_gradient, sizes=()),
+        "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
+        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward, sizes=()),
     },
     unordered=True,
 ) | family(
