@@ -41,7 +41,6 @@ def uses(lib: Any, mesh: Any, rows: int, columns: int) -> Iterator[tuple[str, Ca
     yield "mm", lambda: x @ w
     yield "sum", lambda: x.sum(0)
     yield "view", lambda: x.view(-1, 2, columns // 2)
-    yield "S(0)->R", lambda: x.redistribute(mesh, replicate)
     partial = lib.DTensor.from_local(weight, mesh, [lib.Partial()])
     yield "P->R", lambda: partial.redistribute(mesh, replicate)
     full = (dist.get_world_size() * rows - 1, columns)  # the last rank has one row less
@@ -50,6 +49,7 @@ def uses(lib: Any, mesh: Any, rows: int, columns: int) -> Iterator[tuple[str, Ca
     yield "uneven add", lambda: uneven + uneven
     replicated = lib.DTensor.from_local(torch.ones(full), mesh, replicate)
     yield "R->S(0)", lambda: replicated.redistribute(mesh, shard)
+    yield "S(0)->R", lambda: x.redistribute(mesh, replicate)  # last: 16,384 rows empty the caches for what follows
 
 
 def measure(make: Callable[..., Any], lib: Any, ranks: int) -> dict[str, float]:
