@@ -9,7 +9,7 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
+from itertools import islice, product, repeat
 from typing import NamedTuple, TypeGuard
 
 from shoal_mesh import DeviceMesh, dataclass
@@ -129,7 +129,7 @@ def first_free(rows: Iterable[Row], problem: ShardingProblem, mesh: DeviceMesh) 
         if row is None:
             return None
         for axis in sharded:
-            if axis not in first and _stays(row, problem, axis) and _candidates((row,), problem, axis):
+            if axis not in first and _stays(row, problem, axis) and _is_followed(row, problem, axis):
                 first[axis] = row
     whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
     return _unmoved([first.get(axis, whole) for axis in everywhere], problem, mesh)
@@ -179,16 +179,17 @@ def _communicating(combination: Sequence[Row]) -> tuple[int, ...]:
 
 
 def _candidates(rows: Sequence[Row], problem: ShardingProblem, axis: int) -> list[Row]:
-    """The rows that some operand already follows on a mesh axis."""
-    candidates = []
-    layouts = [*problem.specs, *problem.outs]
-    for row in rows:
-        entries = [*row.inputs, *row.outputs[: len(problem.outs)]] if problem.outs else row.inputs
-        whole = problem.unordered and is_plain(row)
-        follows = any(_is_placed_so(entry, spec, axis, whole) for entry, spec in zip(entries, layouts, strict=False))
-        if follows and all(_reaches(entry, spec, axis) for entry, spec in zip(row.inputs, problem.specs, strict=True)):
-            candidates.append(row)
-    return candidates
+    """The rows that some operand already follows on a mesh axis, where the others can."""
+    followed = [row for row in rows if _is_followed(row, problem, axis)]
+    return [row for row in followed if all(map(_reaches, row.inputs, problem.specs, repeat(axis)))]
+
+
+def _is_followed(row: Row, problem: ShardingProblem, axis: int) -> bool:
+    """Whether some operand is placed as a row asks along a mesh axis."""
+    entries = [*row.inputs, *row.outputs[: len(problem.outs)]] if problem.outs else row.inputs
+    whole = problem.unordered and is_plain(row)
+    layouts = zip(entries, (*problem.specs, *problem.outs), strict=False)
+    return any([_is_placed_so(entry, spec, axis, whole) for entry, spec in layouts])  # noqa: C419  # half the time
 
 
 def is_plain(row: Row) -> bool:
@@ -389,8 +390,8 @@ def _is_norm(placement: Placement) -> TypeGuard[Partial]:
 
 def _mixes(spec: Spec) -> bool:
     """Whether a spec has reductions whose order would matter: rows of two axes may each be right, but not together."""
-    kinds = {op for _, op in spec.partials}
-    return len(kinds) > 1 and not kinds <= {"sum", "avg"}
+    kinds = {op for _, op in spec.partials} if len(spec.partials) > 1 else ()
+    return len(kinds) > 1 and not {"sum", "avg"}.issuperset(kinds)
 
 
 def _traffic(combination: Sequence[Row], mesh: DeviceMesh) -> float:

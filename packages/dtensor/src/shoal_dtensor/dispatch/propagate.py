@@ -108,15 +108,17 @@ def decide(
         CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
     """
     if not has_symbols((*args, *kwargs.values())):
-        return _decide(op, args, kwargs, circumstances)
+        return _decide(op, args, kwargs, circumstances, symbolic=False)
     try:
-        return _decide(op, args, kwargs, circumstances)
+        return _decide(op, args, kwargs, circumstances, symbolic=True)
     except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
-        return _decide(op, constants_of(args), constants_of(kwargs), circumstances)
+        return _decide(op, constants_of(args), constants_of(kwargs), circumstances, symbolic=False)
 
 
-def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances) -> Decision:
-    """How to run `op`, for `decide`."""
+def _decide(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances, *, symbolic: bool
+) -> Decision:
+    """How to run `op`, for `decide`; `symbolic` says whether there are symbols among the arguments."""
     scope = circumstances.scope
     rule = rule_of(op, scope)
     if rule is None:
@@ -128,7 +130,6 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
     outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
     inputs = specs[: len(specs) - len(outs)]
     build = without_memory(args, kwargs)
-    symbolic = has_symbols((*args, *kwargs.values()))
     sized = None if outs or symbolic else class_of(op, rule, args, kwargs)
     known = known_class(op, rule, sized, args, kwargs, build)
 
@@ -147,7 +148,7 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
         )
     check_outs(op, outs, metas)
     call = call_of(metas)
-    sharding = _sharding_of(rule, call, inputs, outs)
+    sharding = _sharding_of(rule, call, inputs, outs, symbolic=symbolic)
     return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
 
 
@@ -178,19 +179,22 @@ def _decision_of_class(
     return decision
 
 
-def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> Sharding:
+def _sharding_of(
+    rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...], *, symbolic: bool = False
+) -> Sharding:
     """The sharding of a call."""
     if rule is _LOCAL:
         return _as_first_input(call, inputs)
     if rule.each:
-        return _sharding_of_each(rule, call, inputs)
-    return _sharding(rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered))
+        return _sharding_of_each(rule, call, inputs, symbolic=symbolic)
+    problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
+    return _sharding(rule, call, problem, symbolic=symbolic)
 
 
-def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
+def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem, *, symbolic: bool = False) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
     mesh = _common_mesh(call.op, problem.specs + problem.outs)
-    if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
+    if symbolic and has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
         return _symbolic_sharding(rule, call, problem, mesh)
     whole = not any(spec.partials for spec in problem.specs) and not call.has_data_dependent_shape
     if whole and call.schema.returns and (first := first_free(rule.rows(call), problem, mesh)) is not None:
@@ -239,7 +243,7 @@ def _replicated(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate()] * spec.mesh.ndim)
 
 
-def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
+def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], *, symbolic: bool) -> Sharding:
     """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
     numbers, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
     places = [numbered(value, numbers) for value in values]
@@ -260,7 +264,7 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sha
         )
         fixed = tuple((j, None) for j in sub.written)
         problem = ShardingProblem(tuple(inputs[j] for j in indices), sub.outputs, fixed, (), rule.unordered)
-        sharding = _sharding(rule, sub, problem)
+        sharding = _sharding(rule, sub, problem, symbolic=symbolic)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
             if decided[j] not in (None, spec):
@@ -284,15 +288,15 @@ def _decision(  # what a decision is made of
     wanted = (*sharding.inputs, *_specs_of_outs(sharding.outputs, specs[len(sharding.inputs) :]))
     changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in changed)
-    places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())]
     written = (*call.written, *range(len(sharding.inputs), len(specs)))
     stored = (*written, *call.updated)
     check_writes(call.op, specs, stored, circumstances.copies)
     write_backs = tuple((i, plan(b, a)) for i, a, b in changed if i in stored)
     scope = circumstances.scope
+    allowed = scope.communication == "allow"
     moving = any(way.collectives for _, way in plans)
-    what = f"{call.op}({', '.join(map(repr, specs))})" if moving or scope.communication != "allow" else ""
-    notice = notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
+    what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
+    notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, ResultKind.of(call)
     dynamic = rule.dynamic or call.has_data_dependent_shape
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
@@ -304,11 +308,12 @@ def _decision(  # what a decision is made of
         run = with_overlap_fallback(run)
     if kind is ResultKind.ONE and not call.schema.is_view and any(0 in a.stride for _, a, _ in changed):
         run = with_memory_order(run, sharding.outputs[0])
+    places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())] if plans or written else []
     unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
     copied = call.schema.is_view and (
         bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.copies
     )
-    watched = scope.communication != "allow" and not sharding.communicating
+    watched = not allowed and not sharding.communicating
     if not (plans or dynamic or copied or notice or watched or circumstances.verifies_plain):
         return SimpleDecision(run, kind, sharding.outputs, aliased, unreported)
     return (DynamicDecision if dynamic else MovingDecision)(

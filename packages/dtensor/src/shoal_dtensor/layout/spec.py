@@ -19,7 +19,8 @@ from shoal_mesh import DeviceMesh, constant_when_compiled
 from .._torch import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
-from .dim_sharding import DimSharding, ShardOrder, canonical_placements, normalize_placements, order_of
+from .dim_sharding import DimSharding, ShardOrder
+from .normal_placements import canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
 from .spec_text import described
@@ -134,7 +135,7 @@ class Spec(SpecNames):
         check_mesh("Spec", mesh)
         check_type("Spec", "dtype", dtype, torch.dtype, "a torch.dtype")
         check_type("Spec", "shard_order", shard_order, (tuple, list, type(None)), "pairs (tensor dim, mesh axes)")
-        if any(n < 0 for n in shape):
+        if min(shape, default=0) < 0:
             raise PlacementError(f"Spec: expected a shape without negative sizes, got {tuple(shape)}")
         asked = key
         normal, order = normalize_placements(placements, mesh.shape, len(shape), shard_order, shape)

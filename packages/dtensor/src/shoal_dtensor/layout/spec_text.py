@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def _sizes(sharding: Any) -> str:
     return f"={list(sharding.sizes)}"
 
 
+@cache
 def _short(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):

@@ -10,10 +10,9 @@ uneven and nested shardings fold as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 
-from shoal_mesh import dataclass
+from shoal_mesh import cached_property, dataclass
 
 from ..errors import PlacementError
 from .dim_sharding import DimSharding, ShardOrder, shard_dim
@@ -175,7 +174,12 @@ def shard_dims(
         PlacementError: see `shard_any_dim`.
     """
     axes_of = dict(order)
-    return tuple([shard_any_dim(n, axes_of.get(dim, ()), placements, mesh_shape) for dim, n in enumerate(shape)])
+    return tuple(
+        [
+            shard_any_dim(n, axes_of[dim], placements, mesh_shape) if dim in axes_of else DimSharding.whole(n)
+            for dim, n in enumerate(shape)
+        ]
+    )
 
 
 def interval_sharding(sharding: AnyDimSharding) -> DimSharding:

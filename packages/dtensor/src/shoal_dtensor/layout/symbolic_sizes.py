@@ -22,6 +22,8 @@ def has_symbols(values: Iterable[Any]) -> bool:
     """Whether there is a symbol among some values, tuples and lists of them; `Spec`s answer for their shapes."""
     for value in values:
         kind = type(value)
+        if kind is int:
+            continue
         if kind is torch.SymInt or getattr(value, "example", None) is not None:
             return True
         if issubclass(kind, (tuple, list)) and has_symbols(value):

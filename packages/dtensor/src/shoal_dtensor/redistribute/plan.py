@@ -199,7 +199,10 @@ def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
 @lru_cache(maxsize=256)
 def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
     links = (topology_of(mesh) if topology is None else topology).links
-    return Links(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
+    return _interned(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
+
+
+_interned = lru_cache(maxsize=256)(Links)
 
 
 def _check(src: Spec, dst: Spec) -> None:

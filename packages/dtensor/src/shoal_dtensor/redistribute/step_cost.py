@@ -8,19 +8,19 @@ too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 
-from shoal_mesh import dataclass
+from shoal_mesh import cached_property, dataclass
 
 __all__ = ["COPY_SPEEDUP", "Links", "sent_among", "total"]
 
 COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Links:
-    """What the search needs to know about a mesh.
+    """What the search needs to know about a mesh: of equal ones `links_of` gives one object, hashed by identity.
 
     Attributes:
         sizes: ranks along each axis.

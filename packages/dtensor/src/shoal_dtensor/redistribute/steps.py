@@ -205,7 +205,7 @@ class Plan:
         floor: seconds that any sequence of these steps takes at least in the cost model; `seconds` if none takes less,
             0.0 if nothing is known (between meshes, and where a strided dim is gathered first).
         collectives: number of steps that communicate.
-        purpose: what its collectives are for, in words; note: the same for the recorder, None if there are none.
+        note: what its collectives are for, and their number, for the recorder; None if there are none.
     """
 
     src: Spec
@@ -216,13 +216,17 @@ class Plan:
     peak_bytes: int
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)
-    purpose: str = field(init=False, repr=False, compare=False)
     note: tuple[str, int] | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
-        object.__setattr__(self, "purpose", f"redistribute {self.src!r} -> {self.dst!r}")
-        object.__setattr__(self, "note", (self.purpose, self.collectives) if self.collectives else None)
+        note = (f"redistribute {self.src!r} -> {self.dst!r}", self.collectives) if self.collectives else None
+        object.__setattr__(self, "note", note)
+
+    @property
+    def purpose(self) -> str:
+        """What its collectives are for, in words."""
+        return f"redistribute {self.src!r} -> {self.dst!r}" if self.note is None else self.note[0]
 
     @property
     def example(self) -> Spec | None:

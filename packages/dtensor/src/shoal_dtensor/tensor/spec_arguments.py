@@ -20,7 +20,8 @@ from shoal_mesh import (
 from .._torch import is_tracing
 from ..argument_types import check_mesh, check_type
 from ..errors import PlacementError
-from ..layout.dim_sharding import DimSharding, ShardOrder, normalize_placements
+from ..layout.dim_sharding import DimSharding, ShardOrder
+from ..layout.normal_placements import normalize_placements
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...layout.tensor_meta import contiguous_stride
+
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
@@ -16,6 +18,8 @@ __all__ = ["in_memory_order", "memory_order"]
 
 def memory_order(spec: Spec) -> list[int] | None:
     """Tensor dims from the largest stride to the smallest; None if that is row-major."""
+    if spec.stride == contiguous_stride(spec.shape):
+        return None
     if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
         return None  # an expanded tensor: its shards are plain
     order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
