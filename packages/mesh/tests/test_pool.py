@@ -37,9 +37,10 @@ def _rank_and_seed(add: int) -> tuple[int, float]:
 
 
 def _one_fails_the_others_wait() -> None:
+    print("waiting")
+    dist.barrier()
     if dist.get_rank() == 1:
         raise ValueError("rank one is unhappy")
-    print("waiting")
     dist.barrier()
 
 
