@@ -6,6 +6,7 @@ Every function compiles into one graph, gives what it gives eagerly, and so do i
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,20 @@ def test_the_mesh_of_a_block_is_not_seen_by_compiled_code() -> None:
             torch.compile(lambda x: DTensor.from_local(x, placements=[Shard(0)]), backend="eager", fullgraph=True)(
                 torch.ones(2)
             )
+
+
+@pytest.mark.filterwarnings("ignore")  # a warning that is an error keeps torch from its cache
+def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank compiles is of that rank: the other would get its shard, as would the same rank in another mesh."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def program(x: Any) -> Any:
+        return x.redistribute(placements=[Shard(0)]).tril() * 2
+
+    for rank in range(2):
+        torch._dynamo.reset()
+        with fake_world(2, rank=rank):
+            mesh = init_device_mesh("cpu", (2,))
+            x = DTensor.from_local(torch.arange(32.0).view(8, 4), mesh, [Replicate()])
+            compiled = torch.compile(program, fullgraph=True)(x)
+            assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"

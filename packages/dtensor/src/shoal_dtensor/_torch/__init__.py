@@ -1,7 +1,7 @@
 """The seam to torch: every private or unstable torch name that this package uses, by theme."""
 
 from .collectives import group_ranks, reduction_name
-from .compiling import is_tracing, never_compiled, recorder, records_values, whole_when_compiled
+from .compiling import is_tracing, never_compiled, not_cached, recorder, records_values, whole_when_compiled
 from .dispatch_rules import register_dispatch
 from .engine import (
     accumulating_leaf,
@@ -70,6 +70,7 @@ __all__ = [
     "is_transformed",
     "make_wrapper",
     "never_compiled",
+    "not_cached",
     "orthogonalized",
     "pytree",
     "recorded",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -15,6 +15,7 @@ from shoal_mesh import sums_are_in_tree
 __all__ = [
     "is_tracing",
     "never_compiled",
+    "not_cached",
     "recorder",
     "records_values",
     "whole_when_compiled",
@@ -43,6 +44,17 @@ def never_compiled(function: Callable[..., Any]) -> None:
     """
     actions, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
     eval_frame.set_code_exec_strategy(function.__code__, strategy(actions.SKIP, actions.SKIP))
+
+
+def not_cached(reason: str) -> NoReturn:
+    """Answer torch's question how to find a graph in its cache on disk: not at all, it is traced again.
+
+    Raises:
+        BypassAOTAutogradCache: always; torch goes on without the cache.
+    """
+    from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # loaded by who asks
+
+    raise BypassAOTAutogradCache(reason)
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

@@ -326,6 +326,9 @@ class DTensor(torch.Tensor):
         local = inner["_local_tensor"]
         return DTensor(local, of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
 
+    def _stable_hash_for_caching(self) -> str:
+        serialization.refuse_graph_cache()
+
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
         return self.__coerce_same_metadata_as_tangent__((gradient_spec(self._spec), self.requires_grad))

@@ -1,4 +1,4 @@
-"""How a DTensor leaves the process and comes back: deep copies, pickles, `torch.distributed.checkpoint`.
+"""How a DTensor leaves the process and comes back, or does not: copies, pickles, checkpoints, caches of graphs.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
 rank names the boxes that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .._torch import not_cached
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
 from ..layout.placements import Replicate
@@ -26,6 +27,7 @@ __all__ = [
     "deep_copy",
     "rebuild",
     "reduce",
+    "refuse_graph_cache",
     "refuse_partial",
 ]
 
@@ -168,3 +170,12 @@ def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tenso
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
             return local[tuple(slice(*interval) for interval in place)]
     raise PlacementError(f"checkpoint index {index} is none of the boxes of {spec!r} on this rank")
+
+
+def refuse_graph_cache() -> NoReturn:
+    """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
+
+    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its group, are constants
+    that appear as it is traced.  What the cache knows of it before is the same on all ranks.
+    """
+    not_cached("graphs of DTensors are of one rank, and the cache does not know of which")
