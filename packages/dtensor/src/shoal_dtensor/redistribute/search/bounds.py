@@ -39,12 +39,12 @@ class Bounds:
     """
 
     __slots__ = (
-        "_becoming", "_costs", "_fewest", "_goal", "_islands", "_known", "_more", "_per_rank", "_sizes",
-        "_slowest_start", "_start", "_wanted", "closing", "floor",
+        "_becoming", "_fewest", "_goal", "_islands", "_known", "_more", "_per_rank", "_sizes", "_slowest_start",
+        "_start", "_wanted", "closing", "floor",
     )  # fmt: skip
 
     def __init__(self, costs: Costs, converted: bool) -> None:
-        space, self._costs = costs.space, costs
+        space = costs.space
         links, becoming = space.links, space.becoming
         self._sizes = _products(links.sizes)
         # Axes that are partial already hold tensors of their own.  Those that still become partial hold the goal

@@ -22,10 +22,28 @@ __all__ = ["Costs", "Reshard", "State"]
 
 # axes of the old sharding inside what both have in common, such axes of the new one, fraction of the new shard held
 Pair = tuple[int, int, float]
-# of one dim: its number; axes; the same, 16 bits further left for each dim; longest shard; whether all are that long;
-# and beside the goal: axes that take part in a collective on any way there, those of them that shard another dim there,
-# fraction of the goal's shard that is held
-Sharding = tuple[int, int, int, int, bool, int, int, float]
+
+
+class Sharding(NamedTuple):
+    """The sharding of one dim, and what is to be said of it beside the goal.
+
+    Attributes:
+        number: a small one, of its own.
+        mask, placed: its axes; the same, 16 bits further left for each dim.
+        width: elements of the longest shard; even: whether all are that long.
+        leaving: axes that take part in a collective on any way to the goal.
+        away: the axes that shard another dim there.
+        held: fraction of the goal's shard that every rank has, where even.
+    """
+
+    number: int
+    mask: int
+    placed: int
+    width: int
+    even: bool
+    leaving: int
+    away: int
+    held: float
 
 
 class State:
@@ -94,7 +112,7 @@ class Reshard(NamedTuple):
     sliced: State | None
 
 
-_NO_DIMS: tuple[tuple[()], ...] = ((),) * 8
+_NO_DIMS: tuple[tuple[()], ...] = ((),) * len(Sharding._fields)
 _NOTHING = Reshard(0.0, 0, "", 0, None)
 
 
@@ -132,7 +150,7 @@ class Costs:
         width, even = self.space.width(dim, tokens)
         held = self.space.common(dim, tokens, goal) if leaving and even else 1.0
         away = mask & self._wanted & ~mask_of(goal)
-        sharding = known[tokens] = len(known), mask, mask << 16 * dim, width, even, leaving, away, held
+        sharding = known[tokens] = Sharding(len(known), mask, mask << 16 * dim, width, even, leaving, away, held)
         return sharding
 
     def reshard(self, before: State, after: State) -> Reshard:

@@ -129,7 +129,7 @@ class _Search:
         if space.conversions or space.remade:
             return None
         if start.pending and start.dims != goal.dims:
-            nested = all(new[: len(old)] == old for old, new in zip(start.dims, goal.dims, strict=True))
+            nested = _finer(start.dims, goal.dims)
             if not (nested and goal.even and goal.used & ~start.used == start.waiting):
                 return None
         edges = tuple(edges_between(self.costs, start, goal))
@@ -205,9 +205,8 @@ class _Search:
             so_far = seconds + after.least
             if so_far >= self.worst or self.priced >= self.most:
                 return
-            twice = (
-                after.least > closing and seconds + here.more >= self.worst
-            )  # with a collective, another one follows
+            # A collective to where it takes another one makes two, which may take too long.
+            twice = after.least > closing and seconds + here.more >= self.worst
             if twice and not slices:
                 return
             leaving = placed & ~after.placed
