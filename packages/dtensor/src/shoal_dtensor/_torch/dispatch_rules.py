@@ -15,13 +15,13 @@ _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as l
 def register_dispatch(cls: type[torch.Tensor], run: Callable[..., Any], names: Sequence[str] | None = None) -> None:
     """Have torch call `run(cls, op, types, args, kwargs)` for operators on tensors of this very class.
 
-    Args:
-        cls: the class; run: what is called.
-        names: of the operators, as in `aten::add_.Tensor`; all of aten by default.
-
     It would call `__torch_dispatch__` alike, but would first ask whether the class is its own DTensor: for which it
     imports `torch.distributed.tensor`, and sympy with that, half a second in the first operator of a process.
     The rules take 10 ms.  Operators with `out=`, a third of all, have none.
+
+    Args:
+        cls: the class; run: what is called.
+        names: of the operators, as in `aten::add_.Tensor`; all of aten by default.
     """
     library = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]  # of torch
     for name in torch._C._dispatch_get_all_op_names() if names is None else names:

@@ -145,11 +145,13 @@ def shard_any_dim(
     Raises:
         PlacementError: if explicit sizes do not fit the dim, or each other.
     """
+    if not axes:
+        return DimSharding.whole(length)
     by_runs: dict[int, list[int]] = {}
     for axis in axes:
         placement = placements[axis]
         by_runs.setdefault(placement.split_factor if isinstance(placement, StridedShard) else 1, []).append(axis)
-    if list(by_runs) in ([], [1]):
+    if list(by_runs) == [1]:
         return shard_dim(length, axes, placements, mesh_shape)
     levels: dict[int, DimSharding] = {}
     length = int(length)  # a symbol becomes a constant: what folds is decided by divisors
@@ -174,12 +176,7 @@ def shard_dims(
         PlacementError: see `shard_any_dim`.
     """
     axes_of = dict(order)
-    return tuple(
-        [
-            shard_any_dim(n, axes_of[dim], placements, mesh_shape) if dim in axes_of else DimSharding.whole(n)
-            for dim, n in enumerate(shape)
-        ]
-    )
+    return tuple([shard_any_dim(n, axes_of.get(dim, ()), placements, mesh_shape) for dim, n in enumerate(shape)])
 
 
 def interval_sharding(sharding: AnyDimSharding) -> DimSharding:

@@ -220,13 +220,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
-        note = (f"redistribute {self.src!r} -> {self.dst!r}", self.collectives) if self.collectives else None
-        object.__setattr__(self, "note", note)
+        object.__setattr__(self, "note", None)
+        if self.collectives:
+            object.__setattr__(self, "note", (self.purpose, self.collectives))
 
     @property
     def purpose(self) -> str:
         """What its collectives are for, in words."""
-        return f"redistribute {self.src!r} -> {self.dst!r}" if self.note is None else self.note[0]
+        return self.note[0] if self.note else f"redistribute {self.src!r} -> {self.dst!r}"
 
     @property
     def example(self) -> Spec | None:
