@@ -83,6 +83,33 @@ def test_blocks_that_follow_one_another_are_not_copied() -> None:
     assert out.tolist() == [n + 10 * (1 - comm.rank) for n in (1, 2, 3, 4)]
 
 
+@on_ranks(4)
+def test_blocks_around_the_own_one_are_not_copied() -> None:
+    comm = init_device_mesh("cpu", (4,)).comm(0)
+    sent: list[int] = []
+
+    class Group:
+        def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
+            sent.append(source.data_ptr())
+            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
+
+    group = cast("torch.distributed.ProcessGroup", Group())
+    spy = replace(comm, _group=group, backend="a spy", on_gloo=False)
+    matrix = torch.arange(72.0).view(8, 9)
+    for rows in ([2, 2, 2, 2], [1, 5, 1, 1]):
+        mine = torch.split(matrix, [3, 1, 3, 2], 1)[comm.rank].contiguous()
+        out = matrix.new_empty(rows[comm.rank], 9)
+        blocks = torch.split(mine, rows)
+        with CommDebugMode() as debug:
+            all_to_all_blocks([[each] for each in blocks], spy, [[each] for each in torch.split(out, [3, 1, 3, 2], 1)])
+        assert out.equal(torch.split(matrix, rows)[comm.rank])
+        kept = blocks[comm.rank].nbytes
+        assert debug.get_bytes() == {comm.axes: mine.nbytes - kept}
+        # In front of the others' blocks, or between those; not where it is more than all of them.
+        around = mine.data_ptr() + (kept if comm.rank == 0 else 0)
+        assert (sent.pop() == around) == (2 * kept <= mine.nbytes)
+
+
 def test_one_rank_keeps_its_blocks() -> None:
     with fake_world(1):
         comm, out = init_device_mesh("cpu", (1,)).comm(0), torch.zeros(2, 2)

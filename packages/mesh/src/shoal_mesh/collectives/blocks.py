@@ -28,7 +28,7 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
 
     One collective whatever the number of blocks. Blocks may be views with any strides. They are copied once into a
     buffer and once out of it, and not at all where they follow one another in memory. What a rank sends to itself is
-    copied straight from `blocks[rank]` to `out[rank]`.
+    copied straight from `blocks[rank]` to `out[rank]`, unless that is what the others' blocks are around.
 
     Args:
         blocks: for every rank of the communicator, in index order, the blocks that it gets; any shapes, empty ones and
@@ -57,16 +57,18 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     if comm.size == 1:
         _keep(blocks[0], out[0])
         return out
-    own = comm.rank
-    sends = [() if i == own else blocks[i] for i in backend_calls.group_to_index(comm)]
-    arrivals = [() if i == own else out[i] for i in backend_calls.group_to_index(comm)]
+    own, order = comm.rank, backend_calls.group_to_index(comm)
+    straight = is_compiling() or not (_is_around(blocks, order, own) or _is_around(out, order, own))
+    sends = [() if straight and i == own else blocks[i] for i in order]
+    arrivals = [() if straight and i == own else out[i] for i in order]
     flat = _packed(list(chain.from_iterable(sends)), _example(blocks, out, comm))
 
     def run() -> None:
         into = list(chain.from_iterable(arrivals))
         target = None if is_compiling() else _as_one(into)
         received, work = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
-        _keep(blocks[own], out[own])
+        if straight:
+            _keep(blocks[own], out[own])
         if work is not None:
             work.wait()
         if target is None:
@@ -193,7 +195,8 @@ def _require_blocks(blocks: Sequence[Tensor]) -> None:
 def _event(blocks: Blocks, comm: Comm, out: Blocks, flat: Tensor) -> Event:
     sends, receives = _counts(blocks), _counts(out)
     sends[comm.rank] = receives[comm.rank] = 0
-    tensors = (flat,) if any(blocks) or any(out) else ()  # without a block this rank does not know the dtype
+    # Without a block this rank does not know the dtype.
+    tensors = (flat[: sum(sends)],) if any(blocks) or any(out) else ()
     return Event("all_to_all_single", comm, tensors, sends=tuple(sends), receives=tuple(receives))
 
 
@@ -211,6 +214,18 @@ def _counts(lists: Sequence[Sequence[Tensor]]) -> list[int]:
 def _keep(source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
     for block, place in zip(source, target, strict=True):
         place.copy_(block)
+
+
+def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
+    """Whether the blocks of the others follow one another in memory if this rank's own, which are no more, are there.
+
+    Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no buffer is needed.
+    """
+    others = list(chain.from_iterable(blocks[i] for i in order if i != own))
+    count, kept = _counts([others, blocks[own]])
+    if not 0 < kept <= count or _as_one(others) is not None:
+        return False
+    return _as_one(list(chain.from_iterable(blocks[i] for i in order))) is not None
 
 
 def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
