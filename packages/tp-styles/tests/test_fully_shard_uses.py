@@ -38,6 +38,7 @@ from shoal_tp_styles import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from tp_checks import counts
 
 
 def pair(mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options: Any) -> tuple[Any, Any]:
@@ -237,6 +238,38 @@ def test_methods_that_count_as_forward() -> None:
     same_gradients(plain, model)
     with pytest.raises(LayoutError, match="no method 'decode'"):
         register_fsdp_forward_method(model, "decode")
+
+
+@on_ranks(4)
+def test_what_is_freed_is_chosen_later() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = models(mesh, lambda: Model(6, 2))
+    for block in model.blocks:
+        fully_shard(block, mesh["data"])
+    model.blocks[0].set_reshard_after_forward(False)
+    fully_shard(model, mesh["data"])
+    tokens, targets = batch(0)
+    mine = own(mesh, tokens, targets)
+    expected = loss_of(plain, tokens, targets)
+    expected.backward()
+
+    def gathers(*, backward: bool) -> int:
+        with CommDebugMode() as mode, torch.set_grad_enabled(backward):
+            loss = loss_of(model, *mine)
+            if backward:
+                loss.backward()
+        return counts(mode).get("all_gather", 0)
+
+    assert gathers(backward=True) == 3 + 1, "of the outermost unit and two blocks; again of the second one"
+    same_gradients(plain, model)
+    model.set_reshard_after_forward(True)
+    assert gathers(backward=True) == 3 + 3
+    model.set_reshard_after_forward(False)
+    assert [gathers(backward=False) for _ in range(2)] == [3, 0], "an evaluation of several batches gathers once"
+    assert gathers(backward=True) == 0
+    assert gathers(backward=True) == 3, "a backward frees"
+    with pytest.raises(TypeError, match="expected reshard_after_forward to be a bool, got int 2"):
+        model.set_reshard_after_forward(2)
 
 
 # --- gradients that are kept ------------------------------------------------------------------------------------------

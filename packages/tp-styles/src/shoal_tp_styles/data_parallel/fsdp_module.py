@@ -58,6 +58,7 @@ class FSDPModule(nn.Module):
         """
         state_of(self).unit.leave()
 
+    @takes(requires_gradient_sync=bool)
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
         for state in states_of(self, recurse):
@@ -88,10 +89,11 @@ class FSDPModule(nn.Module):
             state.unit.kept.clear()
             state.unit.spoiled = False
 
+    @takes(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether gathered parameters are freed between forward and backward."""
+        """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
         for state in states_of(self, recurse):
-            state.unit.frees = reshard_after_forward
+            state.free_after_forward(reshard_after_forward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Set the modules whose parameters start to be gathered when this one's forward begins.

@@ -99,6 +99,10 @@ class UnitState:
             state.unit.frees = state._frees is not False
         self.schedule.states += inner
 
+    def free_after_forward(self, frees: bool) -> None:
+        """Free what was gathered after a forward, or keep it, from now on."""
+        self._frees = self.unit.frees = frees
+
     @never_compiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather before the forward."""
