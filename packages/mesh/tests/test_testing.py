@@ -13,6 +13,8 @@ from shoal_mesh import (
     DeviceMesh,
     MeshError,
     all_reduce,
+    all_to_all_v,
+    init_device_mesh,
 )
 from shoal_mesh.testing import (
     RankTestCase,
@@ -116,3 +118,12 @@ def test_the_fake_world_is_alone() -> None:
         pass
     with fake_world(2):
         dist.destroy_process_group()  # the program may have done it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64])
+def test_a_rank_of_the_fake_world_may_send_nothing_and_receive(dtype: torch.dtype) -> None:
+    with fake_world(3):
+        comm = init_device_mesh("cpu", (3,)).comm(0)
+        arrived = all_to_all_v(torch.empty(0, dtype=dtype), comm, [0, 0, 0], [0, 2, 1])
+        assert arrived.dtype is dtype
+        assert arrived.tolist() == [0, 0, 0]
