@@ -3,10 +3,10 @@
 from . import differentiable, errors, topology
 from .__about__ import __version__
 from ._torch import constant_when_compiled
-from .collectives.backend_calls import contribution
 from .collectives.blocks import all_to_all_blocks, pack_blocks, unpack_blocks
 from .collectives.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
 from .collectives.even import all_gather, all_reduce, all_reduce_, all_to_all, reduce_scatter
+from .collectives.graph_dependences import bound, contribution
 from .collectives.graph_operators import define_operators
 from .collectives.operands import Along
 from .collectives.packed import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
@@ -100,6 +100,7 @@ __all__ = [
     "all_to_all_blocks",
     "all_to_all_v",
     "annotate_collectives",
+    "bound",
     "broadcast",
     "cached_property",
     "check_replicas",

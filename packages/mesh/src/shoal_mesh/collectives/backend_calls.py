@@ -170,31 +170,6 @@ def _operators(tensor: Tensor, comm: Comm) -> Any:
     return functional
 
 
-def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
-    """`R -> P`: what a rank adds to a reduction of a tensor that all hold: its copy on one rank, a constant on others.
-
-    A compiler drops what a constant replaces: ranks' graphs would have different collectives. So compiled code has an
-    operator here that it cannot look into.
-
-    Args:
-        operand: what all ranks hold.
-        held: whether this rank is the one.
-        other: what the reduction ignores.
-
-    Returns:
-        A tensor of its own, shaped like the operand.
-
-    Example:
-        >>> contribution(torch.ones(2), True, 0.0), contribution(torch.ones(2), False, 0.0)
-        (tensor([1., 1.]), tensor([0., 0.]))
-    """
-    if is_compiling() and not is_exporting():
-        Comm.run_at_first()  # defines it
-        result: Tensor = getattr(torch.ops, NAMESPACE).contribution(operand, held, other)
-        return result
-    return operand.clone() if held else torch.full_like(operand, other)
-
-
 def _exchanged_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
     out = _operators(tensor, comm).all_to_all_single(distinct(tensor), receive, send, comm.name)
     return functional.wait_tensor(out)  # type: ignore[no-any-return]  # operators have no types

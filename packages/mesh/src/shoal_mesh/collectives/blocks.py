@@ -15,6 +15,7 @@ from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import backend_calls
+from .graph_dependences import bound
 from .operands import Along, check_operand, resolve
 from .wire import materialized
 
@@ -73,6 +74,9 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
             work.wait()
         if target is None:
             _unpack(received, into)
+        places = [*chain.from_iterable(out)]
+        if is_compiling() and places and not received.numel():
+            places[0].copy_(bound(places[0], received))
 
     if observers and not in_observed():
         run_observed(_event(blocks, comm, out, flat), run)
@@ -109,7 +113,7 @@ def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
     if not filled:
         example = blocks[0] if blocks else like
         assert example is not None, "no blocks, no dtype"
-        return example.new_empty((0,))
+        return bound(example.new_empty((0,)), example)
     if is_compiling():
         return torch.cat([block.reshape(-1) for block in filled])
     joined = _as_one(filled)
@@ -160,9 +164,6 @@ def _unpack(flat: Tensor, out: Sequence[Tensor]) -> None:
         if count:
             block.copy_(flat[at : at + count].view(block.shape))
             at += count
-    if at == 0 and out and is_compiling():
-        # A compiler drops a collective whose result this rank does not use; the other ranks need its blocks.
-        out[0].view(-1)[:0].copy_(flat)
 
 
 def _check(blocks: Blocks, comm: Comm, out: Blocks) -> None:

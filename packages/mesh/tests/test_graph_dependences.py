@@ -1,0 +1,58 @@
+"""Covers: graph_dependences.py: what compilers see of collectives that a rank does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_mesh import all_gather, all_to_all_blocks, bound, init_device_mesh
+from shoal_mesh.testing import fake_world
+
+
+def collectives(program: Callable[[Tensor], Tensor], x: Tensor) -> int:
+    """How many there are in the compiled program."""
+    from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
+
+    found: list[torch.fx.Node] = []
+
+    def keep(graph: torch.fx.GraphModule, example: Any) -> Any:
+        found.extend(n for n in graph.graph.nodes if "_c10d_functional.all" in str(n.target))
+        return lambda *args: graph(*args)
+
+    torch._dynamo.reset()
+    torch.compile(program, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(x)
+    return len(found)
+
+
+def test_eager_code_has_the_tensor_itself() -> None:
+    x = torch.ones(2)
+    assert bound(x, x + 1) is x
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot trace a communicator (docs/differences.md)")
+def test_a_bound_result_keeps_the_collective() -> None:
+    with fake_world(2):
+        comm = init_device_mesh("cpu", (2,)).comm(0)
+        for shape in ((), (3,), (0, 2)):
+            x = torch.ones(shape, requires_grad=True)
+            assert collectives(lambda x: bound(x * 2, all_gather(x.detach().reshape(1, -1), comm)), x) == 1
+        x = torch.ones(3, requires_grad=True)
+        assert collectives(lambda x: bound(x * 2, all_gather((x.detach() * 1j).conj(), comm)), x) == 1
+        assert collectives(lambda x: (all_gather(x.detach().reshape(1, -1), comm), x * 2)[1], x) == 0, "it is dropped"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot trace a communicator (docs/differences.md)")
+def test_a_rank_that_gets_no_block_takes_part() -> None:
+    with fake_world(2):
+        comm = init_device_mesh("cpu", (2,)).comm(0)
+
+        def program(x: Tensor) -> Tensor:
+            out, held = x.new_empty(1), x.detach()
+            all_to_all_blocks([[held[:1]], [held[1:]]], comm, [[out], []])
+            return out * x
+
+        assert collectives(program, torch.ones(3, requires_grad=True)) == 1
