@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import shoal_dtensor as sd
-from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, local_map
+from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, distribute_tensor, local_map
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -139,3 +140,41 @@ def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeyp
             x = DTensor.from_local(torch.arange(32.0).view(8, 4), mesh, [Replicate()])
             compiled = torch.compile(program, fullgraph=True)(x)
             assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"
+
+
+UNLIKE: dict[str, Callable[..., Any]] = {  # on ranks: some have nothing to add, some get nothing, some have no rows
+    "cumsum": lambda x: x.cumsum(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0).split([1, 2])[0].triu(1),
+    "cummax": lambda x: x.cummax(0)[0],
+    "cat": lambda x: torch.cat([x, x * 2]),
+    "roll": lambda x: x.roll(1, 0),
+    "repeat": lambda x: x.repeat(2, 1),
+    "layer_norm": lambda x: F.layer_norm(x, (3, 3)),
+    "linear": lambda x: F.linear(x, x, x[0]),
+    "addmm": lambda x: torch.addmm(x, x, x),
+    "conv_transpose": lambda x: F.conv_transpose1d(x.t().unsqueeze(0), x.unsqueeze(-1).expand(3, 3, 3), padding=1),
+    "select": lambda x: x[:, 0][1] * x,
+    "copy": lambda x: _copied(x * 1),
+}
+
+
+def _copied(x: Any) -> Any:
+    x.narrow(0, 0, 1).copy_(x.narrow(0, 2, 1) * 2)
+    return x
+
+
+@pytest.mark.parametrize("program", UNLIKE)
+@on_ranks(4, timeout=100)
+def test_ranks_that_compute_differently_meet(program: str) -> None:
+    whole = torch.arange(9.0, dtype=torch.double).view(3, 3) - 4
+    for shape in ((4,), (2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        torch._dynamo.reset()
+        x: Any = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None).requires_grad_()
+        one = whole.clone().requires_grad_()
+        got: Any = torch.compile(UNLIKE[program], backend="aot_eager", fullgraph=True)(x)
+        expected = UNLIKE[program](one)
+        torch.testing.assert_close(got.full_tensor(), expected)
+        (got * got).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), one.grad)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import contribution, dataclass, pack_blocks, unpack_blocks
+from shoal_mesh import bound, contribution, dataclass, pack_blocks, unpack_blocks
 
 from ...layout.placements import norm_order
 from ...layout.tensor_meta import Box
@@ -159,7 +159,7 @@ def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
     shape, own = shape_of(after), intersect(before, after)
     once = [axis for axis, op in ops.items() if axis not in sharded and (op in _COUNTED or norm_order(op) is not None)]
     if own is None:
-        return Kernel(finish=lambda local, _: local.new_full(shape, value))
+        return Kernel(finish=lambda local, _: bound(local.new_full(shape, value), local))
     source, target = slices_of(own, before), slices_of(own, after)
     held = not any(coordinate[axis] for axis in once)
 
@@ -341,10 +341,7 @@ def _moves(
         if kept is not None:
             out[target] = local[source]
         unpack_blocks(got, [out[place] for place in places])
-        if not places and torch.compiler.is_compiling():
-            # A compiler drops a collective whose result this rank does not use; the other ranks need its blocks.
-            out.view(-1)[:0].copy_(got)
-        return out
+        return out if places else bound(out, got)
 
     return prepare, collective, finish
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ...layout.tensor_meta import TensorMeta
 from ..language.index_bounds import local_positions
 from ..language.local_ops import in_every_form
@@ -66,7 +68,7 @@ def _lookup(decided: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, dim_: int, index: Tensor, **kwargs: Any) -> Tensor:
         positions, is_local = local_positions(index, spec, dim)
         if 0 in x.shape:
-            return x.new_zeros(shape)
+            return bound(x.new_zeros(shape), index)
         if not per_element:
             is_local = is_local.reshape(-1, *[1] * (spec.ndim - dim - 1))
         elements: Tensor = (aten.gather if per_element else aten.index_select).default(x, dim, positions)

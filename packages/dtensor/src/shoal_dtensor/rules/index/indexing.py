@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
 from ..language.index_bounds import from_the_front, local_positions
@@ -140,7 +142,7 @@ def _index(decided: LocalCall) -> LocalFunction | None:
                 positions[i], is_in_dim = local_positions(index, spec, sharded[n])
                 is_local = is_local & is_in_dim
         if 0 in x.shape:
-            found = x.new_zeros(shape)
+            found = bound(x.new_zeros(shape), *(index for index in indices if index is not None))
         else:
             found = op(x, positions, *args).masked_fill_(~is_local.view(*is_local.shape, *[1] * tail), 0)
         return all_reduced(found, spec, axes, reduction)
@@ -282,7 +284,9 @@ def _take(decided: LocalCall) -> LocalFunction | None:
 
     def run(x: Tensor, index: Tensor, *args: Any) -> Any:
         position, is_local = locate(index)
-        return aten.take.default(x, position).masked_fill_(~is_local, 0) if x.numel() else x.new_zeros(index.shape)
+        if not x.numel():
+            return bound(x.new_zeros(index.shape), index)
+        return aten.take.default(x, position).masked_fill_(~is_local, 0)
 
     return run
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ...errors import PlacementError
 from .local_ops import in_every_form
 from .rule import LocalCall, LocalFunction, OpCall, Rule, flatten
@@ -55,6 +57,8 @@ def empty_shard(decided: LocalCall) -> LocalFunction | None:
             torch.empty_strided(spec.local_shape, spec.local_stride, dtype=spec.dtype, device=device).fill_(value)
             for spec, value in zip(outputs, values, strict=True)
         ]
+        if torch.compiler.is_compiling():  # as where the operator runs
+            filled = [bound(tensor, *flatten([*args, *kwargs.values()])) for tensor in filled]
         if is_list:
             return filled
         results: list[Tensor | None] = [None] * count

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_gather, dataclass
+from shoal_mesh import all_gather, bound, dataclass
 
 from ...layout.spec import Spec
 from ..language.local_ops import in_every_form
@@ -74,7 +74,7 @@ def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
             prefix = result.new_full(shape, scan.nothing)
             for shard in range(before):
                 prefix = scan.combine(prefix, totals.narrow(dim, shard, 1))
-            return scan.combine(result, prefix) if before else result
+            return scan.combine(result, prefix) if before else bound(result, totals)
 
         return in_every_form(call, run)
 
@@ -101,7 +101,7 @@ def _extremes(decided: LocalCall) -> LocalFunction | None:
             end, place = ends.narrow(dim, shard, 1), places.narrow(dim, shard, 1)
             later = (values >= end if largest else values <= end) & ~_nan(end) | _nan(values)
             values, indices = torch.where(later, values, end), torch.where(later, indices, place)
-        return values, indices
+        return (values, indices) if holders else (bound(values, ends), bound(indices, places))
 
     return in_every_form(call, run)
 

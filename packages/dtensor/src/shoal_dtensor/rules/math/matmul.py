@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ..language.local_ops import in_every_form
 from ..language.notation import Pattern, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, Table
@@ -62,8 +64,8 @@ def _added_alone(decided: LocalCall) -> LocalFunction | None:
         return None
     beta: float = decided.call["beta"]
 
-    def run(added: Tensor, *_: Any, **__: Any) -> Tensor:
-        return (added * beta).to(spec.dtype).expand(spec.local_shape).clone()
+    def run(added: Tensor, first: Tensor, second: Tensor, *_: Any, **__: Any) -> Tensor:
+        return bound((added * beta).to(spec.dtype).expand(spec.local_shape).clone(), first, second)
 
     return in_every_form(decided.call, run)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh import bound, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
@@ -149,7 +149,10 @@ def conv_transpose(decided: LocalCall, groups: int) -> LocalFunction | None:
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         wide = with_halos(x, halos)
         empty = nothing or 0 in wide.shape
-        result = x.new_zeros(shape) if empty else torch.constant_pad_nd(convolve(wide, weight, None, *args), widths)
+        if empty:
+            result = bound(x.new_zeros(shape), wide, weight)
+        else:
+            result = torch.constant_pad_nd(convolve(wide, weight, None, *args), widths)
         return result if bias is None else result + bias.view(-1, *(1,) * (x.ndim - channel - 1))
 
     return run
@@ -170,7 +173,7 @@ def conv_transpose_backward(decided: LocalCall, sizes: dict[str, Any]) -> LocalF
     def run(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
         wide = with_halos(x, halos)
         if empty or 0 in wide.shape:
-            of_input, of_weight = torch.zeros_like(wide), torch.zeros_like(weight)
+            of_input, of_weight = bound(torch.zeros_like(wide), gradient), bound(torch.zeros_like(weight), gradient)
         else:
             of_input, of_weight, _ = back(torch.constant_pad_nd(gradient, widths), wide, weight, *args)
         return (

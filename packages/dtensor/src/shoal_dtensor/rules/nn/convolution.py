@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ...layout.spec import Spec
 from ...layout.tensor_meta import contiguous_stride
 from ..exchange.halo import Halo, SlidingWindows, halo_traffic, with_halos, without_halos
@@ -168,8 +170,8 @@ def _bias_alone(decided: LocalCall) -> LocalFunction:
     shape, is_batched = decided.outputs[0].local_shape, decided["input"].ndim == decided["weight"].ndim
     rest = (-1, *(1,) * (len(shape) - 1 - is_batched))
 
-    def run(x: Tensor, _: Tensor, bias: Tensor | None, *__: Any, **___: Any) -> Tensor:
-        result = x.new_zeros(shape)
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *__: Any, **___: Any) -> Tensor:
+        result = bound(x.new_zeros(shape), weight)
         return result if bias is None else result + bias.view(rest)
 
     return in_every_form(decided.call, run)
@@ -182,7 +184,7 @@ def _bias_gradient_alone(decided: LocalCall) -> LocalFunction:
     def run(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
         channel = 1 if gradient.ndim == weight.ndim else 0
         of_bias = gradient.sum([d for d in range(gradient.ndim) if d != channel])
-        gradients = (torch.zeros_like(x), torch.zeros_like(weight), of_bias)
+        gradients = (bound(torch.zeros_like(x), gradient), bound(torch.zeros_like(weight), gradient), of_bias)
         return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
 
     return in_every_form(decided.call, run)

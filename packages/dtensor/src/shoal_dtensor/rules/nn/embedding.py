@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ..language.index_bounds import check_bounds
 from ..language.local_ops import in_every_form, sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
@@ -37,7 +39,7 @@ def _embedding(decided: LocalCall) -> LocalFunction | None:
     def run(table: Tensor, indices: Tensor, *_: Any, **__: Any) -> Tensor:
         check_bounds(indices, (indices >= 0) & (indices < rows), rows)
         if not size:
-            return table.new_zeros((*indices.shape, table.shape[1]))
+            return bound(table.new_zeros((*indices.shape, table.shape[1])), indices)
         local = indices - start
         outside = (local < 0) | (local >= size)
         result: Tensor = torch.ops.aten.embedding(table, local.masked_fill(outside, 0))

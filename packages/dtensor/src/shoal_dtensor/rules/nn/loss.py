@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import bound
+
 from ...layout.spec import Spec
 from ..language.index_bounds import check_bounds
 from ..language.local_ops import (
@@ -185,7 +187,7 @@ def _picker(spec: Spec, classes: int, ignored: int) -> Callable[[Tensor, Tensor,
         local = target - start
         skipped = (local < 0) | (local >= held) | (target == ignored)
         if not held:
-            zero = x.new_zeros(target.shape)
+            zero = bound(x.new_zeros(target.shape), target, *(() if weight is None else (weight,)))
             return zero, zero
         local = local.masked_fill(skipped, 0)
         picked = x.gather(classes, local.unsqueeze(classes)).squeeze(classes)
@@ -219,7 +221,7 @@ def _nll_loss_backward(decided: LocalCall) -> LocalFunction | None:
     def run(gradient: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Tensor:
         result = torch.zeros_like(x)
         if not size:
-            return result
+            return bound(result, gradient, target)
         local = target - start
         skipped = (local < 0) | (local >= size) | (target == ignored)
         local = local.masked_fill(skipped, 0)

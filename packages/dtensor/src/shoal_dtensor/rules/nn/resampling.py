@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh import bound, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
@@ -155,7 +155,7 @@ def _enlarge(spatial: int) -> Callable[[LocalCall], LocalFunction | None]:
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             wide = with_halos(x, halos)
             if 0 in target.local_shape:
-                return x.new_empty(target.local_shape)
+                return bound(x.new_empty(target.local_shape), wide)
             result: Tensor = enlarge(wide, *args, **kwargs)
             for dim, first, count in ranges:
                 result = result.narrow(dim, first, count)

@@ -58,6 +58,8 @@ def _cat(decided: LocalCall) -> LocalFunction | None:
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         operands = [tensors[i] for i in chosen] or [tensors[joined[0]].narrow(dim, 0, 0)]
+        if torch.compiler.is_compiling():  # a compiler must see that every rank uses all of them, as in `bound`
+            operands = [tensors[i] if i in chosen else tensors[i].narrow(dim, 0, 0) for i in joined]
         # Which tensors a rank joins must not decide the dtype of the result.
         typed = operands if len(dtypes) == 1 else [t.to(result.dtype) for t in operands]
         return op(typed, *args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import broadcast
+from shoal_mesh import bound, broadcast
 
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
@@ -95,7 +95,12 @@ def _select(decided: LocalCall) -> LocalFunction | None:
     if shape or decided.outputs[0].ndim:
         return (lambda x, *args: x.select(dim, at)) if holds else (lambda x, *args: _nothing(x, shape))
     src = sharding.shard_with(index)
-    return lambda x, *args: broadcast(x[at].clone() if holds else x.new_empty(()), spec.mesh.comm(sharding.axes), src)
+
+    def broadcast_one(x: Tensor, *args: Any) -> Tensor:
+        operand = x[at].clone() if holds else bound(x.new_empty(()), x)
+        return broadcast(operand, spec.mesh.comm(sharding.axes), src)
+
+    return broadcast_one
 
 
 def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
