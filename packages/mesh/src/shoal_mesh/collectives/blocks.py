@@ -74,9 +74,9 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
             work.wait()
         if target is None:
             _unpack(received, into)
-        places = [*chain.from_iterable(out)]
-        if is_compiling() and places and not received.numel():
-            places[0].copy_(bound(places[0], received))
+        if is_compiling() and not received.numel():
+            for place in [*chain.from_iterable(out)][:1]:
+                place.copy_(bound(place, received))
 
     if observers and not in_observed():
         run_observed(_event(blocks, comm, out, flat), run)
@@ -223,10 +223,10 @@ def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
     Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no buffer is needed.
     """
     others = list(chain.from_iterable(blocks[i] for i in order if i != own))
-    count, kept = _counts([others, blocks[own]])
-    if not 0 < kept <= count or _as_one(others) is not None:
+    if _as_one(others) is not None or _as_one(list(chain.from_iterable(blocks[i] for i in order))) is None:
         return False
-    return _as_one(list(chain.from_iterable(blocks[i] for i in order))) is not None
+    sent, kept = _counts([others, blocks[own]])
+    return kept <= sent
 
 
 def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
