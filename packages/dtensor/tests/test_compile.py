@@ -142,6 +142,9 @@ def test_ranks_share_no_graphs_through_the_cache_on_disk(tmp_path: Path, monkeyp
             assert torch.equal(compiled.to_local(), program(x).to_local()), f"rank {rank}"
 
 
+TRACED = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
 UNLIKE: dict[str, Callable[..., Any]] = {  # some ranks have nothing to add, some get nothing, and the last has no rows
     "cumsum": lambda x: x.sum(1).cumsum(0),
     "logcumsumexp": lambda x: x.sum(1).logcumsumexp(0),
@@ -183,13 +186,13 @@ def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
     torch._dynamo.reset()
     with fake_world(4, rank=rank):
         mesh = init_device_mesh("cpu", (4,))
-        whole = torch.ones(5, 5, requires_grad=True)
-        x = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None).detach().requires_grad_()
+        x = distribute_tensor(torch.ones(5, 5), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
         with pytest.raises(Exception, match="CapturedError"):
             torch.compile(program, backend=backend, fullgraph=True)(x)
     return graphs
 
 
+@TRACED
 @pytest.mark.parametrize("program", UNLIKE)
 def test_ranks_that_compute_differently_have_the_same_collectives(program: str) -> None:
     first, *others = (graphs_of(UNLIKE[program], rank) for rank in range(4))
@@ -197,6 +200,7 @@ def test_ranks_that_compute_differently_have_the_same_collectives(program: str) 
     assert others == [first] * 3
 
 
+@TRACED
 @pytest.mark.parametrize("program", UNLIKE)
 @on_ranks(4, timeout=100)
 def test_ranks_that_compute_differently_meet(program: str) -> None:

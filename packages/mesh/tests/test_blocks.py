@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal_mesh import (
     CollectiveError,
+    Comm,
     CommDebugMode,
     all_to_all_blocks,
     comm_over,
@@ -61,40 +62,38 @@ def test_several_blocks_for_a_rank_and_none() -> None:
     assert y.tolist() == ([[6, 4, 2, 0], [1, 3, 5, 7]] if comm.rank == 2 else [[0] * 4] * 2)
 
 
+def spied(comm: Comm, seen: list[tuple[int, int]]) -> Comm:
+    """The communicator, whose all-to-alls note where they write to and read from."""
+
+    class Group:
+        def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
+            seen.append((output.data_ptr(), source.data_ptr()))
+            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
+
+    group = cast("torch.distributed.ProcessGroup", Group())
+    return replace(comm, _group=group, backend="a spy", on_gloo=False)
+
+
 @on_ranks(2)
 def test_blocks_that_follow_one_another_are_not_copied() -> None:
     comm = init_device_mesh("cpu", (2,)).comm(0)
     x, out = torch.arange(6.0) + 10 * comm.rank, torch.empty(4)
-    seen: list[int] = []
-
-    class Group:
-        def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
-            seen.extend((output.data_ptr(), source.data_ptr()))
-            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
-
-    group = cast("torch.distributed.ProcessGroup", Group())
-    spy = replace(comm, _group=group, backend="a spy", on_gloo=False)
+    seen: list[tuple[int, int]] = []
+    spy = spied(comm, seen)
     places: list[list[Tensor]] = [[], []]
     sends: list[list[Tensor]] = [[], []]
     sends[1 - comm.rank] = [x[1:3], x[3:5]]
     places[1 - comm.rank] = [out[:2], out[2:]]
     all_to_all_blocks(sends, spy, places)
-    assert seen == [out.data_ptr(), x[1:].data_ptr()]
+    assert seen == [(out.data_ptr(), x[1:].data_ptr())]
     assert out.tolist() == [n + 10 * (1 - comm.rank) for n in (1, 2, 3, 4)]
 
 
 @on_ranks(4)
 def test_blocks_around_the_own_one_are_not_copied() -> None:
     comm = init_device_mesh("cpu", (4,)).comm(0)
-    sent: list[int] = []
-
-    class Group:
-        def alltoall_base(self, output: Tensor, source: Tensor, *rest: object) -> object:
-            sent.append(source.data_ptr())
-            return comm.group.alltoall_base(output, source, *rest)  # type: ignore[call-overload]  # passed on
-
-    group = cast("torch.distributed.ProcessGroup", Group())
-    spy = replace(comm, _group=group, backend="a spy", on_gloo=False)
+    seen: list[tuple[int, int]] = []
+    spy = spied(comm, seen)
     matrix = torch.arange(72.0).view(8, 9)
     for rows in ([2, 2, 2, 2], [1, 5, 1, 1]):
         mine = torch.split(matrix, [3, 1, 3, 2], 1)[comm.rank].contiguous()
@@ -107,7 +106,8 @@ def test_blocks_around_the_own_one_are_not_copied() -> None:
         assert debug.get_bytes() == {comm.axes: mine.nbytes - kept}
         # In front of the others' blocks, or between those; not where it is more than all of them.
         around = mine.data_ptr() + (kept if comm.rank == 0 else 0)
-        assert (sent.pop() == around) == (2 * kept <= mine.nbytes)
+        _, sent = seen.pop()
+        assert (sent == around) == (2 * kept <= mine.nbytes)
 
 
 def test_one_rank_keeps_its_blocks() -> None:

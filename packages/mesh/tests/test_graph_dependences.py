@@ -12,6 +12,10 @@ from torch import Tensor
 from shoal_mesh import all_gather, all_to_all_blocks, bound, init_device_mesh
 from shoal_mesh.testing import fake_world
 
+TRACED = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot trace through a communicator (docs/differences.md)"
+)
+
 
 def collectives(program: Callable[[Tensor], Tensor], x: Tensor) -> int:
     """How many there are in the compiled program."""
@@ -33,7 +37,7 @@ def test_eager_code_has_the_tensor_itself() -> None:
     assert bound(x, x + 1) is x
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot trace a communicator (docs/differences.md)")
+@TRACED
 def test_a_bound_result_keeps_the_collective() -> None:
     with fake_world(2):
         comm = init_device_mesh("cpu", (2,)).comm(0)
@@ -45,7 +49,7 @@ def test_a_bound_result_keeps_the_collective() -> None:
         assert collectives(lambda x: (all_gather(x.detach().reshape(1, -1), comm), x * 2)[1], x) == 0, "it is dropped"
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 cannot trace a communicator (docs/differences.md)")
+@TRACED
 def test_a_rank_that_gets_no_block_takes_part() -> None:
     with fake_world(2):
         comm = init_device_mesh("cpu", (2,)).comm(0)
