@@ -223,6 +223,24 @@ def test_what_a_sequence_folds_is_a_constant() -> None:
             assert compiled(x)._spec is program(x)._spec
 
 
+def test_a_stride_of_constant_sizes_may_be_a_symbol() -> None:
+    """(2, length, width) summed over the length, one column of it: sizes (2,), stride (width,)."""
+
+    def program(x: Any) -> list[Any]:
+        return [x * 1, x.detach().sum(1).select(1, 2)]
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=True)
+        for length, width in ((4, 5), (6, 7)):
+            x = sd.distribute_tensor(torch.randn(2, length, width), mesh, [Shard(0)], src_data_rank=None)
+            got, expected = compiled(x.requires_grad_())[1], program(x)[1]
+            assert torch.equal(got.to_local(), expected.to_local()) and got.stride() == expected.stride()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_random_numbers_of_one_device_for_any_length() -> None:
     def program(x: Any) -> Any:
         return torch.nn.init.uniform_(torch.empty_like(x))

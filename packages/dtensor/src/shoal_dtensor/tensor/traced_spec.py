@@ -26,7 +26,7 @@ def of_wrapper(
         local: the shard; shape, stride: of the whole.
         is_parameter: whether it is one: sizes of those are constants, as the compiler has them for plain parameters.
     """
-    if type(local) is not torch.Tensor and has_symbols((*shape, *local.shape)):
+    if type(local) is not torch.Tensor and has_symbols((*shape, *stride, *local.shape)):
         if is_parameter:
             shape, stride, _ = ([int(n) for n in sizes] for sizes in (shape, stride, local.shape))
         for whole, part, sharding in zip(shape, local.shape, spec.dim_shardings, strict=True):
