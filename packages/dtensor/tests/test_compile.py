@@ -157,6 +157,8 @@ UNLIKE: dict[str, Callable[..., Any]] = {  # some ranks have nothing to add, som
     "addmm": lambda x: torch.addmm(x, x, x),
     "conv_transpose": lambda x: F.conv_transpose1d(x.t().unsqueeze(0), x.unsqueeze(-1).expand(5, 5, 3), padding=1),
     "copy": lambda x: _copied(x * 1),
+    "norm": lambda x: F.gelu(x.clamp(-1, 1)) * x.clamp(-1, 1).norm(dim=0),
+    "kron": lambda x: torch.kron(x, x),
 }
 
 
@@ -165,19 +167,37 @@ def _copied(x: Any) -> Any:
     return x
 
 
+def several(x: Any, y: Any) -> list[Any]:
+    x, y = x * 1, y * 1
+    return [x, y, y.var(0), y.cumsum(0), (y != 0).sum().to(y.dtype), y - y.amax(0, keepdim=True)]
+
+
+@TRACED
+@on_ranks(4, timeout=200)
+def test_inductor_keeps_the_order_of_collectives_where_ranks_need_other_memory() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    wholes = torch.arange(6.0, dtype=torch.double).view(2, 3), torch.tensor([3.0, 4.0], dtype=torch.double)
+    x: Any = distribute_tensor(wholes[0], mesh, [Shard(1), Replicate()], src_data_rank=None)
+    y: Any = distribute_tensor(wholes[1], mesh, [Shard(0), Shard(0)], src_data_rank=None)
+    torch._dynamo.reset()
+    fast = torch.compile(several, fullgraph=True, options={"fx_graph_cache": False})
+    for got, expected in zip(fast(x.requires_grad_(), y.requires_grad_()), several(*wholes), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected)
+
+
 class CapturedError(Exception):
     """The graphs are there; nothing is to be run."""
 
 
-def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
+def graphs_of(program: Callable[..., Any], rank: int, partitioner: str) -> list[list[str]]:
     """The collectives in a rank's forward and backward, as between GPUs: compilers know them, and drop them."""
     from torch._dynamo.backends.common import aot_autograd  # not while this file is collected: it takes seconds
-    from torch._functorch.partitioners import default_partition
+    from torch._functorch import partitioners
 
     graphs: list[list[str]] = []
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        for part in default_partition(joint, inputs, **options):
+        for part in getattr(partitioners, partitioner)(joint, inputs, **options):
             names = [str(node.target) for node in part.graph.nodes if node.op == "call_function"]
             graphs.append([name for name in names if "c10d" in name and "wait" not in name])
         raise CapturedError
@@ -193,9 +213,10 @@ def graphs_of(program: Callable[..., Any], rank: int) -> list[list[str]]:
 
 
 @TRACED
+@pytest.mark.parametrize("partitioner", ["default_partition", "min_cut_rematerialization_partition"])
 @pytest.mark.parametrize("program", UNLIKE)
-def test_ranks_that_compute_differently_have_the_same_collectives(program: str) -> None:
-    first, *others = (graphs_of(UNLIKE[program], rank) for rank in range(4))
+def test_ranks_that_compute_differently_have_the_same_collectives(program: str, partitioner: str) -> None:
+    first, *others = (graphs_of(UNLIKE[program], rank, partitioner) for rank in range(4))
     assert any(first), "it has collectives"
     assert others == [first] * 3
 

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import get_current_meta, preserve_node_meta
 
 from shoal_mesh import all_gather, all_to_all_blocks, bound, init_device_mesh
+from shoal_mesh.collectives.graph_dependences import distinct, in_its_pass
 from shoal_mesh.testing import fake_world
 
 TRACED = pytest.mark.skipif(
@@ -60,3 +63,26 @@ def test_a_rank_that_gets_no_block_takes_part() -> None:
             return out * x
 
         assert collectives(program, torch.ones(3, requires_grad=True)) == 1
+
+
+@pytest.mark.parametrize(("traced", "place"), [("is_backward", "must_be_in_backward"), ("is_forward", "is_forward")])
+def test_a_collective_of_a_traced_backward_stays_there(traced: str, place: str) -> None:
+    with preserve_node_meta():
+        meta = get_current_meta()
+        meta["partitioner_tag"] = traced
+        seen: list[str] = []
+
+        def collective(x: Tensor, group: str) -> Tensor:
+            seen.append(meta["partitioner_tag"])
+            return x
+
+        in_its_pass(collective, torch.ones(2), "group")
+        assert (seen, meta["partitioner_tag"]) == ([place], traced)
+
+
+def test_no_two_collectives_have_equal_operands() -> None:
+    x = torch.ones(2, 3)
+    graph = make_fx(lambda x: (distinct(x), distinct(x)))(x)
+    first, second = (node.args[1:] for node in graph.graph.nodes if node.op == "call_function")
+    assert first != second and 0 not in (first[1], second[1]), "what inductor takes for nothing"
+    assert all(torch.equal(out, x) for out in graph(x))

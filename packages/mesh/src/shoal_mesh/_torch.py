@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from itertools import count
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -56,7 +55,6 @@ __all__ = [
     "constant_when_compiled",
     "default_group",
     "default_store",
-    "distinct",
     "fake_store",
     "full_backend_config",
     "functional",
@@ -69,6 +67,7 @@ __all__ = [
     "is_exporting",
     "is_gloo",
     "is_live",
+    "kept_in_order",
     "known_groups",
     "new_group",
     "on_plain_kernels",
@@ -91,20 +90,23 @@ is_exporting = torch.compiler.is_exporting
 # Its `_default_pg` is the default group: a read of 10 ns, where the public property takes 100.
 WORLDS = _c10d._world
 
-_calls = count(1 << 40)
 
+def kept_in_order(collective: Any) -> None:
+    """Have inductor, where it is loaded, run an operator in the order of the graph, as it does torch's collectives.
 
-def distinct(tensor: torch.Tensor) -> torch.Tensor:
-    """The input of a functional collective, as an expression that no other collective of the graph has.
-
-    The compiler merges calls with equal inputs, on the assumption that all ranks have the same graph. They need not:
-    two shards that are empty on this rank are equal here, and differ elsewhere. A slice up to a number that no other
-    call has keeps them apart. (What dynamo traces line by line is the user's program: there, equal inputs are equal on
-    all ranks.)
+    Else it runs what does not depend on one another in the order that needs the least memory, by the sizes of this
+    rank's tensors.
     """
-    if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
-        return tensor
-    return tensor[: next(_calls)]
+    inductor = sys.modules.get("torch._inductor.lowering")
+    if inductor is None or collective in inductor.lowerings:
+        return
+    ir = sys.modules["torch._inductor.ir"]
+
+    def lowered(*arguments: Any) -> Any:
+        return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(collective, *arguments))
+
+    inductor.add_layout_constraint(collective, inductor.constrain_to_fx_strides)
+    inductor.register_lowering(collective)(lowered)
 
 
 Class = TypeVar("Class", bound=type)

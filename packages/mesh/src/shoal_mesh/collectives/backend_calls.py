@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from .._torch import (
     ProcessGroup,
     ReduceScatterOptions,
     Work,
-    distinct,
     functional,
     is_compiling,
     is_exporting,
@@ -40,11 +38,11 @@ from ..shared_memory.channel import SLOT_BYTES, Channel, Turn, channel_of
 from ..shared_memory.lane import Lane
 from ..shared_memory.recorder import record
 from ..shared_memory.request import DTYPES, OPS, announcement
+from .graph_dependences import NAMESPACE, distinct, in_its_pass
 from .huge_pages import in_huge_pages
 from .wire import PLAIN, REDUCE, in_memory
 
 __all__ = [
-    "NAMESPACE",
     "ONE_SHOT_BYTES",
     "ONE_SHOT_RANKS",
     "all_gather",
@@ -155,30 +153,21 @@ def _announce(comm: Comm, tensor: Tensor, kind: str, count: int, op: str = "", r
             channel.peers.announce(announcement(kind, tensor.dtype, count, op, root))
 
 
-NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
-"""Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
-
-
-def _operators(tensor: Tensor, comm: Comm) -> Any:
+def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Tensor:
     """What compiled code calls, and waits for, since the other ranks do: of this package where that is faster.
 
     Exported programs run where there is none.  Of a group written in Python C++ has no backend, and calls methods of it
     that it may not have.
     """
-    if (comm.in_python or (comm.on_gloo and tensor.is_cpu)) and not is_exporting():
-        return getattr(torch.ops, NAMESPACE)
-    return functional
-
-
-def _exchanged_in_graph(tensor: Tensor, comm: Comm, send: list[int], receive: list[int]) -> Tensor:
-    out = _operators(tensor, comm).all_to_all_single(distinct(tensor), receive, send, comm.name)
-    return functional.wait_tensor(out)  # type: ignore[no-any-return]  # operators have no types
+    here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
+    collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
+    return functional.wait_tensor(in_its_pass(collective, distinct(operand), *arguments, comm.name))  # type: ignore[no-any-return]  # operators have no types
 
 
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
     if is_compiling():
-        return functional.wait_tensor(_operators(tensor, comm).all_reduce(distinct(tensor), op, comm.name)), None
+        return _in_graph("all_reduce", tensor, comm, op), None
     channel = _reducing_channel(tensor, comm, op, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.all_reduce_(channel, tensor, op, background)
@@ -217,9 +206,7 @@ def one_shot_exchange(tensor: Tensor, comm: Comm) -> Started:
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
     if is_compiling():
-        source = distinct(tensor.contiguous())
-        out = _operators(tensor, comm).all_gather_into_tensor(source, comm.size, comm.name)
-        return functional.wait_tensor(out), None
+        return _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size), None
     tensor = in_memory(tensor)
     shape = tensor.shape
     out = in_huge_pages(tensor.new_empty((comm.size * shape[0], *shape[1:])))
@@ -237,9 +224,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
-        source = distinct(tensor.contiguous())
-        out = _operators(tensor, comm).reduce_scatter_tensor(source, op, comm.size, comm.name)
-        return functional.wait_tensor(out), None
+        return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size), None
     tensor = in_memory(tensor)
     shape = tensor.shape
     out = in_huge_pages(tensor.new_empty((shape[0] // comm.size, *shape[1:])))
@@ -259,7 +244,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
         tensor = _in_group_order(tensor, comm)
     if is_compiling():
         sizes = [tensor.shape[0] // comm.size] * comm.size
-        return _exchanged_in_graph(tensor.contiguous(), comm, sizes, sizes), None
+        return _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes), None
     tensor = in_memory(tensor)
     out = in_huge_pages(torch.empty_like(tensor))
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
@@ -291,7 +276,7 @@ def all_to_all_exact(
 ) -> Started:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_compiling():
-        return _exchanged_in_graph(flat, comm, send, receive), None
+        return _in_graph("all_to_all_single", flat, comm, receive, send), None
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
     channel = (
@@ -317,7 +302,7 @@ def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
     if is_compiling():
-        return functional.wait_tensor(_operators(tensor, comm).broadcast(distinct(tensor), root, comm.name)), None
+        return _in_graph("broadcast", tensor, comm, root), None
     channel = _channel(tensor, comm, SLOT_BYTES if background else 0)
     if channel is not None:
         return tensor, exchange.broadcast_(channel, _movable(tensor), root)

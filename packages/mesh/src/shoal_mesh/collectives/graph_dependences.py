@@ -1,19 +1,60 @@
 """What keeps the collectives of all ranks' graphs the same, where ranks compute differently.
 
 A compiler sees one rank's program.  It drops a collective whose result that rank does not use, though the others need
-it there, and computes what does not depend on a gradient in the forward.  In eager code nothing of this does anything.
+it there, makes one of two that are equal there, and moves between forward and backward what saves memory for the sizes
+that the rank has.  In eager code nothing of this does anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
+
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling, is_exporting
+from .._torch import is_compiling, is_exporting, tree_leaves
 from ..groups.process_groups import Comm
-from .backend_calls import NAMESPACE
 
-__all__ = ["bound", "contribution"]
+__all__ = ["NAMESPACE", "bound", "contribution", "distinct", "in_its_pass"]
+
+NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
+"""Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
+
+_calls = count(1 << 40)
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """The input of a functional collective, as an expression that no other collective of the graph has.
+
+    The compiler merges calls with equal inputs, on the assumption that all ranks have the same graph. They need not:
+    two shards that are empty on this rank are equal here, and differ elsewhere. A slice from a number that no other
+    call has keeps them apart (inductor drops slices from 0). What dynamo traces line by line is the user's program:
+    there, equal inputs are equal on all ranks.
+    """
+    if tensor.ndim == 0 or torch.compiler.is_dynamo_compiling():
+        return tensor
+    return tensor[-next(_calls) :]
+
+
+def in_its_pass(collective: Callable[..., Tensor], *arguments: object) -> Tensor:
+    """The result of a functional collective, which stays in the backward where a compiler traces it there.
+
+    A partitioner moves into the forward what depends on no gradient, where that saves memory by the sizes of this
+    rank's tensors. Those of other ranks may be uneven, and their graphs would have it in the backward. (Symbols among
+    the arguments may be of the forward: they would have to stay too.)
+    """
+    if torch.compiler.is_dynamo_compiling() or any(type(leaf) is torch.SymInt for leaf in tree_leaves(arguments)):
+        return collective(*arguments)
+    meta = torch.fx.traceback.current_meta
+    place = meta.get("partitioner_tag")
+    if place == "is_backward":
+        meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        return collective(*arguments)
+    finally:
+        if place == "is_backward":
+            meta["partitioner_tag"] = place
 
 
 def bound(tensor: Tensor, *to: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.library import Library
 
 from .. import _torch
 from ..groups.process_groups import Comm
-from .backend_calls import NAMESPACE
 from .even import all_gather, all_reduce, reduce_scatter
+from .graph_dependences import NAMESPACE
 from .rooted import broadcast
 from .uneven import all_to_all_v
 
@@ -85,6 +85,14 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def traced(*arguments: Any) -> Tensor:
+        _torch.kept_in_order(getattr(getattr(torch.ops, NAMESPACE), name).default)
+        return shape(*arguments)
+
+    return traced
+
+
 # Declared mutable state: the library, which takes its operators away when it goes.
 _LIBRARIES: list[Any] = []
 
@@ -96,5 +104,5 @@ def define_operators() -> None:
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
-        library.impl(name, shape, "Meta")
+        library.impl(name, _shape_of(name, shape), "Meta")
     _LIBRARIES.append(library)
