@@ -86,6 +86,8 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What compilers ask for an operator's shape, in every graph: by then inductor is loaded, if it compiles."""
+
     def traced(*arguments: Any) -> Tensor:
         _torch.kept_in_order(getattr(getattr(torch.ops, NAMESPACE), name).default)
         return shape(*arguments)
