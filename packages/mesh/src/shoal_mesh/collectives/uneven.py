@@ -172,10 +172,10 @@ def reduce_scatter_v(
         reduced = all_reduce(tensor, comm, op, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
         return _then(reduced, lambda full: full.narrow(dim, start, own).contiguous())
     rows = tensor.movedim(dim, 0)
-    padded = rows.new_zeros((comm.size, largest, *rows.shape[1:]))
-    for slot, block in zip(padded, torch.split(rows, list(sizes)), strict=True):
-        slot[: block.shape[0]] = block
-    started = reduce_scatter(padded.flatten(0, 1), comm, 0, op, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
+    zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
+    blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
+    padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
+    started = reduce_scatter(padded, comm, 0, op, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
     return _then(started, lambda slot: slot[:own].movedim(0, dim).contiguous())
 
 
