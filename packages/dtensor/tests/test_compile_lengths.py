@@ -208,6 +208,32 @@ def test_uneven_lengths_are_constants() -> None:
     assert graphs_for(columns, mesh, Shard(0), (12, 18, 21)) == 3, "blocks of several sizes go to all"
 
 
+@pytest.mark.parametrize("name", ["repeat", "cat", "roll", "sums"])
+@on_ranks(3, timeout=250)
+def test_uneven_rows_of_any_length_are_exchanged(name: str) -> None:
+    """Rows 2, 2, 1 move, some only in the backward, when it is too late to make their length a constant."""
+    programs: dict[str, Callable[[Any], Any]] = {
+        "repeat": lambda x: x.repeat(2, 1, 1),
+        "cat": lambda x: torch.cat([x, x * 2]),
+        "roll": lambda x: x.roll(1, 0) * 2,
+        "sums": lambda x: x.repeat(2, 1, 1).sum(0) + x.sum(1, keepdim=True),
+    }
+    mesh = init_device_mesh("cpu", (3,))
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(programs[name], backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (8, 11):
+        whole = torch.arange(20.0 * length, dtype=torch.double).view(5, length, 4).requires_grad_()
+        x = sd.distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
+        got, expected = compiled(x), programs[name](whole)
+        torch.testing.assert_close(got.full_tensor(), expected)
+        (got * got).sum().backward()
+        (expected * expected).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), whole.grad)  # type: ignore[attr-defined]  # a DTensor
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_what_a_sequence_folds_is_a_constant() -> None:
     """(batch, sequence, 8) -> (batch * sequence, 8), sequence sharded: `batch` runs, which placements count."""
 

@@ -16,7 +16,7 @@ from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
 
 from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
-from ..layout.symbolic_sizes import constant
+from ..layout.symbolic_sizes import constant, has_symbols
 from .cross_mesh import plan_across
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
@@ -89,18 +89,24 @@ def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
         order = step.dst.shard_order
         states.append(src.with_(placements=step.dst.placements, stride=dst.stride, shard_order=order))
     states.append(dst)
-    if any(state.example is None for state in states) or not all(map(_moves_equal_blocks, example.steps)):
+    if any(state.example is None for state in states):
         return plan(constant(src), constant(dst))
-    steps = zip(example.steps, states, states[1:], strict=False)
-    return replace(example, src=src, dst=dst, steps=tuple([replace(step, src=a, dst=b) for step, a, b in steps]))
+    steps = [replace(step, src=a, dst=b) for step, a, b in zip(example.steps, states, states[1:], strict=False)]
+    if not all(map(_moves_equal_blocks, steps)):
+        return plan(constant(src), constant(dst))
+    return replace(example, src=src, dst=dst, steps=tuple(steps))
 
 
 def _moves_equal_blocks(step: Step) -> bool:
     """Whether what a step does on a rank follows from the size of its own shard, or from constants."""
     if isinstance(step, AllGather | ReduceScatter):
         sharded = step.src if isinstance(step, AllGather) else step.dst
-        return len(step.dims) == 1 or sharded.even
-    return not isinstance(step, Exchange | Reshape | Transfer)
+        return len(step.dims) == 1 or (sharded.example or sharded).even
+    if isinstance(step, Exchange):
+        sizes = zip(step.src.shape, step.src.dim_shardings, step.dst.dim_shardings, strict=True)
+        moving = [n for n, a, b in sizes if {*a.axes, *b.axes} & {*step.axes}]
+        return not has_symbols(moving)
+    return not isinstance(step, Reshape | Transfer)
 
 
 @lru_cache(maxsize=CACHE_SIZE)

@@ -20,6 +20,7 @@ from torch import Tensor
 from shoal_mesh import bound, contribution, dataclass, pack_blocks, unpack_blocks
 
 from ...layout.placements import norm_order
+from ...layout.symbolic_sizes import has_symbols
 from ...layout.tensor_meta import Box
 from ..blocks import Blocks, adjacent_rows, box_of, exchange_blocks, intersect, regular, shape_of, slices_of, volume
 from ..reductions import identity_of, powers, root
@@ -123,11 +124,22 @@ def _boxes(spec: Spec, step: AllGather | ReduceScatter, coordinate: Coordinate) 
 
 
 def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
-    """Who sends what to whom in an exchange, members counted along the step's axes."""
+    """Who sends what to whom in an exchange, members counted along the step's axes.
+
+    Along dims of symbolic sizes, which do not move (`plan`), every block is as long as the shard.
+    """
     group = members(step.src, step.axes, coordinate)
-    before = [step.src.box(c) for c in group]
-    after = [step.dst.box(c) for c in group]
-    return exchange_blocks(group.index(coordinate), before, after)
+    src, dst = (spec.example or spec for spec in (step.src, step.dst))
+    blocks = exchange_blocks(group.index(coordinate), [src.box(c) for c in group], [dst.box(c) for c in group])
+    if src is step.src:
+        return blocks
+    own = step.src.box(coordinate)
+
+    def whole(box: Box) -> Box:
+        return tuple([b if has_symbols(b) else a for a, b in zip(box, own, strict=True)])
+
+    sends, receives = ([(member, whole(box)) for member, box in part] for part in (blocks.sends, blocks.receives))
+    return Blocks(tuple(sends), tuple(receives), None if blocks.kept is None else whole(blocks.kept))
 
 
 def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
