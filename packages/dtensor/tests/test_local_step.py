@@ -95,6 +95,38 @@ def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
     assert all(getattr(p, "_local_tensor", p).grad is None for p in spread[:3])
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+@on_ranks(4)
+def test_fused_steps_take_what_the_last_one_found_only_while_it_holds(kind: str) -> None:
+    plain, spread = parameters()
+    more: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    both = []
+    for params in (plain, spread):
+        groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:]}]  # of DTensors; and mixed
+        both.append(KINDS[kind](groups, lr=0.1, fused=True, **more))  # type: ignore[call-arg]  # all of them have these
+    one, other = both
+    for turn in range(9):
+        give_gradients(plain, spread)
+        if turn == 3:
+            plain[1].grad = spread[1].grad = None
+        for optimizer, params in ((one, plain), (other, spread)):
+            group = optimizer.param_groups[0]
+            if turn == 5:
+                group["lr"] = 0.3
+            if turn == 6 and "betas" in group:
+                group["betas"] = (0.5, 0.5)
+            if turn == 7:
+                for name, value in optimizer.state[params[0]].items():
+                    optimizer.state[params[0]][name] = value * 2
+            optimizer.step()
+        for param, expected in zip(spread, plain, strict=True):
+            torch.testing.assert_close(whole(param.detach()), expected.detach(), msg=f"step {turn}")
+    held = [spread[0].grad._local_tensor, *_steps[other].groups[0]]  # type: ignore[union-attr]  # it is a DTensor's
+    spread[0].grad = None
+    assert held[0]._use_count() == 1, "a step keeps gradients"
+    assert all(shard.grad is None for shard in held[1:])
+
+
 @on_ranks(4)
 def test_state_dicts_hold_dtensors_and_load_either_way() -> None:
     plain, spread = parameters()

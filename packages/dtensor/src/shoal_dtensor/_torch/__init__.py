@@ -10,11 +10,13 @@ from .engine import (
     at_end_of_backward,
     backward_number,
     before_optimizer_steps,
+    dict_version,
     in_backward,
     is_transformed,
     orthogonalized,
     set_thread_object,
     thread_object,
+    unwatched_functions,
 )
 from .full_state_dicts import around_state_dicts
 from .operators import (
@@ -62,6 +64,7 @@ __all__ = [
     "change_shape",
     "count_write",
     "decomposition_of",
+    "dict_version",
     "direct",
     "disabled_torch_function",
     "group_ranks",
@@ -86,6 +89,7 @@ __all__ = [
     "split",
     "thread_object",
     "unmarked_writes",
+    "unwatched_functions",
     "view_of",
     "whole_when_compiled",
     "with_conjugates",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -18,12 +19,22 @@ __all__ = [
     "at_end_of_backward",
     "backward_number",
     "before_optimizer_steps",
+    "dict_version",
     "in_backward",
     "is_transformed",
     "orthogonalized",
     "set_thread_object",
     "thread_object",
+    "unwatched_functions",
 ]
+
+
+# A number that changes whenever a dict does, and is never given again.
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+
+
+# A block in which modes and subclasses do not see calls of torch functions.
+unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
 def in_backward() -> bool:

@@ -10,7 +10,7 @@ matrices; it is `muon_step`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch import before_optimizer_steps, count_write
+from .._torch import before_optimizer_steps, count_write, dict_version, unwatched_functions
 from ..dispatch.results import wrap
 from ..errors import OptimizerError
 from ..layout.spec import Spec
@@ -104,10 +104,14 @@ class _LocalStep:
         groups: what stands for the parameters of each group: the shard of a DTensor, a plain one itself.
         spread: the DTensors of each group, with that shard and its spec.
         state: the state of what stands for parameters; that of plain ones is their own.
-        sources: what all of this was made of; left: the values of `state` when the last step was over.
+        params: the parameters of all groups, when the last step was over.
+        versions: of the parameters' state and of `state`, then.
+        gradients: in a step, by the identity of a list of `groups`: the shards of its gradients.
+        given: in a step, the entries of `spread` whose shards have them as `.grad`.
+        collected: by the same identity, the options of a group, and what torch collected of it in the last step.
     """
 
-    __slots__ = ("groups", "left", "sources", "spread", "state")
+    __slots__ = ("collected", "given", "gradients", "groups", "params", "spread", "state", "versions")
 
     def __init__(self) -> None:
         self.forget()
@@ -117,15 +121,18 @@ class _LocalStep:
         self.groups: list[list[Tensor]] = []
         self.spread: list[list[tuple[DTensor, Tensor, Spec]]] = []
         self.state: Any = defaultdict(dict)
-        self.sources: list[Any] = []
-        self.left: list[Any] = []
+        self.params: list[Any] = []
+        self.versions: tuple[list[Any], list[Any]] = [], []
+        self.gradients: dict[int, list[Tensor | None]] = {}
+        self.given: list[list[tuple[DTensor, Tensor, Spec]]] = []
+        self.collected: dict[int, tuple[dict[str, Any], Any, list[Any], list[list[Any]]]] = {}
 
     def run(self, optimizer: Optimizer, stand_in: Any) -> Iterator[dict[str, Any]]:
         """The parameter groups for a step, of local shards; those of dispatch if there is no shard to step on."""
         groups, state = optimizer.param_groups, optimizer.state
         lists = [group["params"] for group in groups]
         try:
-            known = _are(_sources(lists, state), self.sources) and self.take_gradients(groups)
+            known = self.is_made_of(lists, state) and self.take_gradients(groups)
             if not known:
                 self.make(lists, state)
                 self.take_gradients(groups)
@@ -141,8 +148,14 @@ class _LocalStep:
                 yield {**group, "params": params}
         finally:
             self.drop_gradients()
-            if not (known and _are(_values(self.state.values()), self.left)):
+            if not (known and _versions((), self.state) == self.versions[1]):
                 self.hand_back(lists, state)
+
+    def is_made_of(self, lists: Sequence[Sequence[Tensor]], state: Any) -> bool:
+        """Whether parameters and their state are what they were when the last step was over."""
+        return bool(self.params) and (
+            _versions(lists, state) == self.versions[0] and all(map(is_, chain.from_iterable(lists), self.params))
+        )
 
     def make(self, lists: Sequence[Sequence[Tensor]], state: Any) -> None:
         """Take over parameters and a state that are new, or were loaded or set by hand."""
@@ -165,32 +178,68 @@ class _LocalStep:
         return zip(chain.from_iterable(lists), chain.from_iterable(self.groups), strict=True)
 
     def take_gradients(self, groups: Sequence[dict[str, Any]]) -> bool:
-        """Give shards the gradients of their parameters; False if one is not the shard of its parameter any more.
+        """Take the gradients of DTensors; False if a shard is not that of its parameter any more.
 
         Autograd gets to know what will be written to: DTensors by their shards; fused kernels do not even say that.
         """
-        for group, spread in zip(groups, self.spread, strict=True):
+        for group, params, spread in zip(groups, self.groups, self.spread, strict=True):
             fused = group.get("fused")
+            with unwatched_functions():  # reading an attribute of a subclass takes 100 ns longer outside
+                grads: list[Any] = [param.grad for param, _, _ in spread]
+            taken: list[Tensor | None] = []
             written: list[Tensor] = []
-            for param, shard, spec in spread:
+            for (param, shard, spec), grad in zip(spread, grads, strict=True):
                 if param._local_tensor is not shard or param._spec is not spec:
                     return False
-                grad: Any = param.grad
                 if grad is None:
-                    shard.grad = None
+                    taken.append(None)
                     continue
-                shard.grad = grad._local_tensor if type(grad) is DTensor and grad._spec is spec else _shard(grad, spec)
+                taken.append(grad._local_tensor if type(grad) is DTensor and grad._spec is spec else _shard(grad, spec))
                 written.append(param)
                 if fused:
                     written.append(shard)
             count_write(written)
+            self.gradients[id(params)] = taken
+            if not fused:
+                self.give_gradients(params)
         return True
+
+    def give_gradients(self, params: list[Tensor]) -> None:
+        """Give the shards of a group their gradients, for torch to find them there."""
+        (spread,) = (spread for own, spread in zip(self.groups, self.spread, strict=True) if own is params)
+        self.given.append(spread)
+        for (_, shard, _), grad in zip(spread, self.gradients[id(params)], strict=True):
+            shard.grad = grad
 
     def drop_gradients(self) -> None:
         """Let the shards of gradients live no longer than these."""
-        for spread in self.spread:
+        self.gradients.clear()
+        for spread in self.given:
             for _, shard, _ in spread:
                 shard.grad = None
+        self.given.clear()
+
+    def collect(self, of_torch: Callable[..., Any], group: dict[str, Any], *lists: list[Any]) -> Any:
+        """`_init_group` of a fused step: fills lists with parameters, their gradients, and what belongs to their state.
+
+        torch's asks each parameter for all of it, as long as the kernel takes for small ones.  While nothing but the
+        gradients has changed since the last step, they are put between what it found then.
+        """
+        params = group["params"]
+        grads = self.gradients.get(id(params))
+        if grads is None or not group.get("fused"):  # a step through dispatch; gradients that shards have already
+            return of_torch(group, *lists)
+        options = {**group, "params": None, "lr": None}
+        last = self.collected.get(id(params))
+        if last is not None and last[0] == options and [*map(type, grads)] == [Tensor] * len(params):
+            for into, values in zip(lists, (last[2], grads, *last[3]), strict=True):
+                into.extend(values)
+            return last[1]
+        self.give_gradients(params)
+        result = of_torch(group, *lists)
+        if len(lists[1]) == len(params):
+            self.collected[id(params)] = options, result, [*lists[0]], [*map(list, lists[2:])]
+        return result
 
     def hand_back(self, lists: Sequence[Sequence[Tensor]], state: Any) -> None:
         """Give parameters the state that a step left, as users see it."""
@@ -198,27 +247,17 @@ class _LocalStep:
             if inside in self.state:
                 inner = self.state[inside]
                 state[param] = inner if inside is param else _converted(inner, _outer, param._spec)
-        self.sources, self.left = [*_sources(lists, state), _END], [*_values(self.state.values()), _END]
+        self.collected.clear()
+        self.params = [*chain.from_iterable(lists)]
+        self.versions = _versions(lists, state), _versions((), self.state)
 
 
-_END = object()
-
-
-def _are(objects: Iterable[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the very objects of a list that ends with the mark."""
-    return bool(others) and all(map(is_, chain(objects, (_END,)), others))
-
-
-def _sources(lists: Sequence[Sequence[Tensor]], state: Any) -> Iterable[Any]:
-    """Every object in parameter groups and a state, with the numbers that tell where one thing ends."""
+def _versions(lists: Sequence[Sequence[Tensor]], state: Any) -> list[Any]:
+    """The lengths of parameter lists, and for a state and each of its entries a number that a change changes."""
     states = [*state.values()]
     if {*map(type, states)} - {dict}:
-        return (object(),)  # who knows what
-    return chain(map(len, lists), *lists, state, states, map(len, states), *states, _values(states))
-
-
-def _values(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, states))
+        return [object()]  # who knows what
+    return [*map(len, lists), *map(dict_version, (state, *states))]
 
 
 def _converted(state: dict[str, Any], convert: Callable[..., Any], spec: Spec) -> dict[str, Any]:
@@ -289,6 +328,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     stand_in = object.__new__(kind)
     vars(stand_in).update(vars(optimizer))
     make = partial(_groups_of_muon, optimizer) if kind is torch.optim.Muon else partial(step.run, optimizer, stand_in)
+    if any(group.get("fused") for group in groups):
+        stand_in._init_group = partial(step.collect, partial(kind._init_group, stand_in))
     stand_in.param_groups = _Groups(make)
     return (stand_in, *args[1:]), kwargs
 
