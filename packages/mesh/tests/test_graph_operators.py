@@ -159,3 +159,34 @@ def test_an_exported_program_has_functional_collectives() -> None:
     program = torch.export.export(Sum(), (torch.ones(4),), strict=False).run_decompositions()
     assert {name.split(".")[0] for name in operators(program)} == {"_c10d_functional"}
     assert torch.equal(program.module()(torch.ones(4)), torch.full((4,), 2.0))
+
+
+@TRACED
+@on_ranks(2, timeout=200)
+def test_code_of_inductor_calls_collectives_directly_with_the_bits_of_eager_ones() -> None:
+    from torch._inductor.utils import run_and_get_code  # not while this file is collected: it takes seconds
+
+    comm = comm_over((0, 1))
+    named = {name: program for name, program in PROGRAMS.items() if "complex" not in name}  # inductor warns of these
+
+    def all_of_them(x: Tensor) -> list[Any]:
+        return [program(x, comm) for program in named.values()]
+
+    torch._dynamo.reset()
+    fast = torch.compile(all_of_them, backend="inductor", fullgraph=True)
+    x = values_of(comm.rank, (4, 8), torch.float64)
+    before = x.clone()
+    found, (code, *_) = run_and_get_code(fast, x)
+    for name, one, other in zip(named, found, all_of_them(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, msg=lambda s, n=name: f"{n}: {s}")  # type: ignore[misc]  # called at once
+    assert torch.equal(x, before), "an operand was written to"
+    statements = [line.strip().rpartition("= ")[2] for line in code.splitlines()]
+    calls = [statement for statement in statements if statement.startswith("torch.ops.shoal_mesh.")]
+    assert calls and all(".run(" in call for call in calls), calls
+    assert any("all_reduce_.run(" in call for call in calls)
+
+    heard = Heard()
+    observe(heard)
+    fast(x)
+    unobserve(heard)
+    assert len(heard.ops) == len(calls), "observers hear of each"

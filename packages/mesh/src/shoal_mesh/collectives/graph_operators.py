@@ -1,7 +1,8 @@
 """What compiled code calls on gloo and on groups written in Python: operators that run what eager code runs.
 
 The functional collectives of torch call gloo, whose latency is most of a small step: an all-reduce of 1 KiB takes
-500 us between two ranks of one host, and 60 here. Observers and the recorder hear of these as of eager ones.
+500 us between two ranks of one host, and 60 here. Observers and the recorder hear of these as of eager ones. The code
+that inductor writes calls what an operator runs without torch's dispatcher, as its attribute `run`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.library import Library
 
 from .. import _torch
 from ..groups.process_groups import Comm
-from .even import all_gather, all_reduce, reduce_scatter
+from .even import all_gather, all_reduce, all_reduce_, reduce_scatter
 from .graph_dependences import NAMESPACE
 from .rooted import broadcast
 from .uneven import all_to_all_v
@@ -59,12 +60,17 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
     return operand.new_empty(operand.shape)
 
 
+def _reduce_own(operand: Tensor, op: str, group: str) -> None:
+    all_reduce_(operand, _comm(group), op)
+
+
 # Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
         _alike,
     ),
+    "all_reduce_(Tensor(a!) operand, str op, str group) -> ()": (_reduce_own, lambda *_: None),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
         _gathered,
@@ -85,11 +91,18 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
+# What writes the result of an operator over its operand.
+_IN_PLACE = {"all_reduce": "all_reduce_"}
+
+
+def _shape_of(name: str, shape: Callable[..., Any]) -> Callable[..., Any]:
     """What compilers ask for an operator's shape, in every graph: by then inductor is loaded, if it compiles."""
 
-    def traced(*arguments: Any) -> Tensor:
-        _torch.kept_in_order(getattr(getattr(torch.ops, NAMESPACE), name).default)
+    def traced(*arguments: Any) -> Any:
+        ours, called = getattr(torch.ops, NAMESPACE), _IN_PLACE.get(name, name)
+        if name not in _IN_PLACE.values():
+            in_place = None if called == name else getattr(ours, called).default
+            _torch.kept_in_order(getattr(ours, name).default, f"torch.ops.{NAMESPACE}.{called}.run", in_place)
         return shape(*arguments)
 
     return traced
@@ -107,4 +120,5 @@ def define_operators() -> None:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
         library.impl(name, _shape_of(name, shape), "Meta")
+        getattr(getattr(torch.ops, NAMESPACE), name).run = run
     _LIBRARIES.append(library)
