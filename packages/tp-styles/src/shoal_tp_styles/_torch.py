@@ -26,6 +26,7 @@ __all__ = [
     "autocast_dtype",
     "autocasting",
     "backward_number",
+    "dict_version",
     "direct",
     "disabled_torch_function",
     "dispatch_modes",
@@ -37,7 +38,6 @@ __all__ = [
     "never_compiled",
     "preserving_versions",
     "pytree",
-    "requires_grad",
     "saving_state",
     "selectively_checkpointed",
     "split_sizes",
@@ -66,8 +66,8 @@ will_run = torch._C._will_engine_execute_node
 # How many refer to a tensor; all of Python counts as one.
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
 
-# `tensor.requires_grad` without what subclasses make of it.
-requires_grad: Callable[[torch.Tensor], bool] = torch._C.TensorBase.requires_grad.__get__  # type: ignore[attr-defined]  # a descriptor
+# A number that changes whenever a dict does, and is never given again.
+dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 
 
 def direct(function: type[torch.autograd.Function]) -> Any:

@@ -12,6 +12,7 @@ changed; what graphs rely on, sizes and dtypes of the shards, Dynamo guards as t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -20,47 +21,45 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec, local_shard
 
-from .._torch import disabled_torch_function, make_wrapper, requires_grad
+from .._torch import dict_version, disabled_torch_function, make_wrapper
 
 __all__ = ["TracedShards"]
 
+_parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 Deliver = Callable[[Sequence[DTensor]], Sequence[Tensor]]  # local shards whose gradients go to the parameters
 
 
 class _Known:
-    """Of which parameters shards were made, and from what; all is compared before every call, so in loops written in C.
+    """Of which parameters shards were made, and from what; all is compared before every call.
 
     Attributes:
-        modules: each with the names and identities of its parameters.
-        every: the parameters, so that no other object gets the identity of one.
-        params: those that are DTensors.
-        shards: their shards, which are kept likewise.
-        state: of each the identity of its shard, the address and whether it is trained.
+        modules: those whose parameters they are.
+        dicts: of each, its dict of parameters.
+        versions: of these dicts.
+        state: of each DTensor in them itself, its shard, the address of that, and whether it is trained.
     """
 
-    __slots__ = ("every", "modules", "params", "shards", "state")
+    __slots__ = ("dicts", "modules", "state", "versions")
 
-    def __init__(self, modules: Sequence[tuple[ReferenceType[nn.Module], dict[str, Any]]]) -> None:
-        self.modules = [(reference, [*params], [*map(id, params.values())]) for reference, params in modules]
-        self.every = [param for _, params in modules for param in params.values()]
-        self.params = [param for param in self.every if isinstance(param, DTensor)]
-        self.shards = [*map(local_shard, self.params)]
-        self.state = self._state()
-
-    def _state(self) -> tuple[list[int], list[int], list[bool]]:
-        shards = [*map(local_shard, self.params)]
-        return [*map(id, shards)], [*map(Tensor.data_ptr, shards)], [*map(requires_grad, self.params)]
+    def __init__(self, modules: Sequence[ReferenceType[nn.Module]], dicts: Sequence[dict[str, Any]]) -> None:
+        self.modules, self.dicts = [*modules], [*dicts]
+        self.versions = [*map(dict_version, dicts)]
+        params = [param for of_module in dicts for param in of_module.values() if isinstance(param, DTensor)]
+        shards = [*map(local_shard, params)]
+        self.state = [(p, local, local.data_ptr(), p.requires_grad) for p, local in zip(params, shards, strict=True)]
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        for reference, names, identities in self.modules:
+        for reference, params in zip(self.modules, self.dicts, strict=True):
             module = reference()
-            if module is None:
+            if module is None or module._parameters is not params:
                 return False
-            params = module._parameters
-            if [*params] != names or [*map(id, params.values())] != identities:
+        if [*map(dict_version, self.dicts)] != self.versions:
+            return False
+        for param, shard, address, trained in self.state:
+            if local_shard(param) is not shard or shard.data_ptr() != address or param.requires_grad is not trained:
                 return False
-        return self._state() == self.state
+        return True
 
 
 class _Shards:
@@ -105,9 +104,7 @@ class _Shards:
             shards = {each: local_shard(p) if isinstance(p, DTensor) else p for each, p in of_module.items()}
             self.local[name] = {each: made.get(id(param), shards[each]) for each, param in of_module.items()}
         lasting = all(isinstance(param, nn.Parameter) for param in trained)
-        self._known = (
-            _Known([(self._modules[name], of_module) for name, of_module in params.items()]) if lasting else None
-        )
+        self._known = _Known([*self._modules.values()], [*map(_parameters_of, alive.values())]) if lasting else None
 
 
 class _Metadata:
