@@ -75,6 +75,13 @@ def other_data(module: Any) -> None:
         param.data = param.detach() * 2
 
 
+@torch.no_grad()
+def other_memory(module: Any) -> None:
+    for param in module.parameters():
+        shard = param.to_local()
+        shard.data = shard * 2
+
+
 def other_parameter(module: Any) -> None:
     module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
 
@@ -86,6 +93,7 @@ def hooked(module: Any) -> None:
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a step": step_of_sgd,
     "other data": other_data,
+    "other memory of a shard": other_memory,
     "another parameter": other_parameter,
     "another dtype": lambda module: module.float(),
     "a hook": hooked,
@@ -187,6 +195,31 @@ def test_a_call_looks_at_the_parameters_of_a_block_once(copied: bool, monkeypatc
         monkeypatch.setattr(traced_shards._Shards, "renew", counted)
         fast(x)
         assert len(looks) == len({*looks}) == 3
+
+
+def test_parameters_that_were_taken_out_for_a_while_have_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(2):
+        module = blocks_of(1)
+        fast, x = compiled(module), torch.randn(3, 4)
+        fast(x)
+        params = module[0].first._parameters
+        made: list[Any] = []
+        make = traced_shards._Shards._make
+
+        def noted(shards: Any) -> None:
+            made.append(shards)
+            make(shards)
+
+        monkeypatch.setattr(traced_shards._Shards, "_make", noted)
+        weight, params["weight"] = params["weight"], None
+        params["weight"] = weight
+        fast(x)
+        assert made == []
+        weight.requires_grad_(False)
+        fast(x).sum().backward()
+        assert len(made) == 1
+        assert weight.grad is None
+        assert module[0].first.bias.grad is not None
 
 
 def test_a_module_that_left_its_block_is_forgotten() -> None:

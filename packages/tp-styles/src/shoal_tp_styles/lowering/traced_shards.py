@@ -12,7 +12,7 @@ changed; what graphs rely on, sizes and dtypes of the shards, Dynamo guards as t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -36,14 +36,16 @@ class _Known:
         modules: those whose parameters they are.
         dicts: of each, its dict of parameters.
         versions: of these dicts.
+        entries: what is in them.
         state: of each DTensor in them itself, its shard, the address of that, and whether it is trained.
     """
 
-    __slots__ = ("dicts", "modules", "state", "versions")
+    __slots__ = ("dicts", "entries", "modules", "state", "versions")
 
     def __init__(self, modules: Sequence[ReferenceType[nn.Module]], dicts: Sequence[dict[str, Any]]) -> None:
         self.modules, self.dicts = [*modules], [*dicts]
         self.versions = [*map(dict_version, dicts)]
+        self.entries = [{**params} for params in dicts]
         params = [param for of_module in dicts for param in of_module.values() if isinstance(param, DTensor)]
         shards = [*map(local_shard, params)]
         self.state = [(p, local, local.data_ptr(), p.requires_grad) for p, local in zip(params, shards, strict=True)]
@@ -54,8 +56,12 @@ class _Known:
             module = reference()
             if module is None or module._parameters is not params:
                 return False
-        if [*map(dict_version, self.dicts)] != self.versions:
-            return False
+        versions = [*map(dict_version, self.dicts)]
+        if versions != self.versions:  # which they are too where parameters were taken out for a while
+            for params, known in zip(self.dicts, self.entries, strict=True):
+                if [*params] != [*known] or not all(map(is_, params.values(), known.values())):
+                    return False
+            self.versions = versions
         for param, shard, address, trained in self.state:
             if local_shard(param) is not shard or shard.data_ptr() != address or param.requires_grad is not trained:
                 return False
