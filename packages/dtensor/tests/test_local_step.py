@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 
 import pytest
@@ -280,6 +280,8 @@ def test_groups_and_states_that_are_rearranged_count() -> None:
             first, second = (group["params"] for group in optimizer.param_groups)
             if turn == 0:
                 first.append(second.pop(0))  # the same parameters in the same order
+            if turn == 2:
+                optimizer.state = UserDict(optimizer.state)  # type: ignore[assignment]  # a mapping that is no dict
             if turn == 1:
                 optimizer.state = defaultdict(dict, {p: OrderedDict(s) for p, s in optimizer.state.items()})
         for param, expected in zip(spread, plain, strict=True):

@@ -97,8 +97,8 @@ class _UnfitError(Exception):
 class _LocalStep:
     """What stands for the parameters and the state of an optimizer in its steps.
 
-    It is made of these, and a step finds them as the last one left them, as a rule.  To see that, every step looks at
-    every object, in passes that C makes.
+    It is made of these, and a step finds them as the last one left them, as a rule.  To see that, every step compares
+    the parameters, and the versions of the dicts that hold their state.
 
     Attributes:
         groups: what stands for the parameters of each group: the shard of a DTensor, a plain one itself.
@@ -159,6 +159,7 @@ class _LocalStep:
 
     def make(self, lists: Sequence[Sequence[Tensor]], state: Any) -> None:
         """Take over parameters and a state that are new, or were loaded or set by hand."""
+        self.drop_gradients()
         self.forget()
         for params in lists:
             spread = [(param, param._local_tensor, param._spec) for param in params if isinstance(param, DTensor)]
@@ -255,7 +256,7 @@ class _LocalStep:
 def _versions(lists: Sequence[Sequence[Tensor]], state: Any) -> list[Any]:
     """The lengths of parameter lists, and for a state and each of its entries a number that a change changes."""
     states = [*state.values()]
-    if {*map(type, states)} - {dict}:
+    if not isinstance(state, dict) or {*map(type, states)} - {dict}:
         return [object()]  # who knows what
     return [*map(len, lists), *map(dict_version, (state, *states))]
 
