@@ -183,7 +183,6 @@ def test_code_of_inductor_calls_collectives_directly_with_the_bits_of_eager_ones
     statements = [line.strip().rpartition("= ")[2] for line in code.splitlines()]
     calls = [statement for statement in statements if statement.startswith("torch.ops.shoal_mesh.")]
     assert calls and all(".run(" in call for call in calls), calls
-    assert any("all_reduce_.run(" in call for call in calls)
 
     heard = Heard()
     observe(heard)

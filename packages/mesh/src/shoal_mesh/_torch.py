@@ -91,7 +91,7 @@ is_exporting = torch.compiler.is_exporting
 WORLDS = _c10d._world
 
 
-def kept_in_order(collective: Any, directly: str, in_place: Any = None) -> None:
+def kept_in_order(collective: Any, directly: str) -> None:
     """Have inductor, where it is loaded, run an operator in the order of the graph, as it does torch's collectives.
 
     Else it runs what does not depend on one another in the order that needs the least memory, by the sizes of this
@@ -101,8 +101,6 @@ def kept_in_order(collective: Any, directly: str, in_place: Any = None) -> None:
         collective: the operator.
         directly: how the code that inductor writes calls what the operator runs: the way through torch's dispatcher
             takes 12 us, as long as a small all-reduce.
-        in_place: the operator that writes its result over its operand, if there is one: it saves a copy where the
-            operand is needed no more.
     """
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or collective in inductor.lowerings:
@@ -114,12 +112,8 @@ def kept_in_order(collective: Any, directly: str, in_place: Any = None) -> None:
             super().__init__(*args, **kwargs)
             self.python_kernel_name = directly
 
-    def lowered(operand: Any, *arguments: Any) -> Any:
-        if in_place is None:
-            return ir.TensorBox.create(DirectCall.create_out_of_place(collective, operand, *arguments))
-        own = ir.ExternKernel.require_contiguous(inductor.clone(operand))
-        DirectCall.create_inplace(in_place, own, *arguments)
-        return own
+    def lowered(*arguments: Any) -> Any:
+        return ir.TensorBox.create(DirectCall.create_out_of_place(collective, *arguments))
 
     inductor.add_layout_constraint(collective, inductor.constrain_to_fx_strides)
     inductor.register_lowering(collective)(lowered)

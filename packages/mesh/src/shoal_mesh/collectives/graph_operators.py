@@ -17,7 +17,7 @@ from torch.library import Library
 
 from .. import _torch
 from ..groups.process_groups import Comm
-from .even import all_gather, all_reduce, all_reduce_, reduce_scatter
+from .even import all_gather, all_reduce, reduce_scatter
 from .graph_dependences import NAMESPACE
 from .rooted import broadcast
 from .uneven import all_to_all_v
@@ -60,17 +60,12 @@ def _alike(operand: Tensor, *_: object) -> Tensor:
     return operand.new_empty(operand.shape)
 
 
-def _reduce_own(operand: Tensor, op: str, group: str) -> None:
-    all_reduce_(operand, _comm(group), op)
-
-
 # Schema -> what runs, and what tells the shape. Results are contiguous, blocks in the order of the group.
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_reduce(Tensor operand, str op, str group) -> Tensor": (
         lambda operand, op, group: all_reduce(operand.contiguous(), _comm(group), op),
         _alike,
     ),
-    "all_reduce_(Tensor(a!) operand, str op, str group) -> ()": (_reduce_own, lambda *_: None),
     "all_gather_into_tensor(Tensor operand, int size, str group) -> Tensor": (
         lambda operand, size, group: all_gather(operand, _comm(group)),
         _gathered,
@@ -91,18 +86,12 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-# What writes the result of an operator over its operand.
-_IN_PLACE = {"all_reduce": "all_reduce_"}
-
-
-def _shape_of(name: str, shape: Callable[..., Any]) -> Callable[..., Any]:
+def _shape_of(name: str, shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """What compilers ask for an operator's shape, in every graph: by then inductor is loaded, if it compiles."""
 
-    def traced(*arguments: Any) -> Any:
-        ours, called = getattr(torch.ops, NAMESPACE), _IN_PLACE.get(name, name)
-        if name not in _IN_PLACE.values():
-            in_place = None if called == name else getattr(ours, called).default
-            _torch.kept_in_order(getattr(ours, name).default, f"torch.ops.{NAMESPACE}.{called}.run", in_place)
+    def traced(*arguments: Any) -> Tensor:
+        ours = getattr(torch.ops, NAMESPACE)
+        _torch.kept_in_order(getattr(ours, name).default, f"torch.ops.{NAMESPACE}.{name}.run")
         return shape(*arguments)
 
     return traced
