@@ -106,7 +106,7 @@ class _LocalStep:
         state: the state of what stands for parameters; that of plain ones is their own.
         params: the parameters of all groups, when the last step was over.
         versions: of the parameters' state and of `state`, then.
-        gradients: in a step, by the identity of a list of `groups`: the shards of its gradients.
+        gradients: in a step, by the identity of a list of `groups`: its entry of `spread`, the shards of its gradients.
         given: in a step, the entries of `spread` whose shards have them as `.grad`.
         collected: by the same identity, the options of a group, and what torch collected of it in the last step.
     """
@@ -123,7 +123,7 @@ class _LocalStep:
         self.state: Any = defaultdict(dict)
         self.params: list[Any] = []
         self.versions: tuple[list[Any], list[Any]] = [], []
-        self.gradients: dict[int, list[Tensor | None]] = {}
+        self.gradients: dict[int, tuple[list[tuple[DTensor, Tensor, Spec]], list[Tensor | None]]] = {}
         self.given: list[list[tuple[DTensor, Tensor, Spec]]] = []
         self.collected: dict[int, tuple[dict[str, Any], Any, list[Any], list[list[Any]]]] = {}
 
@@ -200,16 +200,16 @@ class _LocalStep:
                 if fused:
                     written.append(shard)
             count_write(written)
-            self.gradients[id(params)] = taken
+            self.gradients[id(params)] = spread, taken
             if not fused:
                 self.give_gradients(params)
         return True
 
     def give_gradients(self, params: list[Tensor]) -> None:
         """Give the shards of a group their gradients, for torch to find them there."""
-        (spread,) = (spread for own, spread in zip(self.groups, self.spread, strict=True) if own is params)
+        spread, grads = self.gradients[id(params)]
         self.given.append(spread)
-        for (_, shard, _), grad in zip(spread, self.gradients[id(params)], strict=True):
+        for (_, shard, _), grad in zip(spread, grads, strict=True):
             shard.grad = grad
 
     def drop_gradients(self) -> None:
@@ -227,9 +227,9 @@ class _LocalStep:
         gradients has changed since the last step, they are put between what it found then.
         """
         params = group["params"]
-        grads = self.gradients.get(id(params))
-        if grads is None or not group.get("fused"):  # a step through dispatch; gradients that shards have already
+        if id(params) not in self.gradients or not group.get("fused"):  # dispatch; gradients that shards have already
             return of_torch(group, *lists)
+        _, grads = self.gradients[id(params)]
         options = {**group, "params": None, "lr": None}
         last = self.collected.get(id(params))
         if last is not None and last[0] == options and [*map(type, grads)] == [Tensor] * len(params):
