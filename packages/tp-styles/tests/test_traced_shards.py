@@ -176,6 +176,19 @@ def blocks_of(count: int) -> Any:
     return parallelize_module(nn.Sequential(*(Block() for _ in range(count))), mesh, plan)
 
 
+def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The shards of which this method is called from now on."""
+    called: list[object] = []
+    method = getattr(traced_shards._Shards, name)
+
+    def noted(shards: Any) -> None:
+        called.append(shards)
+        method(shards)
+
+    monkeypatch.setattr(traced_shards._Shards, name, noted)
+    return called
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_call_looks_at_the_parameters_of_a_block_once(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(2):
@@ -185,14 +198,7 @@ def test_a_call_looks_at_the_parameters_of_a_block_once(copied: bool, monkeypatc
         fast = compiled(module)
         x = torch.randn(3, 4)
         fast(x)
-        looks: list[object] = []
-        renew = traced_shards._Shards.renew
-
-        def counted(shards: Any) -> None:
-            looks.append(shards)
-            renew(shards)
-
-        monkeypatch.setattr(traced_shards._Shards, "renew", counted)
+        looks = calls_of("renew", monkeypatch)
         fast(x)
         assert len(looks) == len({*looks}) == 3
 
@@ -202,15 +208,7 @@ def test_parameters_that_were_taken_out_for_a_while_have_their_shards(monkeypatc
         module = blocks_of(1)
         fast, x = compiled(module), torch.randn(3, 4)
         fast(x)
-        params = module[0].first._parameters
-        made: list[Any] = []
-        make = traced_shards._Shards._make
-
-        def noted(shards: Any) -> None:
-            made.append(shards)
-            make(shards)
-
-        monkeypatch.setattr(traced_shards._Shards, "_make", noted)
+        params, made = module[0].first._parameters, calls_of("_make", monkeypatch)
         weight, params["weight"] = params["weight"], None
         params["weight"] = weight
         fast(x)

@@ -11,8 +11,8 @@ changed; what graphs rely on, sizes and dtypes of the shards, Dynamo guards as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -25,7 +25,6 @@ from .._torch import dict_version, disabled_torch_function, make_wrapper
 
 __all__ = ["TracedShards"]
 
-_parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 Deliver = Callable[[Sequence[DTensor]], Sequence[Tensor]]  # local shards whose gradients go to the parameters
 
 
@@ -42,11 +41,12 @@ class _Known:
 
     __slots__ = ("dicts", "entries", "modules", "state", "versions")
 
-    def __init__(self, modules: Sequence[ReferenceType[nn.Module]], dicts: Sequence[dict[str, Any]]) -> None:
-        self.modules, self.dicts = [*modules], [*dicts]
-        self.versions = [*map(dict_version, dicts)]
-        self.entries = [{**params} for params in dicts]
-        params = [param for of_module in dicts for param in of_module.values() if isinstance(param, DTensor)]
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self.modules = [*map(ref, modules)]
+        self.dicts: list[dict[str, Any]] = [module._parameters for module in modules]
+        self.versions = [*map(dict_version, self.dicts)]
+        self.entries = [{**params} for params in self.dicts]
+        params = [param for of_module in self.entries for param in of_module.values() if isinstance(param, DTensor)]
         shards = [*map(local_shard, params)]
         self.state = [(p, local, local.data_ptr(), p.requires_grad) for p, local in zip(params, shards, strict=True)]
 
@@ -110,7 +110,7 @@ class _Shards:
             shards = {each: local_shard(p) if isinstance(p, DTensor) else p for each, p in of_module.items()}
             self.local[name] = {each: made.get(id(param), shards[each]) for each, param in of_module.items()}
         lasting = all(isinstance(param, nn.Parameter) for param in trained)
-        self._known = _Known([*self._modules.values()], [*map(_parameters_of, alive.values())]) if lasting else None
+        self._known = _Known(alive.values()) if lasting else None
 
 
 class _Metadata:
