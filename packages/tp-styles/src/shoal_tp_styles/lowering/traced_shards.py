@@ -32,39 +32,40 @@ class _Known:
     """Of which parameters shards were made, and from what; all is compared before every call.
 
     Attributes:
-        modules: those whose parameters they are.
-        dicts: of each, its dict of parameters.
-        versions: of these dicts.
-        entries: what is in them.
+        dicts: of each module a reference, its dict of parameters, and the version of that.
+        entries: what is in these dicts.
         state: of each DTensor in them itself, its shard, the address of that, and whether it is trained.
     """
 
-    __slots__ = ("dicts", "entries", "modules", "state", "versions")
+    __slots__ = ("dicts", "entries", "state")
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
-        self.modules = [*map(ref, modules)]
-        self.dicts: list[dict[str, Any]] = [module._parameters for module in modules]
-        self.versions = [*map(dict_version, self.dicts)]
-        self.entries = [{**params} for params in self.dicts]
+        self.dicts = [(ref(module), module._parameters, dict_version(module._parameters)) for module in modules]
+        self.entries = [{**params} for _, params, _ in self.dicts]
         params = [param for of_module in self.entries for param in of_module.values() if isinstance(param, DTensor)]
         shards = [*map(local_shard, params)]
         self.state = [(p, local, local.data_ptr(), p.requires_grad) for p, local in zip(params, shards, strict=True)]
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        for reference, params in zip(self.modules, self.dicts, strict=True):
+        for reference, params, version in self.dicts:
             module = reference()
             if module is None or module._parameters is not params:
                 return False
-        versions = [*map(dict_version, self.dicts)]
-        if versions != self.versions:  # which they are too where parameters were taken out for a while
-            for params, known in zip(self.dicts, self.entries, strict=True):
-                if [*params] != [*known] or not all(map(is_, params.values(), known.values())):
-                    return False
-            self.versions = versions
-        for param, shard, address, trained in self.state:
-            if local_shard(param) is not shard or shard.data_ptr() != address or param.requires_grad is not trained:
+            if dict_version(params) != version and not self.same_entries():
                 return False
+        for param, shard, address, trained in self.state:
+            # The slot itself: `local_shard` would cost as much as all the rest.
+            if param._local_tensor is not shard or shard.data_ptr() != address or param.requires_grad is not trained:
+                return False
+        return True
+
+    def same_entries(self) -> bool:
+        """Whether the dicts hold what they did, though perhaps it was taken out for a while."""
+        for (_, params, _), known in zip(self.dicts, self.entries, strict=True):
+            if [*params] != [*known] or not all(map(is_, params.values(), known.values())):
+                return False
+        self.dicts = [(reference, params, dict_version(params)) for reference, params, _ in self.dicts]
         return True
 
 

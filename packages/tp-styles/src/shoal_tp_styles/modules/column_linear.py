@@ -253,7 +253,7 @@ class ColumnLinear(Lowered):
         """The local product in terms that torch.compile follows."""
         weight: Any = self.shard("weight")
         bias = self.shard("bias")
-        if type(input) is Tensor and self.traceable:
+        if input.__class__ is Tensor and self.traceable:  # for `type(input)` Dynamo adds a guard in Python
             return _gathered_product(input, weight, bias, self.comm, self.where)
         return linear(replicated_input(self, input), weight, bias)
 
