@@ -21,6 +21,7 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from shoal_tp_styles.lowering import traced_shards
+from shoal_tp_styles.lowering.lowered import lowered_of
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = COMPILED
@@ -218,6 +219,39 @@ def test_parameters_that_were_taken_out_for_a_while_have_their_shards(monkeypatc
         assert len(made) == 1
         assert weight.grad is None
         assert module[0].first.bias.grad is not None
+
+
+def other_dict(module: Any) -> None:
+    module.__dict__["_parameters"] = {**module._parameters, "bias": None}
+
+
+ENTRIES: dict[str, tuple[Callable[[Any], object], ...]] = {
+    "none for a parameter, and back": (
+        lambda module: setattr(module, "kept", [module.bias]),
+        lambda module: setattr(module, "bias", None),
+        lambda module: setattr(module, "bias", module.kept[0]),
+    ),
+    "one fewer": (lambda module: delattr(module, "bias"),),
+    "one more": (lambda module: module.register_parameter("more", None),),
+    "another name": (lambda module: module._parameters.update(other=module._parameters.pop("bias")),),
+    "another dict": (other_dict,),
+}
+
+
+@pytest.mark.parametrize("entries", ENTRIES)
+def test_what_enters_and_leaves_a_module_is_seen(entries: str) -> None:
+    with fake_world(2):
+        (block,) = blocks_of(1)
+        lowered: Any = lowered_of(block.first)
+        for change in (lambda module: None, *ENTRIES[entries]):
+            change(block.first)
+            _, metadata = lowered.traced_shards.__tensor_flatten__()
+            assert metadata == ""
+            shards = lowered.traced_shards.local["first"]
+            assert [*shards] == [*block.first._parameters]
+            for shard, param in zip(shards.values(), block.first.parameters(), strict=False):
+                assert shard.data_ptr() == param.to_local().data_ptr()
+            assert [shard is None for shard in shards.values()] == [p is None for p in block.first._parameters.values()]
 
 
 def test_a_module_that_left_its_block_is_forgotten() -> None:

@@ -26,7 +26,6 @@ __all__ = [
     "autocast_dtype",
     "autocasting",
     "backward_number",
-    "dict_version",
     "direct",
     "disabled_torch_function",
     "dispatch_modes",
@@ -65,9 +64,6 @@ will_run = torch._C._will_engine_execute_node
 
 # How many refer to a tensor; all of Python counts as one.
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # no stub has it
-
-# A number that changes whenever a dict does, and is never given again.
-dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 
 
 def direct(function: type[torch.autograd.Function]) -> Any:

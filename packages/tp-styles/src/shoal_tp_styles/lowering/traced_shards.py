@@ -12,7 +12,6 @@ changed; what graphs rely on, sizes and dtypes of the shards, Dynamo guards as t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import is_
 from typing import Any, ClassVar
 from weakref import ReferenceType, ref
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Spec, local_shard
 
-from .._torch import dict_version, disabled_torch_function, make_wrapper
+from .._torch import disabled_torch_function, make_wrapper
 
 __all__ = ["TracedShards"]
 
@@ -32,40 +31,47 @@ class _Known:
     """Of which parameters shards were made, and from what; all is compared before every call.
 
     Attributes:
-        dicts: of each module a reference, its dict of parameters, and the version of that.
-        entries: what is in these dicts.
-        state: of each DTensor in them itself, its shard, the address of that, and whether it is trained.
+        dicts: of each module a reference, its dict of parameters, and how many there are.
+        distributed: of each DTensor in them its dict, name, itself, its shard, the address of that, and whether it is
+            trained.
+        others: of each other entry its dict, name and value.
     """
 
-    __slots__ = ("dicts", "entries", "state")
+    __slots__ = ("dicts", "distributed", "others")
 
     def __init__(self, modules: Collection[nn.Module]) -> None:
-        self.dicts = [(ref(module), module._parameters, dict_version(module._parameters)) for module in modules]
-        self.entries = [{**params} for _, params, _ in self.dicts]
-        params = [param for of_module in self.entries for param in of_module.values() if isinstance(param, DTensor)]
-        shards = [*map(local_shard, params)]
-        self.state = [(p, local, local.data_ptr(), p.requires_grad) for p, local in zip(params, shards, strict=True)]
+        self.dicts: list[tuple[ReferenceType[nn.Module], dict[str, Any], int]] = [
+            (ref(module), module._parameters, len(module._parameters)) for module in modules
+        ]
+        self.distributed: list[tuple[dict[str, Any], str, DTensor, Tensor, int, bool]] = []
+        self.others: list[tuple[dict[str, Any], str, object]] = []
+        for _, params, _ in self.dicts:
+            for name, value in params.items():
+                if isinstance(value, DTensor):
+                    shard = local_shard(value)
+                    self.distributed.append((params, name, value, shard, shard.data_ptr(), value.requires_grad))
+                else:
+                    self.others.append((params, name, value))
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        for reference, params, version in self.dicts:
-            module = reference()
-            if module is None or module._parameters is not params:
+        for module, params, count in self.dicts:
+            if getattr(module(), "_parameters", None) is not params or len(params) != count:
                 return False
-            if dict_version(params) != version and not self.same_entries():
-                return False
-        for param, shard, address, trained in self.state:
-            # The slot itself: `local_shard` would cost as much as all the rest.
-            if param._local_tensor is not shard or shard.data_ptr() != address or param.requires_grad is not trained:
-                return False
-        return True
-
-    def same_entries(self) -> bool:
-        """Whether the dicts hold what they did, though perhaps it was taken out for a while."""
-        for (_, params, _), known in zip(self.dicts, self.entries, strict=True):
-            if [*params] != [*known] or not all(map(is_, params.values(), known.values())):
-                return False
-        self.dicts = [(reference, params, dict_version(params)) for reference, params, _ in self.dicts]
+        try:
+            for params, name, param, shard, address, trained in self.distributed:
+                if (
+                    params[name] is not param
+                    or param._local_tensor is not shard  # the slot: `local_shard` would cost as much as all the rest
+                    or shard.data_ptr() != address
+                    or param.requires_grad is not trained
+                ):
+                    return False
+            for params, name, value in self.others:
+                if params[name] is not value:
+                    return False
+        except KeyError:
+            return False
         return True
 
 
