@@ -33,7 +33,7 @@ SLOT_BYTES = 1 << 20  # of one rank in one turn; two per rank. Larger messages t
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
 # Beside the channel, for what goes on in the background: slots per rank, and bytes of each (see `lane`).
 LANES = {"gathers": (2, 1 << 23), "reductions": (1, 1 << 24)}
-_MOST_VIEWS = 1024  # of slots, by dtype and length, kept because making them takes longer than copying 1 KiB
+_MOST_VIEWS = 1024  # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
 
 
 class Channel:
@@ -74,26 +74,37 @@ class Channel:
         for start, (name, (depth, size)) in zip(starts, lanes.items(), strict=True):
             end = at + depth * self.size * size
             self.lanes[name], at = Lane(self.peers, start, data[at:end].view(depth, self.size, size)), end
-        self._views: dict[tuple[torch.dtype, int], list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
         self._turn, self._name = 0, _torch.group_name(group)
         this = weakref.ref(self)  # no cycle: a group that is dropped gives its memory back at once
         self.peers.last_seen = lambda: {} if (channel := this()) is None else channel._last_seen()
         self._open: Turn | None = None
 
-    def begin(self, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor]:
-        """The first `count` elements of all slots of the turn that starts now, (size, count), and of the own, (count,).
+    def begin(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
+        """What this rank reads and writes of the first `count` elements of all slots of the turn that starts now.
 
-        The own one is free to be written; the others are to be read once the turn has been met.
+        Args:
+            dtype: of the elements.
+            count: how many.
+            ways: into how many equal blocks they are divided, of which this rank reads the one with its number.
+
+        Returns:
+            That block of all slots, (size, count // ways), to be read once the turn has been met; and the own slot,
+            (count,), free to be written.
         """
         if self._open is not None:
             self._open.wait()
         self.peers.check()
-        views = self._views.get((dtype, count))
+        views = self._views.get((dtype, count, ways))
         if views is None:
             if len(self._views) >= _MOST_VIEWS:
                 self._views.clear()
-            both = self._slots.view(dtype)[:, :, :count]
-            views = self._views[dtype, count] = [(slots, slots[self.rank]) for slots in both]
+            block = count // ways
+            first = block * (self.rank if ways > 1 else 0)
+            both = self._slots.view(dtype)
+            views = self._views[dtype, count, ways] = [
+                (slots[:, first : first + block], slots[self.rank, :count]) for slots in both
+            ]
         return views[self._turn + 1 & 1]
 
     def publish(self, request: int, read: Callable[[], object], notes: Sequence[int] = ()) -> Turn:

@@ -56,16 +56,30 @@ def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
 def _in_turns(channel: Channel, what: int, like: Tensor, ways: int, write: Copy, read: Copy) -> Turn:
     """Turns that each take a window of `like`'s `ways` equal rows; the last one stays open.
 
-    `write(own, a, b)` fills the own slot with elements a to b of every row, `read(slots, a, b)` takes them from all.
+    `write(own, a, b)` fills the own slot with elements a to b of every row, `read(slots, a, b)` takes them from all;
+    of several rows those with this rank's number.
     """
     length = like.numel() // ways
     step = channel.slot_bytes // like.element_size() // ways
     for a in range(0, max(length, 1), step):
         b = min(a + step, length)
-        slots, own = channel.begin(like.dtype, ways * (b - a))  # which completes the turn before
+        slots, own = channel.begin(like.dtype, ways * (b - a), ways)  # which completes the turn before
         write(own, a, b)
         turn = channel.publish(what, partial(read, slots, a, b))
     return turn
+
+
+def _to_each(tensor: Tensor, ways: int) -> Copy:
+    """The `write` that shows a window of `ways` equal blocks."""
+    length = tensor.numel() // ways
+
+    def write(own: Tensor, a: int, b: int) -> None:
+        if b - a == length:
+            own.copy_(_flat(tensor))
+        else:
+            own.view(ways, b - a).copy_(tensor.view(ways, length)[:, a:b])
+
+    return write
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -144,31 +158,26 @@ def all_gather(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
 @plain_kernels
 def reduce_scatter(channel: Channel, tensor: Tensor, out: Tensor, op: str) -> Turn:
     """(size * m, ...) -> (m, ...)."""
-    size, rank, flat = channel.size, channel.rank, _flat(out)
-    rows = tensor.view(size, out.numel())
-
-    def write(own: Tensor, a: int, b: int) -> None:
-        own.view(size, b - a).copy_(_columns(rows, a, b))
+    size, flat = channel.size, _flat(out)
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        reduce_rows(slots[:, rank * (b - a) : (rank + 1) * (b - a)], op, _window(flat, a, b))
+        reduce_rows(slots, op, _window(flat, a, b))
 
-    return _in_turns(channel, request("reduce_scatter", tensor.dtype, tensor.numel(), op), tensor, size, write, read)
+    what = request("reduce_scatter", tensor.dtype, tensor.numel(), op)
+    return _in_turns(channel, what, tensor, size, _to_each(tensor, size), read)
 
 
 @plain_kernels
 def all_to_all(channel: Channel, tensor: Tensor, out: Tensor) -> Turn:
     """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
-    size, rank, length = channel.size, channel.rank, tensor.numel() // channel.size
-    rows, into = tensor.view(size, length), out.view(size, length)
-
-    def write(own: Tensor, a: int, b: int) -> None:
-        own.view(size, b - a).copy_(_columns(rows, a, b))
+    size = channel.size
+    into = out.view(size, tensor.numel() // size)
 
     def read(slots: Tensor, a: int, b: int) -> None:
-        _columns(into, a, b).copy_(slots[:, rank * (b - a) : (rank + 1) * (b - a)])
+        _columns(into, a, b).copy_(slots)
 
-    return _in_turns(channel, request("all_to_all", tensor.dtype, tensor.numel()), tensor, size, write, read)
+    what = request("all_to_all", tensor.dtype, tensor.numel())
+    return _in_turns(channel, what, tensor, size, _to_each(tensor, size), read)
 
 
 @plain_kernels
