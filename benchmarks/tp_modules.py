@@ -131,14 +131,14 @@ def block_plan(column: Any, row: Any) -> dict[str, Any]:
     return {"wq": column(), "wk": column(), "wv": column(), "wo": row(), "w1": column(), "w2": row()}
 
 
-def candidates() -> dict[str, tuple[nn.Module, nn.Module]]:
-    """(MLP, block) of each of the three."""
+def candidates(dim: int = DIM) -> dict[str, tuple[nn.Module, nn.Module]]:
+    """(MLP, block) of each of the three, of so many features."""
     torch_axis = torch_mesh.init_device_mesh("cpu", (WORLD,))
-    axis = init_device_mesh("cpu", (WORLD,))
-    hand = MLP(HandColumn(DIM, HIDDEN), HandRow(HIDDEN, DIM)), hand_block()
+    axis, hidden = init_device_mesh("cpu", (WORLD,)), 2 * dim
+    hand = MLP(HandColumn(dim, hidden), HandRow(hidden, dim)), hand_block(dim, hidden)
 
     def plain() -> tuple[MLP, Block]:
-        return MLP(nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)), Block(nn.Linear, nn.Linear)
+        return MLP(nn.Linear(dim, hidden), nn.Linear(hidden, dim)), Block(nn.Linear, nn.Linear, dim, hidden)
 
     theirs, ours = plain(), plain()
     mlp = {"first": torch_tp.ColwiseParallel(), "second": torch_tp.RowwiseParallel()}
