@@ -135,6 +135,7 @@ def test_ranks_that_contribute_a_constant_have_the_graph_of_the_others() -> None
     assert called == ["all_reduce", "contribution", "all_reduce"]
 
 
+@TRACED
 @on_ranks(2, timeout=100)
 def test_observers_hear_of_compiled_collectives() -> None:
     comm, heard = comm_over((0, 1)), Heard()
