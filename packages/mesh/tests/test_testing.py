@@ -125,4 +125,5 @@ def test_a_rank_of_the_fake_world_may_send_nothing_and_receive(dtype: torch.dtyp
     with fake_world(3):
         comm = init_device_mesh("cpu", (3,)).comm(0)
         arrived = all_to_all_v(torch.empty(0, dtype=dtype), comm, [0, 0, 0], [0, 2, 1])
-        assert (arrived.dtype, arrived.shape) == (dtype, (3,))  # torch 2.11 fills nothing in
+        assert arrived.dtype is dtype
+        assert arrived.tolist() == [0, 0, 0]

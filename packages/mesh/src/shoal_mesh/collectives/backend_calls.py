@@ -288,8 +288,8 @@ def all_to_all_exact(
         exchange.all_to_all_v(channel, _as_bytes(flat), *counts, _as_bytes(out))
         return out, None
     _announce(comm, flat, "all_to_all_v", 0)
-    if not flat.numel() and "fake" in comm.backend:  # torch's fake group fills what arrives with what is sent
-        flat, send = torch.zeros_like(out), receive
+    if not flat.numel() and "fake" in comm.backend:  # torch's fills what arrives with what is sent, 2.11's with nothing
+        flat, send = out.zero_(), receive
     if flat.dtype in PLAIN:
         return out, _on_backend(_exchange(comm.group, out, flat, receive, send), comm, flat)
     width = flat.element_size()
