@@ -243,41 +243,45 @@ class _KeptShards(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            first_order_only()
-        if not _accumulates(ctx.probe, grads):
-            return None, *_deliver_gradients(ctx.params, ctx.specs, ctx.next_functions[1:], grads, None)
-        left: list[int] = []
+        first_order_only()
+        if not _accumulates(ctx, grads):
+            edges = ctx.next_functions[1:]
+            return None, *_deliver_gradients(ctx.params, ctx.specs, edges, grads, None)
+        rest: list[Tensor | None] = [None] * len(grads)
         for i, (param, spec, grad) in enumerate(zip(ctx.params, ctx.specs, grads, strict=True)):
-            # Written out: this code is cold each time that it runs, and calls would double what it takes.
-            if grad is None:
-                continue
-            if (
-                param.grad is None
-                and param.spec is spec
-                and use_count(grad) == 1
-                and grad.is_contiguous()
-                and len(param._backward_hooks or ()) < 2  # as in `grad_hooked`
-                and not param._post_accumulate_grad_hooks
-            ):
-                try:
-                    param.grad = DTensor.__new__(DTensor, grad, spec)
-                except RuntimeError:  # another dtype is asked for, which costs more to find out
-                    left.append(i)
-            else:
-                left.append(i)
-        if not left:
-            return (None,) * (1 + len(grads))
-        rest = [grad if i in left else None for i, grad in enumerate(grads)]
-        return None, *_deliver_gradients(ctx.params, ctx.specs, ctx.next_functions[1:], rest, None)
+            if grad is not None and not _set_first(param, spec, grad):
+                rest[i] = grad
+        if any(grad is not None for grad in rest):
+            rest[:] = _deliver_gradients(ctx.params, ctx.specs, ctx.next_functions[1:], rest, None)
+        return None, *rest
 
 
-def _accumulates(probe: Any, grads: Sequence[Tensor | None]) -> bool:
+def _accumulates(ctx: Any, grads: Sequence[Tensor | None]) -> bool:
     """Whether the pass is limited to no inputs, and no two of the gradients are one tensor."""
+    if ctx.probe is None or is_compiling() or len({*map(id, grads)}) < len(grads):
+        return False
     try:
-        return probe is not None and not is_compiling() and len({*map(id, grads)}) == len(grads) and will_run(probe)
+        return will_run(ctx.probe)
     except RuntimeError:  # torch.autograd.grad, or an engine that cannot answer
         return False
+
+
+def _set_first(param: Any, spec: Spec, grad: Tensor) -> bool:
+    """Make a gradient that is nobody else's the `.grad` of a parameter that has none; False if more is to be done."""
+    if (
+        param.grad is not None
+        or param.spec is not spec
+        or grad.dtype is not spec.dtype
+        or use_count(grad) != 1
+        or not grad.is_contiguous()
+        or grad_hooked(param)
+    ):
+        return False
+    try:
+        param.grad = DTensor.__new__(DTensor, grad, spec)
+    except RuntimeError:  # another dtype is asked for, which costs more to find out
+        return False
+    return True
 
 
 def kept_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
