@@ -12,6 +12,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,17 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUND_SECONDS = 0.02  # long enough for the clock, short enough for many turns
+
+
+def fresh_processes(code: str, count: int) -> list[float]:
+    """The number that each of several processes of this code prints last.
+
+    They may write bytecode, as pip does when it installs: the first finds none in a checkout.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", code]
+    said = [subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout for _ in range(count)]
+    return [float(text.split()[-1]) for text in said]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _timing import report
+from _timing import fresh_processes, report
 
 import shoal_dtensor
 import shoal_mesh
@@ -121,9 +120,7 @@ print((time.process_time() - begin) * 1e3)
 
 def fresh(library: str, mesh: str) -> float:
     """Milliseconds of a process's own time from the import on; the best of several processes, after a first one."""
-    program = [sys.executable, "-c", FRESH.format(library=library, mesh=mesh)]
-    said = [subprocess.run(program, capture_output=True, text=True, check=True).stdout for _ in range(ROUNDS + 1)]
-    return min(float(line.split()[-1]) for line in said[1:])
+    return min(fresh_processes(FRESH.format(library=library, mesh=mesh), ROUNDS + 1)[1:])
 
 
 def main() -> None:

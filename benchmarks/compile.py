@@ -28,8 +28,9 @@ from tp_modules import WORLD, candidates, forward, step
 from shoal_mesh.testing import fake_world
 
 BARS = {"inductor": 1.05, "aot_eager": 1.2}
-# Features and tokens: of nothing but overhead, and of the smallest modules that somebody would spread over four ranks.
-SIZES = {"inductor": ((tp_modules.DIM, 8), (512, 256)), "aot_eager": ((tp_modules.DIM, 8),)}
+# Features, tokens, calls in a round: of overhead alone, and of modules that somebody would spread over four ranks.
+OVERHEAD, COMPUTE = (tp_modules.DIM, 8, 25), (512, 256, 1)
+SIZES = {"inductor": (OVERHEAD, COMPUTE), "aot_eager": (OVERHEAD,)}
 functional = torch.ops._c10d_functional
 
 
@@ -62,7 +63,7 @@ class TracedReduce(Function):
         return grad
 
 
-def compiled(backend: str, dim: int = tp_modules.DIM, tokens: int = 8) -> dict[str, dict[str, Callable[[], Any]]]:
+def compiled(backend: str, dim: int, tokens: int) -> dict[str, dict[str, Callable[[], Any]]]:
     """Row -> who -> one call."""
     torch._dynamo.reset()
     models = candidates(dim)
@@ -76,7 +77,7 @@ def compiled(backend: str, dim: int = tp_modules.DIM, tokens: int = 8) -> dict[s
     return rows
 
 
-def best_us(rivals: dict[str, Callable[[], Any]], rounds: int = 40, calls: int = 25) -> dict[str, float]:
+def best_us(rivals: dict[str, Callable[[], Any]], calls: int, rounds: int = 40) -> dict[str, float]:
     """CPU microseconds per call of the best round of each; they take turns."""
     best = dict.fromkeys(rivals, float("inf"))
     for run in rivals.values():
@@ -97,9 +98,9 @@ def main() -> None:
     found = []
     with fake_world(WORLD):
         for backend, bar in BARS.items():
-            for dim, tokens in SIZES[backend]:
+            for dim, tokens, calls in SIZES[backend]:
                 for row, rivals in compiled(backend, dim, tokens).items():
-                    us = best_us(rivals, calls=25 if dim == tp_modules.DIM else 1)
+                    us = best_us(rivals, calls)
                     found.append((backend, row, dim, *us.values(), us["shoal"] / us["by hand"], bar))
     columns = ["backend", "row", "features", "by hand (us)", "torch (us)", "shoal (us)", "shoal/hand", "bar"]
     report("compile", columns, found)

@@ -6,8 +6,6 @@ Tables of torch, shoal and their ratio; times are the best of several, because t
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 import time
 import timeit
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import report
+from _timing import fresh_processes, report
 
 import shoal_mesh
 from shoal_mesh.testing import RankPool, fake_world
@@ -178,17 +176,9 @@ def overhead() -> None:
 def import_time() -> None:
     """Must show 4: at most 60 ms above `import torch`."""
     code = "import time, torch; a = time.process_time(); import shoal_mesh; print(time.process_time() - a)"
-    took = _fastest(code) * 1e3
+    took = min(fresh_processes(code, 5)) * 1e3
     report("mesh_import", ["import shoal_mesh above import torch", "ms"], [("processor time", took)])
     bar("at most 60 ms", took <= 60)
-
-
-def _fastest(code: str) -> float:
-    # Bytecode may be written, as pip does when it installs: the first run finds none in a checkout.
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-c", code]
-    runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=env) for _ in range(5)]
-    return min(float(run.stdout) for run in runs)
 
 
 def _both_ways() -> list[tuple[str, int, float, float]]:
