@@ -22,9 +22,9 @@ from torch.distributed.tensor.experimental import context_parallel as torch_cont
 from torch.nn import functional
 from tp_training import in_turns, peak_bytes
 
+from shoal_context_parallel import SequenceLayout, context_parallel_attention
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import SequenceLayout, context_parallel_attention
 
 RANKS, HEADS, SHARED, WIDTH = 4, 8, 2, 64
 METHODS = ("allgather", "ring", "ulysses")

@@ -41,10 +41,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tp_modules import Block, block_plan
 from tp_training import SIZES, peak_bytes, saved_bytes
 
-from shoal_dtensor import redistribute_shards
+from shoal_data_parallel import fully_shard, replicate
+from shoal_dtensor.internal import redistribute_shards
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 LAYOUTS = {"data 4": (4, 1), "data 2 x tensor 2": (2, 2), "replicas 4": (4, 1)}
 BARS = {"data 4": 0.9, "data 2 x tensor 2": 0.7, "replicas 4": 1.1}  # time of a step at most, as a multiple of torch's
@@ -251,7 +252,7 @@ def trace(size: str) -> tuple[list[list[Any]], list[tuple[str, str]]]:
     timeline = Timeline()
     for i, block in enumerate(model):
         timeline.watch(str(i), block)
-    where = "shoal_tp_styles.data_parallel"
+    where = "shoal_data_parallel"
     with (
         mock.patch(f"{where}.unit.redistribute_shards", timeline.redistribute),
         mock.patch(f"{where}.reduction.redistribute_shards", timeline.redistribute),

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from _timing import report
 
-from shoal_dtensor import DTensor, local_shard
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import local_shard
 from shoal_mesh import init_device_mesh, launch
-from shoal_tp_styles import hf
+from shoal_models import hf
 
 MiB = 2**20
 PROMPT = 128

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from _timing import fresh_processes, report
 
 import shoal_mesh
+from shoal_mesh import comm_over
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import RankPool, fake_world
 
 SHAPES = [(4, 4, 4), (8, 8, 8), (8, 32, 8), (16, 128, 8)]
@@ -150,7 +152,7 @@ def _cases(mesh: Any) -> list[tuple[str, Callable[[], object], Callable[[], obje
         return group.broadcast(out, 0).wait()
 
     return [
-        ("all_reduce_", lambda: group.allreduce([x], reduce).wait(), lambda: shoal_mesh.all_reduce_(x, comm)),
+        ("all_reduce_", lambda: group.allreduce([x], reduce).wait(), lambda: all_reduce_(x, comm)),
         ("all_reduce", bare_reduce, lambda: shoal_mesh.all_reduce(x, comm)),
         ("all_gather", bare_gather, lambda: shoal_mesh.all_gather(x, comm)),
         ("reduce_scatter", bare_scatter, lambda: shoal_mesh.reduce_scatter(x, comm)),
@@ -185,13 +187,13 @@ def _both_ways() -> list[tuple[str, int, float, float]]:
     """On a rank: name, bytes, and microseconds through gloo and as shoal does it."""
     torch.set_num_threads(1)
     size = dist.get_world_size()
-    comm, rows = shoal_mesh.comm_over(tuple(range(size))), []
+    comm, rows = comm_over(tuple(range(size))), []
     for nbytes, calls in ((1 << 10, 100), (1 << 20, 20), (16 << 20, 5)):
         x, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4 * size)
         small, parts = torch.empty(nbytes // 4 // size), list(torch.ones(nbytes // 4).chunk(size))
         into = list(torch.empty(nbytes // 4).chunk(size))
         for name, gloo, ours in (
-            ("all_reduce", partial(dist.all_reduce, x), partial(shoal_mesh.all_reduce_, x, comm)),
+            ("all_reduce", partial(dist.all_reduce, x), partial(all_reduce_, x, comm)),
             ("all_gather", partial(dist.all_gather_into_tensor, out, x), partial(shoal_mesh.all_gather, x, comm)),
             (
                 "reduce_scatter",

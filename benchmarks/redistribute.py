@@ -34,7 +34,8 @@ from shoal_dtensor.layout.spec import Spec
 from shoal_dtensor.redistribute.execution.execute import run
 from shoal_dtensor.redistribute.plan import cache_clear, links_of, plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic
-from shoal_mesh import Link, Topology, abstract_mesh, init_device_mesh, launch
+from shoal_mesh import Link, abstract_mesh, init_device_mesh, launch
+from shoal_mesh.internal import Topology
 from shoal_mesh.testing import fake_world
 
 PLAN_MESHES = ((4,), (2, 2), (4, 4), (2, 2, 2))

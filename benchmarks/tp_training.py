@@ -37,7 +37,8 @@ from tp_modules import Block, block_plan, hand_block
 
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, invariant_arithmetic, parallelize_module
+from shoal_same_bits import invariant_arithmetic
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # name -> dim, hidden, heads, layers, batch, length, steps in a round
 SIZES = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 from shoal_mesh import __version__
@@ -82,7 +84,27 @@ def is_internal(value: Any) -> bool:
     return home.startswith("shoal_") and value.__name__ not in import_module(home).__all__
 
 
+def leaves_contract_out(_app: object, _what: str, _name: str, _value: Any, _options: object, text: list[str]) -> None:
+    """What a module may import is for those who change it; it is the end of its docstring."""
+    text[:] = takewhile(lambda line: not line.startswith("May import: "), text)
+
+
+def mends_backlinks(app: Any, page: str, _template: str, context: dict[str, Any], _tree: object) -> None:
+    """Links from source to entries: viewcode knows one namespace of a module, and entries may be in several."""
+    documented = app.env.get_domain("py").objects
+
+    def anchor(link: re.Match[str]) -> str:
+        space, _, name = link[1].partition(".")
+        places = (link[1], f"{space}.errors.{name}", f"{space}.internal.{name}")
+        return f'#{next((place for place in places if place in documented), link[1])}"'
+
+    if page.startswith("_modules/shoal_"):
+        context["body"] = re.sub(r'#(shoal_[\w.]+)"', anchor, context["body"])
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
+    app.connect("autodoc-process-docstring", leaves_contract_out)
+    app.connect("html-page-context", mends_backlinks)

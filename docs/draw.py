@@ -74,6 +74,31 @@ def draw_mesh() -> None:
     save(figure, "mesh")
 
 
+STACK = (  # package, what it is for, and its box: left, bottom, width, height; a box stands on what it needs
+    ("mesh", "grids of ranks, process groups, collectives", 0, 0, 10, 0.8),
+    ("dtensor", "sharded tensors, redistribution, random numbers", 0, 1, 10, 0.8),
+    ("context-parallel", "attention of long sequences", 0, 2, 3.2, 0.8),
+    ("data-parallel", "FSDP, HSDP, DDP, ZeRO-1", 3.4, 2, 3.2, 1.8),
+    ("shard-api", "ShardedTensor and its plans", 6.8, 2, 3.2, 0.8),
+    ("tp-styles", "tensor and expert parallelism", 0, 3, 3.2, 0.8),
+    ("models", "Hugging Face,\nfiles, plans", 0, 4, 1.5, 1.0),
+    ("same-bits", "the same bits on any number of ranks", 1.7, 4, 4.9, 1.0),
+)
+
+
+def draw_stack() -> None:
+    """The packages."""
+    figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    for name, purpose, left, bottom, width, height in STACK:
+        color = COLORS[bottom]
+        axis.add_patch(FancyBboxPatch((left, bottom), width, height, "round,pad=0.04", facecolor=color, edgecolor=INK))
+        middle = (left + width / 2, bottom + height / 2)
+        axis.text(*middle, f"shoal-{name}\n{purpose}", ha="center", va="center", fontsize=9, color=INK)
+    axis.set(xlim=(-0.1, 10.1), ylim=(-0.1, 5.1))
+    axis.axis("off")
+    save(figure, "stack")
+
+
 def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
     """Boxes from left to right; the second text of each is what goes on to the next."""
     figure, axis = plt.subplots(figsize=(2.3 * len(boxes), 1.9), layout="constrained")
@@ -177,6 +202,7 @@ def main() -> None:
     draw_layouts()
     draw_redistribution()
     draw_mesh()
+    draw_stack()
     for name, (title, boxes) in FLOWS.items():
         draw_flow(name, boxes, title)
 

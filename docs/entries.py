@@ -16,7 +16,7 @@ from typing import Any
 
 from links import report
 
-LAYERS = ("shoal_mesh", "shoal_dtensor", "shoal_tp_styles", "shoal_shard_api")
+LAYERS = sorted(path.name for path in Path(__file__).parent.parent.glob("packages/*/src/shoal_*"))
 
 
 def entries(site: Path) -> dict[str, str]:
@@ -35,7 +35,8 @@ def imported_by_pages(site: Path) -> set[str]:
 def documented(module: str) -> Iterator[tuple[str, Any]]:
     """Addresses and values of what a module has in public and does not pass on from a layer below."""
     space = import_module(module)
-    public = {name: getattr(space, name) for name in space.__all__}
+    own = [name for name, value in vars(space).items() if getattr(value, "__module__", "") == module]
+    public = {name: getattr(space, name) for name in getattr(space, "__all__", own)}
     for name, value in public.items():
         home = getattr(value, "__module__", "") or ""
         if inspect.ismodule(value):

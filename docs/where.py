@@ -1,4 +1,4 @@
-"""Writes `where.md` from the first sentences of folders and modules: `python docs/where.py [--check]`."""
+"""Writes `where/` from the first sentences of folders and modules: `python docs/where.py [--check]`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "where.md"
-STACK = ("mesh", "dtensor", "tp-styles", "shard-api")  # bottom to top
+PAGES = ROOT / "docs" / "where"
 
 INTRODUCTION = """\
 # Where does X live?
 
-Every folder and module by the first sentence of its docstring. Imports go down only: `shoal_tp_styles` and
-`shoal_shard_api` stand on `shoal_dtensor`, which stands on `shoal_mesh`; inside a package the order is in the root
-`pyproject.toml`, under `tool.importlinter`, and `nox -s layers` checks it. Private names of torch are used in `_torch`
-and nowhere else.
+Every folder and module of a package by the first sentence of its docstring. Imports go down only; `May import:` in a
+folder's docstring says what its modules may use, and `nox -s lint` checks it. Private names of torch are used in
+`_torch` and nowhere else. Names that a package has for its siblings are in its module `internal`.
 
-This page is generated: `python docs/where.py`.
+These pages are generated: `python docs/where.py`.
+
+```{toctree}
+:maxdepth: 1
+
 """
 
 
@@ -37,38 +39,33 @@ def modules(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def section(source: Path) -> Iterator[str]:
-    """The lines of one package."""
-    yield f"## {source.name}"
-    yield ""
-    yield f"{first_sentence(source / '__init__.py')}."
+def page(source: Path) -> str:
+    """The page of one package."""
+    lines = [f"# {source.name}", "", f"{first_sentence(source / '__init__.py')}."]
     for folder in (source, *sorted(path.parent for path in source.rglob("*/__init__.py"))):
-        yield ""
+        lines.append("")
         if folder != source:
-            yield f"### {folder.relative_to(source)}/"
-            yield ""
-            yield f"{first_sentence(folder / '__init__.py')}."
-            yield ""
-        for path in modules(folder):
-            yield f"- `{path.stem}`: {first_sentence(path)}"
+            lines += [f"## {folder.relative_to(source)}/", "", f"{first_sentence(folder / '__init__.py')}.", ""]
+        lines += [f"- `{path.stem}`: {first_sentence(path)}" for path in modules(folder)]
+    return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """The whole page."""
-    lines = [INTRODUCTION]
-    for package in STACK:
-        (source,) = (ROOT / "packages" / package / "src").iterdir()
-        lines += [*section(source), ""]
-    return "\n".join(lines).rstrip() + "\n"
+def pages() -> dict[Path, str]:
+    """All pages with their text."""
+    sources = sorted(ROOT.glob("packages/*/src/shoal_*"))
+    found = {PAGES / f"{source.name}.md": page(source) for source in sources}
+    return {PAGES / "index.md": INTRODUCTION + "\n".join(path.stem for path in found) + "\n```\n", **found}
 
 
 def main() -> int:
-    """Write the page, or with `--check` say whether it is what it should be."""
-    wanted = page()
+    """Write the pages, or with `--check` say whether they are what they should be."""
+    wanted = pages()
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(wanted)
-    elif PAGE.read_text() != wanted:
-        print("docs/where.md is out of date: run `python docs/where.py`")
+        PAGES.mkdir(exist_ok=True)
+        for path, text in wanted.items():
+            path.write_text(text)
+    elif {path: path.read_text() for path in PAGES.glob("*.md")} != wanted:
+        print("docs/where/ is out of date: run `python docs/where.py`")
         return 1
     return 0
 

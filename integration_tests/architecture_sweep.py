@@ -20,7 +20,8 @@ from integration_tests.architectures import ARCHITECTURES, Case, build, inputs_o
 from integration_tests.case_runner import kind, run_cases
 
 from shoal_mesh import abstract_mesh
-from shoal_tp_styles import auto_plan, verify
+from shoal_models import auto_plan
+from shoal_tp_styles import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 PLANS = {

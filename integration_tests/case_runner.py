@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from integration_tests.op_cases import in_step
 
-from shoal_mesh import RankError, progress
+from shoal_mesh.errors import RankError
+from shoal_mesh.internal import progress
 from shoal_mesh.testing import rank_pool
 
 __all__ = ["kind", "run_cases", "signature"]

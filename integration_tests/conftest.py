@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,17 @@ class Layer:
         return sorted(self.source.rglob("*.py"))
 
 
-LAYERS = (
-    Layer("mesh", "shoal_mesh", ()),
-    Layer("dtensor", "shoal_dtensor", ("shoal_mesh",)),
-    Layer("tp-styles", "shoal_tp_styles", ("shoal_mesh", "shoal_dtensor")),
-    Layer("shard-api", "shoal_shard_api", ("shoal_mesh", "shoal_dtensor")),
-)
+def found_layers() -> tuple[Layer, ...]:
+    """The packages, bottom to top, with the layers below as each declares them."""
+    layers = []
+    for path in sorted((ROOT / "packages").glob("*/pyproject.toml")):
+        needed = (text.split()[0] for text in tomllib.loads(path.read_text())["project"]["dependencies"])
+        below = tuple(name.replace("-", "_") for name in needed if name.startswith("shoal-"))
+        layers.append(Layer(path.parent.name, f"shoal_{path.parent.name.replace('-', '_')}", below))
+    return tuple(sorted(layers, key=lambda layer: len(layer.below)))
+
+
+LAYERS = found_layers()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, rand
 from shoal_mesh import (
     Comm,
-    RankError,
     all_gather,
     all_reduce,
     all_to_all_v,
@@ -35,6 +34,7 @@ from shoal_mesh import (
     purpose,
     restart_world,
 )
+from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
 
 PAGE = Path(__file__).parent.parent / "docs" / "faults.md"

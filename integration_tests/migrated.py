@@ -32,7 +32,7 @@ def losses_of(folder: Path, program: str, arguments: Sequence[str], ranks: int) 
     out = folder / "losses.json"
     start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     command = (*start, "-m", "integration_tests.migrated_rank", str(out), program, *arguments)
-    path = os.pathsep.join([str(ROOT), *(str(ROOT / "packages" / p / "src") for p in PACKAGES), *sys.path[1:]])
+    path = os.pathsep.join([str(ROOT), *map(str, sorted(ROOT.glob("packages/*/src"))), *sys.path[1:]])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
@@ -41,9 +41,6 @@ def losses_of(folder: Path, program: str, arguments: Sequence[str], ranks: int) 
     if any(each != found[0] for each in found):
         raise RuntimeError(f"{program} on {ranks} ranks: losses differ between the ranks: {found}")
     return found[0]
-
-
-PACKAGES = ("mesh", "dtensor", "tp-styles", "shard-api")
 
 
 def main() -> None:

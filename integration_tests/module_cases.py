@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import shoal_tp_styles
 from random_specs import draw_spec
 from shoal_dtensor import DTensor, Replicate, Shard, ShoalTensorError, distribute_module, distribute_tensor
+from shoal_dtensor.errors import StyleError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.errors import MeshError
 from shoal_tp_styles import parallelize_module
-from shoal_tp_styles.errors import StyleError
 
 __all__ = [
     "MOST",

@@ -153,7 +153,7 @@ class Shoal(System):
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        from shoal_mesh import observe, unobserve
+        from shoal_mesh.internal import observe, unobserve
 
         described = _Told()
         observe(described)

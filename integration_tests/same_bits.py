@@ -20,20 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import rank_pool
+from shoal_same_bits import invariant_arithmetic
 from shoal_tp_styles import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    fully_shard,
-    invariant_arithmetic,
     loss_parallel,
     parallelize_module,
-    replicate,
 )
 
 Run = tuple[tuple[int, int], bool, bool]

@@ -17,20 +17,18 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from shoal_data_parallel import FSDPModule, fully_shard, reduce_after_last_microbatch
 from shoal_dtensor import DTensor, Replicate, Shard, clip_grad_norm_
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
-    FSDPModule,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    fully_shard,
     loss_parallel,
     parallelize_module,
-    reduce_after_last_microbatch,
 )
 
 CONFIG = LlamaConfig(dim=16, layers=4, heads=4, kv_heads=2, hidden=24, vocab=26, max_seq=8, dropout=0.0)

@@ -24,7 +24,9 @@ TORCHS_OWN = (
     "torch.distributed._tensor",
     "torch.distributed._shard",
     "torch.distributed._local_tensor",
+    "torch.distributed.init_device_mesh",
 )
+PUBLIC = ("torch.ops.", "torch._foreach_")  # names of operators, and functions that torch documents
 
 # Runs in a fresh process: the state of everything global that an import could change, before and after.
 PROBE = """
@@ -125,8 +127,8 @@ def test_first_operators_and_gradients_import_neither_compiler_nor_torchs_dtenso
     assert said(FIRST_OPERATORS).split() == []
 
 
-def test_each_layer_imports_within_its_time(tmp_path: Path) -> None:
-    names = ("shoal_mesh", "shoal_dtensor", "shoal_tp_styles", "shoal_shard_api")
+def test_each_layer_imports_within_its_time(tmp_path: Path, layers: Any) -> None:
+    names = [layer.name for layer in layers]
     # The first run compiles and fills the cache of bytecode, as installing a package does.
     runs = [probe(*names, PYTHONPYCACHEPREFIX=str(tmp_path))["seconds"] for _ in range(8)]
     torchs, *layers = [min(times) for times in zip(*runs, strict=True)]
@@ -169,18 +171,45 @@ def test_no_chain_of_imports_is_longer_than_twelve(layer: Any) -> None:
         below = max(map(chain, imported_at_once(path)), key=len, default=())
         return (str(path.relative_to(layer.source)), *below)
 
-    longest = max(map(chain, layer.files), key=len)
+    # `internal` only passes names on, to packages that a reader comes from.
+    longest = max(map(chain, (path for path in layer.files if path.name != "internal.py")), key=len)
     assert len(longest) <= 12, " > ".join(longest)
 
 
-def test_only_interop_names_torchs_own_implementation_and_lazily(layer: Any) -> None:
-    for path in layer.files:
-        top_level = set(map(id, ast.parse(path.read_text()).body))
-        for node, module, _ in imports(path):
-            if module.startswith(TORCHS_OWN):
-                where = f"{path.name}:{node.lineno} imports {module}"
-                assert path.name == "interop.py", where
-                assert node.col_offset > 0 and id(node) not in top_level, f"{where} at import time"
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as it is written; empty where it is more than names."""
+    if isinstance(node, ast.Attribute):
+        return f"{value}.{node.attr}" if (value := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def torch_names(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Every name of torch that a module imports or uses, in full."""
+    known = {"torch": "torch"}  # what the module's own names stand for
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            home = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                yield node, home + alias.name
+                if home or alias.asname:
+                    known[alias.asname or alias.name] = home + alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = dotted(node).partition(".")
+            yield node, f"{known.get(first, '')}.{rest}"
+
+
+def test_only_seams_use_private_names_of_torch_and_only_interop_its_own_implementation(root: Path) -> None:
+    for path in (*root.glob("packages/*/src/**/*.py"), *root.glob("docs/**/*.py")):
+        tree = ast.parse(path.read_text())
+        for node, name in torch_names(tree):
+            where = f"{path.relative_to(root)}:{node.lineno}: {name}"
+            if name.startswith(TORCHS_OWN):
+                assert path.name == "interop.py", f"{where}: shoal does not use torch's own implementation (ADR 12)"
+                assert node not in tree.body and node.col_offset > 0, f"{where}: at import time"
+            elif name.startswith("torch.") and not name.startswith(PUBLIC):
+                private = [part for part in name.split(".") if part.startswith("_") and not part.endswith("__")]
+                assert not private or "_torch" in (path.stem, path.parent.name), f"{where}: belongs in _torch.py"
 
 
 def test_imports_are_relative_inside_and_of_public_names_across(layer: Any, layers: Any) -> None:
@@ -193,7 +222,7 @@ def test_imports_are_relative_inside_and_of_public_names_across(layer: Any, laye
                 continue
             assert top != layer.name, f"{where}: imports inside a package are relative"
             assert isinstance(node, ast.ImportFrom), f"{where}: only `from {top} import Name` survives vendoring"
-            assert rest in ("", "testing"), f"{where}: reaches into {module}"
+            assert rest in ("", "errors", "internal", "testing"), f"{where}: reaches into {module}"
             if not rest:
                 names = {alias.name for alias in node.names}
                 assert names <= public[top], f"{where}: not public in {top}: {sorted(names - public[top])}"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal_data_parallel import fully_shard
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh, restart_world
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 @on_ranks(4)

@@ -21,7 +21,6 @@ import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
     Shard,
-    StateDictError,
     distribute_tensor,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -30,6 +29,7 @@ from shoal_dtensor import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from shoal_dtensor.errors import StateDictError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module

@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-WITHOUT_TESTS = {"__about__.py", "__init__.py", "errors.py"}  # names and classes; other files' tests raise every error
+# Names and classes; other files' tests raise every error.
+WITHOUT_TESTS = {"__about__.py", "__init__.py", "errors.py", "internal.py"}
 
 
 def names(word: str) -> Iterator[str]:
@@ -35,7 +36,7 @@ def modules_of(layer: Any, name: str) -> set[Path]:
 
 def files_of_tests(layer: Any) -> list[Path]:
     """The test files of a package, and of the repository."""
-    return [*sorted((layer.home / "tests").glob("test_*.py")), *sorted(Path(__file__).parent.glob("test_*.py"))]
+    return [*sorted((layer.home / "tests").glob("test_*.py")), *sorted(Path(__file__).parent.rglob("test_*.py"))]
 
 
 def test_a_test_file_names_modules_that_exist(layer: Any) -> None:

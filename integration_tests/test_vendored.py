@@ -39,6 +39,43 @@ with fake_world(4):
     layer = parallelize_module(torch.nn.Linear(8, 8), mesh, ColwiseParallel(), src_data_rank=None)
     assert layer(torch.randn(3, 8)).shape == (3, 2)
 """,
+    "data-parallel": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_mesh import init_device_mesh
+from acme._vendor.shoal_data_parallel import fully_shard
+import torch
+with fake_world(4):
+    mesh = init_device_mesh("cpu", (4,))
+    layer = fully_shard(torch.nn.Linear(8, 8), mesh)
+    assert layer(torch.randn(3, 8)).shape == (3, 8)
+""",
+    "context-parallel": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_mesh import init_device_mesh
+from acme._vendor.shoal_context_parallel import context_parallel
+import torch
+with fake_world(4):
+    x = torch.randn(1, 2, 8, 4)
+    with context_parallel(init_device_mesh("cpu", (4,)), buffers=[x], buffer_seq_dims=[2]):
+        assert torch.nn.functional.scaled_dot_product_attention(x, x, x).shape == (1, 2, 2, 4)
+""",
+    "models": """
+from acme._vendor.shoal_mesh import abstract_mesh
+from acme._vendor.shoal_models import auto_plan
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+assert auto_plan(model, abstract_mesh((2,)), torch.randn(4, 8)).proven_for == (2,)
+""",
+    "same-bits": """
+from acme._vendor.shoal_mesh.testing import fake_world
+from acme._vendor.shoal_mesh import init_device_mesh
+from acme._vendor.shoal_same_bits import invariant_arithmetic
+from acme._vendor.shoal_tp_styles import parallelize_module
+import torch
+with fake_world(1), invariant_arithmetic():
+    layer = parallelize_module(torch.nn.Linear(8, 8), init_device_mesh("cpu", (1,)), "colwise")
+    assert layer(torch.randn(3, 8)).shape == (3, 8)
+""",
     "shard-api": """
 from acme._vendor.shoal_mesh.testing import fake_world
 from acme._vendor.shoal_shard_api import ChunkShardingSpec

@@ -29,6 +29,7 @@ from pictures import draw_layout, draw_losses
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import DTensor, Replicate, Shard, get_state_dict, set_state_dict
 from shoal_mesh import CommDebugMode, DeviceMesh, all_reduce, init_device_mesh, launch
 from shoal_tp_styles import (
@@ -37,10 +38,8 @@ from shoal_tp_styles import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
-    fully_shard,
     loss_parallel,
     parallelize_module,
-    replicate,
 )
 
 # Float32 sums in another order differ by 1e-7 relative. Adam divides by the root of the squared gradient, so where a

@@ -25,7 +25,7 @@ _HOMES: dict[str, tuple[str, str]] = {
     ),
     "local_map implicit_replication register_sharding": (f"{_TENSOR}.experimental", "shoal_dtensor"),
     "context_parallel context_parallel_unshard set_rotate_method _ContextParallel _context_parallel_shard "
-    "_HeadTailLoadBalancer": (f"{_TENSOR}.experimental._attention", "shoal_tp_styles"),
+    "_HeadTailLoadBalancer": (f"{_TENSOR}.experimental._attention", "shoal_context_parallel"),
     "tensor_parallel_transformation": (f"{_TENSOR}.experimental._tp_transform", "shoal_tp_styles"),
     "redistribute_local_tensor use_min_cost_redistribution_plan": (f"{_TENSOR}._redistribute", "shoal_dtensor"),
     "OpStrategy": (f"{_TENSOR}._op_schema", "shoal_dtensor"),

@@ -23,7 +23,7 @@ MODULES = {
 }
 # These are how torch registers F.embedding and F.embedding_bag for its ShardedTensor, which nobody calls by name.
 ABSENT = {"sharded_embedding", "sharded_embedding_bag"}
-ELSEWHERE = {"context_parallel": "shoal_tp_styles"}
+ELSEWHERE = {"context_parallel": "shoal_context_parallel"}
 
 
 def public(module: Any) -> list[str]:

@@ -10,9 +10,9 @@ from integration_tests.random_modules.train import Run, run
 from torch import Tensor
 
 from shoal_dtensor import DTensor, ShoalTensorError
+from shoal_dtensor.errors import StyleError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.errors import MeshError
-from shoal_tp_styles.errors import StyleError
 
 __all__ = ["verdict"]
 

@@ -31,7 +31,6 @@ from shoal_dtensor import (
     full,
     interop,
     local_map,
-    local_shard,
     local_step,
     manual_seed,
     register_rule,
@@ -40,6 +39,7 @@ from shoal_dtensor import (
     visualize_sharding,
     zeros,
 )
+from shoal_dtensor.internal import local_shard
 from shoal_mesh import MeshError, init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -59,8 +59,7 @@ class Given:
 
 def given() -> Given:
     from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-    from torch.distributed.tensor import Replicate as R
-    from torch.distributed.tensor import Shard as S
+    from torch.distributed.tensor import Replicate as R, Shard as S
 
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     t = torch.ones(8, 4)

@@ -14,17 +14,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from shoal_dtensor import (
-    DTensor,
-    MixedTensorError,
-    NoRuleError,
-    Partial,
-    PlacementError,
-    Replicate,
-    Shard,
-    communication,
-    distribute_tensor,
-)
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, communication, distribute_tensor
+from shoal_dtensor.errors import MixedTensorError, NoRuleError, PlacementError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

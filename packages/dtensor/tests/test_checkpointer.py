@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from killed_runs import require_state, state_of
-from shoal_dtensor import CheckpointError, Shard, distribute_tensor
+from shoal_dtensor import Shard, distribute_tensor
 from shoal_dtensor.checkpoint import Checkpointer, checkpointer
+from shoal_dtensor.errors import CheckpointError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks, rank_pool
 

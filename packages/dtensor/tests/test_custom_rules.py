@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import PlacementError, Replicate, Shard, distribute_tensor, register_rule, register_sharding
+from shoal_dtensor import Replicate, Shard, distribute_tensor, register_rule, register_sharding
+from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.rules import DuplicateRuleError, pointwise
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world

@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_dtensor.errors import ArgumentTypeError, PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes, shard_dim

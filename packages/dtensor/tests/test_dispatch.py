@@ -14,19 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sharded_tensors import sharded
-from shoal_dtensor import (
-    DTensor,
-    InPlaceError,
-    MixedTensorError,
-    Partial,
-    Replicate,
-    Shard,
-    cache_info,
-    distribute_tensor,
-    implicit_replication,
-)
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, implicit_replication
 from shoal_dtensor._torch import around, direct
 from shoal_dtensor._torch.tensors import _around
+from shoal_dtensor.errors import InPlaceError, MixedTensorError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.redistribute.plan import plan
 from shoal_mesh import DeviceMesh, init_device_mesh

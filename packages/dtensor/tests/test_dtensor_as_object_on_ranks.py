@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, safe_globals, zeros
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, safe_globals, zeros
+from shoal_dtensor.errors import PlacementError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec, redistribute_shards
+from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
+from shoal_dtensor.internal import redistribute_shards
 from shoal_dtensor.redistribute.even_batches import even_batches
-from shoal_mesh import CommDebugMode, init_device_mesh, topology_version
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.internal import topology_version
 from shoal_mesh.testing import fake_world, on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

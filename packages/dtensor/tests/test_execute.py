@@ -250,7 +250,7 @@ def test_results_do_not_share_memory_with_the_source() -> None:
 
 
 def test_an_abstract_mesh_can_plan_but_not_run() -> None:
-    from shoal_mesh import NoGroupError
+    from shoal_mesh.errors import NoGroupError
 
     src = Spec(abstract_mesh((4,)), (Shard(0),), (8,))
     with pytest.raises(NoGroupError, match="abstract"):

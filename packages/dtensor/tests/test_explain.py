@@ -16,7 +16,9 @@ from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.traffic import least_bytes, plan_traffic, step_traffic
-from shoal_mesh import Link, MissingExtraError, Topology, abstract_mesh, init_device_mesh
+from shoal_mesh import Link, abstract_mesh, init_device_mesh
+from shoal_mesh.errors import MissingExtraError
+from shoal_mesh.internal import Topology
 from shoal_mesh.testing import fake_world
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

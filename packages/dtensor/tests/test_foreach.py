@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shoal_dtensor import DTensor, InPlaceError, MixedTensorError, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor.errors import InPlaceError, MixedTensorError
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 

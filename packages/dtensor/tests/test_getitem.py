@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.tensor.getitem import without_numbers

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from operator_calls import recording
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import CheckpointError, DTensor, Partial, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from shoal_dtensor.checkpoint import HeldState
-from shoal_dtensor.errors import ArgumentTypeError
+from shoal_dtensor.errors import ArgumentTypeError, CheckpointError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from random_specs import spec_pairs
 from shoal_dtensor import Partial, Replicate, Shard
@@ -17,7 +16,8 @@ from shoal_dtensor.redistribute.execution.kernels import blocks_of
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.steps import Exchange
 from shoal_dtensor.testing import global_value, local_shards, simulate
-from shoal_mesh import Link, Topology, abstract_mesh
+from shoal_mesh import Link, abstract_mesh
+from shoal_mesh.internal import Topology
 
 MESHES = [(4,), (2, 2), (2, 3), (1, 4), (2, 2, 2), (3, 2, 2), (2, 1, 3)]
 

@@ -7,16 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_dtensor import (
-    DTensor,
-    Partial,
-    PlacementError,
-    Replicate,
-    Shard,
-    checked_replicas,
-    distribute_tensor,
-    local_map,
-)
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, checked_replicas, distribute_tensor, local_map
+from shoal_dtensor.errors import PlacementError
 from shoal_mesh import CommDebugMode, init_device_mesh, lockstep
 from shoal_mesh.testing import on_ranks
 

@@ -15,18 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import (
-    DTensor,
-    MixedTensorError,
-    OptimizerError,
-    Partial,
-    PlacementError,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    implicit_replication,
-    local_step,
-)
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, local_step
+from shoal_dtensor.errors import MixedTensorError, OptimizerError, PlacementError
 from shoal_dtensor.optim.local_step import ELEMENTWISE, _steps
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks

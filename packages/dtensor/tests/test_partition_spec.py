@@ -10,7 +10,8 @@ import torch
 from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, distribute_tensor, zeros
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.partition_spec import read_placements
-from shoal_mesh import AxisError, abstract_mesh, init_device_mesh
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.errors import AxisError
 from shoal_mesh.testing import on_ranks
 
 MESH = abstract_mesh((2, 2, 2), ("dp", "cp", "tp"))

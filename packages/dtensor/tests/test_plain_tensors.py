@@ -18,7 +18,6 @@ from operator_calls import recording
 from shoal_dtensor import (
     CommunicationForbiddenError,
     DTensor,
-    MixedTensorError,
     Partial,
     Replicate,
     Shard,
@@ -26,6 +25,7 @@ from shoal_dtensor import (
     distribute_tensor,
     unknown_ops,
 )
+from shoal_dtensor.errors import MixedTensorError
 from shoal_dtensor.rng.state import forget_checks
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks

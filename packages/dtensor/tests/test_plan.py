@@ -11,7 +11,8 @@ from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.layout.spec import Spec
 from shoal_dtensor.redistribute.plan import alternatives, cache_clear, cache_info, plan, price
 from shoal_dtensor.redistribute.steps import Plan
-from shoal_mesh import Link, Topology, abstract_mesh, set_topology
+from shoal_mesh import Link, abstract_mesh, set_topology
+from shoal_mesh.internal import Topology
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 BIG, SMALL = (8192, 8192), (8, 8)

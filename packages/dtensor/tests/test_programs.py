@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import shoal_dtensor as sd
-from random_programs import Program as Lines
-from random_programs import compose, hunt, on_one, on_ranks, shrink
+from random_programs import Program as Lines, compose, hunt, on_one, on_ranks, shrink
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import rank_pool

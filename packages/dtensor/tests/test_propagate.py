@@ -11,18 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_dtensor import (
-    CommunicationForbiddenError,
-    InPlaceError,
-    MixedTensorError,
-    NoRuleError,
-    OperatorArgumentError,
-    OperatorIndexError,
-    Partial,
-    Replicate,
-    Shard,
-    Spec,
-)
+from shoal_dtensor import CommunicationForbiddenError, Partial, Replicate, Shard, Spec
 from shoal_dtensor.dispatch.decision import (
     CompositeDecision,
     DynamicDecision,
@@ -31,6 +20,7 @@ from shoal_dtensor.dispatch.decision import (
     SimpleDecision,
 )
 from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
+from shoal_dtensor.errors import InPlaceError, MixedTensorError, NoRuleError, OperatorArgumentError, OperatorIndexError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import overlay, pointwise
 from shoal_dtensor.scopes import DEFAULT, current

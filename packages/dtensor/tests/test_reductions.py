@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_dtensor import RedistributeError
+from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.redistribute.reductions import identity_of, powers, root, wire_itemsize
 
 

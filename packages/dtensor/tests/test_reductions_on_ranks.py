@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import (
-    DTensor,
-    MixedTensorError,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    clip_grad_norm_,
-    distribute_tensor,
-)
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor
+from shoal_dtensor.errors import MixedTensorError
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -167,8 +159,7 @@ def test_parts_of_a_norm_given_by_hand() -> None:
 @pytest.mark.parity
 @on_ranks(2)
 def test_partial_norms_to_and_from_torch() -> None:
-    from torch.distributed.tensor import Shard as TorchShard
-    from torch.distributed.tensor import distribute_tensor as distribute_torch
+    from torch.distributed.tensor import Shard as TorchShard, distribute_tensor as distribute_torch
 
     from shoal_dtensor.interop import from_torch, mesh_to_torch, to_torch
 

@@ -10,8 +10,6 @@ import torch
 from sharded_tensors import sharded
 from shoal_dtensor import (
     CommunicationForbiddenError,
-    MixedTensorError,
-    NoRuleError,
     Replicate,
     Shard,
     cache_info,
@@ -22,6 +20,7 @@ from shoal_dtensor import (
     register_rule,
     unknown_ops,
 )
+from shoal_dtensor.errors import MixedTensorError, NoRuleError
 from shoal_dtensor.rules import R, Row, Rule, S
 from shoal_dtensor.rules.language.rule_tables import overlay
 from shoal_dtensor.scopes import DEFAULT, current

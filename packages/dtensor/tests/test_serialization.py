@@ -11,18 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from shoal_dtensor import (
-    ArgumentValueError,
-    DTensor,
-    Partial,
-    Placement,
-    PlacementError,
-    Replicate,
-    Shard,
-    StridedShard,
-    distribute_tensor,
-    safe_globals,
-)
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor, safe_globals
+from shoal_dtensor.errors import ArgumentValueError, PlacementError
 from shoal_dtensor.tensor.serialization import rebuild
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks

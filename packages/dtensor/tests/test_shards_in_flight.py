@@ -10,17 +10,8 @@ import weakref
 import pytest
 import torch
 
-from shoal_dtensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    Spec,
-    distribute_tensor,
-    local_shard,
-    redistribute_shards,
-)
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
+from shoal_dtensor.internal import local_shard, redistribute_shards
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

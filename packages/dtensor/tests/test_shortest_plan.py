@@ -10,8 +10,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.layout.placements import Placement
@@ -22,7 +21,8 @@ from shoal_dtensor.redistribute.search.edges import edges_between
 from shoal_dtensor.redistribute.search.shortest_plan import routes
 from shoal_dtensor.redistribute.search.space import Space, spaces
 from shoal_dtensor.redistribute.search.states import States, arrangements
-from shoal_mesh import Link, Topology, abstract_mesh
+from shoal_mesh import Link, abstract_mesh
+from shoal_mesh.internal import Topology
 
 
 def random_links(rng: Random, axes: int) -> Topology:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from operator_calls import recorded
-from shoal_dtensor import OperatorArgumentError, Partial, Replicate, Shard, ShoalTensorError, Spec
+from shoal_dtensor import Partial, Replicate, Shard, ShoalTensorError, Spec
 from shoal_dtensor.dispatch import size_classes
 from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
 from shoal_dtensor.dispatch.size_classes import FEW, class_of, forget
+from shoal_dtensor.errors import OperatorArgumentError
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
 from shoal_dtensor.rules.all_rules import TABLE

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from shoal_dtensor.dispatch.decision import CompositeDecision, MovingDecision

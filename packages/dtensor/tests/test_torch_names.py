@@ -12,7 +12,6 @@ from shoal_dtensor import (
     DTensor,
     DTensorSpec,
     Partial,
-    PlacementError,
     Replicate,
     Shard,
     ShardOrderEntry,
@@ -22,6 +21,7 @@ from shoal_dtensor import (
     compute_local_shape_and_global_offset,
     compute_local_tensor_info,
 )
+from shoal_dtensor.errors import PlacementError
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -63,7 +63,8 @@ def test_the_global_shape_of_uneven_and_empty_shards() -> None:
 @pytest.mark.parametrize("name", ["LocalShardsWrapper", "OpStrategy", "LocalTensorMode"])
 def test_a_name_that_is_not_here_says_what_is(name: str) -> None:
     with pytest.raises(ImportError, match=f"no {name}: .*(ShardedTensor|register_rule|simulate_ranks)"):
-        getattr(shoal_dtensor, name)
+        __import__(shoal_dtensor.__name__, fromlist=[name])  # as `from shoal_dtensor import name`
+    assert not hasattr(shoal_dtensor, name)
     with pytest.raises(AttributeError, match="register_rule"):
         DTensor._op_dispatcher  # noqa: B018  # reading it is the test
 

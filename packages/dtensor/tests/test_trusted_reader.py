@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from shoal_dtensor import CheckpointError
 from shoal_dtensor.checkpoint.trusted_reader import TrustedPlanner, TrustedReader
+from shoal_dtensor.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

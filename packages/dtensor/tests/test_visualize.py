@@ -10,7 +10,8 @@ import torch
 from shoal_dtensor import Partial, Replicate, Shard, Spec, distribute_tensor, draw_sharding, visualize_sharding
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.layout.rank_table import rank_table
-from shoal_mesh import MissingExtraError, abstract_mesh, init_device_mesh
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.testing import fake_world
 
 MESH = abstract_mesh((2, 2), ("data", "tensor"))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal_mesh import CollectiveError, CollectiveTypeError, MeshError, MeshTypeError, init_device_mesh
+from shoal_mesh import CollectiveError, MeshError, init_device_mesh
 from shoal_mesh.argument_types import kind_of, require, require_each
+from shoal_mesh.errors import CollectiveTypeError, MeshTypeError
 from shoal_mesh.testing import fake_world
 from wrong_calls import public_calls, wrong_values
 

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_mesh import (
-    AxisError,
-    BackendChoice,
-    BackendError,
-    DeviceMesh,
-    MeshError,
-    abstract_mesh,
-    init_device_mesh,
-)
+from shoal_mesh import DeviceMesh, MeshError, abstract_mesh, init_device_mesh
+from shoal_mesh.errors import AxisError, BackendError
+from shoal_mesh.groups.process_groups import BackendChoice
 from shoal_mesh.testing import fake_world
 
 

@@ -8,14 +8,9 @@ import pytest
 import torch
 
 from rank_values import over_gloo
-from shoal_mesh import (
-    CommDebugMode,
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    init_device_mesh,
-)
+from shoal_mesh import CommDebugMode, all_gather, all_reduce, init_device_mesh
 from shoal_mesh.collectives import backend_calls
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import on_ranks
 
 

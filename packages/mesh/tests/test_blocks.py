@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal_mesh import (
-    CollectiveError,
-    Comm,
-    CommDebugMode,
-    all_to_all_blocks,
-    comm_over,
-    init_device_mesh,
-    lockstep,
-    pack_blocks,
-    unpack_blocks,
-)
+from shoal_mesh import CollectiveError, Comm, CommDebugMode, all_to_all_blocks, comm_over, init_device_mesh, lockstep
+from shoal_mesh.internal import pack_blocks, unpack_blocks
 from shoal_mesh.testing import fake_world, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.complex64, torch.bool, torch.float8_e5m2]

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal_mesh import Comm, all_gather, all_reduce, all_reduce_, comm_over, launch, reduce_scatter
+from shoal_mesh import Comm, all_gather, all_reduce, comm_over, launch, reduce_scatter
 from shoal_mesh.errors import CollectiveError, RankError
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import on_ranks
 
 

@@ -7,17 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from shoal_mesh import (
-    Comm,
-    DeviceMesh,
-    MeshError,
-    NoGroupError,
-    abstract_mesh,
-    all_gather,
-    all_reduce,
-    comm_over,
-    init_device_mesh,
-)
+from shoal_mesh import Comm, DeviceMesh, MeshError, abstract_mesh, all_gather, all_reduce, comm_over, init_device_mesh
+from shoal_mesh.errors import NoGroupError
 from shoal_mesh.testing import fake_world, on_ranks
 
 NAMES = ("pp", "dp", "tp")

@@ -6,12 +6,8 @@ import pickle
 
 import pytest
 
-from shoal_mesh import (
-    MeshError,
-    NoGroupError,
-    abstract_mesh,
-    init_device_mesh,
-)
+from shoal_mesh import MeshError, abstract_mesh, init_device_mesh
+from shoal_mesh.errors import NoGroupError
 from shoal_mesh.testing import fake_world
 
 

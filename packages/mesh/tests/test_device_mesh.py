@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import shoal_mesh
-from shoal_mesh import (
-    AxisError,
-    DeviceMesh,
-    MeshError,
-    abstract_mesh,
-    current_mesh,
-    init_device_mesh,
-)
+from shoal_mesh import DeviceMesh, MeshError, abstract_mesh, current_mesh, init_device_mesh
+from shoal_mesh.errors import AxisError
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -150,8 +143,7 @@ def test_pickles_find_the_groups_and_slices_follow_the_rank() -> None:
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
 def test_slices_flattened_and_split_axes_agree(sizes: list[int], data: st.DataObject) -> None:
-    from torch.distributed.device_mesh import DeviceMesh as Theirs
-    from torch.distributed.device_mesh import init_device_mesh as their_init
+    from torch.distributed.device_mesh import DeviceMesh as Theirs, init_device_mesh as their_init
 
     names = tuple("abcd"[: len(sizes)])
     total = int(torch.tensor(sizes).prod())

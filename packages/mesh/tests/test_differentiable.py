@@ -14,9 +14,9 @@ from shoal_mesh import (
     DeviceMesh,
     all_reduce,
     differentiable,
+    differentiable as d,
     init_device_mesh,
 )
-from shoal_mesh import differentiable as d
 from shoal_mesh.testing import fake_world, on_ranks
 
 SIZES = (3, 0, 2, 1)

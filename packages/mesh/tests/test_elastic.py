@@ -17,8 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import ElasticWorld, MeshError, MeshTypeError, PeerError, RankError, all_reduce, init_device_mesh
+from shoal_mesh import ElasticWorld, MeshError, PeerError, all_reduce, init_device_mesh
 from shoal_mesh._torch import TCPStore
+from shoal_mesh.errors import MeshTypeError, RankError
 from shoal_mesh.local_ranks.pool import RankPool
 
 STEPS = 6

@@ -10,7 +10,6 @@ from shoal_mesh import (
     all_gather,
     all_gather_v,
     all_reduce,
-    all_reduce_,
     all_reduce_coalesced,
     all_to_all,
     all_to_all_v,
@@ -22,6 +21,7 @@ from shoal_mesh import (
     reduce_scatter_v,
     scatter,
 )
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import fake_world, on_ranks
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal_mesh import Event
+from shoal_mesh.internal import Event
 from shoal_mesh.observers.fingerprints import agree, as_lines, statement
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
-from shoal_mesh import all_gather, all_to_all_blocks, bound, init_device_mesh
+from shoal_mesh import all_gather, all_to_all_blocks, init_device_mesh
 from shoal_mesh.collectives.graph_dependences import distinct, in_its_pass
+from shoal_mesh.internal import bound
 from shoal_mesh.testing import fake_world
 
 TRACED = pytest.mark.skipif(

@@ -12,7 +12,6 @@ from torch import Tensor
 from rank_values import ORDERS, comm_of, values_of
 from shoal_mesh import (
     Comm,
-    Event,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -21,12 +20,10 @@ from shoal_mesh import (
     all_to_all_v,
     broadcast,
     comm_over,
-    contribution,
-    observe,
     reduce_scatter,
     reduce_scatter_v,
-    unobserve,
 )
+from shoal_mesh.internal import Event, contribution, observe, unobserve
 from shoal_mesh.testing import on_ranks
 
 # The warning is torch's: it traces through any cached function.

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 
 import shoal_mesh as sm
+from shoal_mesh import Comm
 from shoal_mesh._torch import PrefixStore, Store
+from shoal_mesh.errors import BackendError
 from shoal_mesh.groups.group_calls import call_of
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -153,7 +155,7 @@ def test_torchs_calls_reach_the_groups_of_a_mesh(kind: str) -> None:
         assert group.called["barrier"] == group.called["send"] == group.called["recv"] == 1
 
 
-def _program(x: Tensor, comm: sm.Comm, tp: dist.ProcessGroup) -> dict[str, Tensor]:
+def _program(x: Tensor, comm: Comm, tp: dist.ProcessGroup) -> dict[str, Tensor]:
     return {
         "sum": sm.all_reduce(x, comm),
         "gathered": sm.all_gather(x, comm, 1),
@@ -195,17 +197,17 @@ FEW = written("gloo_few", {})
 def test_a_call_that_a_group_has_not_is_named() -> None:
     with default_group("gloo_old"):
         dist.Backend.register_backend("gloo_few", FEW, devices=["cpu"])
-        comm = sm.Comm.over(dist.new_group([0, 1], backend="gloo_few"), ("few",), (0, 1))
+        comm = Comm.over(dist.new_group([0, 1], backend="gloo_few"), ("few",), (0, 1))
         x = torch.ones(2)
         check(sm.all_reduce(x, comm), x * 2)
-        with pytest.raises(sm.BackendError, match=r"gloo_few has no all_gather: .* needs one of"):
+        with pytest.raises(BackendError, match=r"gloo_few has no all_gather: .* needs one of"):
             sm.all_gather(x, comm)
-        with pytest.raises(sm.BackendError, match="gloo_few has no reduce_scatter"):
+        with pytest.raises(BackendError, match="gloo_few has no reduce_scatter"):
             sm.reduce_scatter(x, comm)
-        with pytest.raises(sm.BackendError, match="gloo_few has no all_to_all"):
+        with pytest.raises(BackendError, match="gloo_few has no all_to_all"):
             sm.all_to_all(x, comm, 0, 0)
         if torch.__version__ >= "2.12":
-            with pytest.raises(sm.BackendError, match="gloo_few has no all_to_all"):
+            with pytest.raises(BackendError, match="gloo_few has no all_to_all"):
                 torch.compile(lambda x: sm.all_to_all(x, comm, 0, 0), backend="eager", fullgraph=True)(x)
 
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared_lanes import small_lanes
-from shoal_mesh import Comm, PackedPending, all_gather_packed, all_reduce_packed, launch, reduce_scatter_packed
+from shoal_mesh import Comm, launch
 from shoal_mesh.errors import CollectiveError, RankError
+from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from shoal_mesh.testing import on_ranks
 
 

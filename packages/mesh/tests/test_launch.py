@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import MeshError, RankError, all_reduce, init_device_mesh, launch
+from shoal_mesh import MeshError, all_reduce, init_device_mesh, launch
+from shoal_mesh.errors import RankError
 from shoal_mesh.testing import fake_world, on_ranks
 from started_scripts import SCRIPT, run_script
 

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 
-from shoal_mesh import MeshError, MeshTypeError, all_gather, init_device_mesh, measured_order
+from shoal_mesh import MeshError, all_gather, init_device_mesh
+from shoal_mesh.errors import MeshTypeError
 from shoal_mesh.groups import link_costs
 from shoal_mesh.groups.link_costs import _opponent, smoothed
 from shoal_mesh.groups.world import require_world
+from shoal_mesh.mesh.create import measured_order
 from shoal_mesh.testing import on_ranks
 
 

@@ -20,7 +20,6 @@ from shoal_mesh import (
     CommDebugMode,
     LockstepError,
     PeerError,
-    RankError,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -40,6 +39,7 @@ from shoal_mesh import (
     restart_world,
     scatter,
 )
+from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import fake_world, on_ranks, rank_pool
 

@@ -10,17 +10,9 @@ from torch import Tensor
 
 from rank_values import comm_of
 from shared_lanes import shared_and_gloo
-from shoal_mesh import (
-    Comm,
-    CommDebugMode,
-    PackedPending,
-    all_gather,
-    all_gather_packed,
-    all_reduce,
-    all_reduce_packed,
-    reduce_scatter_packed,
-)
+from shoal_mesh import Comm, CommDebugMode, all_gather, all_reduce
 from shoal_mesh.errors import CollectiveError
+from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from shoal_mesh.testing import on_ranks
 
 LENGTHS = {0: (3, 0, 4), 1: (0, 0, 0), 2: (40, 1, 0), 3: (5, 70, 9)}  # of the tensors of each rank

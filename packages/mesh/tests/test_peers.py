@@ -18,15 +18,14 @@ from shoal_mesh.testing import on_ranks
 def test_who_gives_up_says_so_in_all_of_its_words() -> None:
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
+    asked = [request("all_gather", torch.float32, 3), request("broadcast", torch.int64, 2, "", 1)]
+    differing = str(Peers(group, [os.getpid()] * 2, memoryview(bytearray(64)).cast("Q"), (rank,)).differ((0, 1), asked))
+    assert differing.endswith("rank 0: all_gather of 3 x float32, rank 1: broadcast from 1 of 2 x int64")
     words = memoryview(bytearray(8 * 8)).cast("Q")
     peers = Peers(group, [os.getpid()] * 2, words, (rank, 4 + rank))
     peers.check()
     words[1 - rank] = 7
     peers.wait(1 - rank, 7, 1 - rank)
-    differing, _ = peers.differing(
-        [request("all_gather", torch.float32, 3), request("broadcast", torch.int64, 2, "", 1)]
-    )
-    assert differing.endswith("rank 0: all_gather of 3 x float32, rank 1: broadcast from 1 of 2 x int64")
     words[1 - rank] = BROKEN
     with pytest.raises(CollectiveError, match=rf"rank {1 - rank} \(process {os.getpid()}\) has given up"):
         peers.wait(1 - rank, 8, 1 - rank)

@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 
 from rank_values import comm_of, values_of
-from shoal_mesh import (
-    Pending,
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    all_to_all,
-    reduce_scatter,
-)
+from shoal_mesh import all_gather, all_reduce, all_to_all, reduce_scatter
+from shoal_mesh.internal import Pending, all_reduce_
 from shoal_mesh.testing import on_ranks
 
 

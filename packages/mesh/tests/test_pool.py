@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import RankError
+from shoal_mesh.errors import RankError
 from shoal_mesh.testing import RankPool, on_ranks, rank_pool
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal_mesh import PeerError, RankError, all_reduce, init_device_mesh, purpose, restart_world
+from shoal_mesh import PeerError, all_reduce, init_device_mesh, purpose, restart_world
 from shoal_mesh.__main__ import main
 from shoal_mesh.commands.postmortem import report
+from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.shared_memory.recorder import ENTRIES
 

@@ -12,14 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from shoal_mesh import (
-    BackendError,
-    DeviceMesh,
-    all_gather,
-    all_reduce,
-    comm_over,
-    init_device_mesh,
-)
+from shoal_mesh import DeviceMesh, all_gather, all_reduce, comm_over, init_device_mesh
+from shoal_mesh.errors import BackendError
 from shoal_mesh.testing import fake_world, on_ranks, rank_pool
 
 

@@ -8,12 +8,8 @@ import pickle
 import pytest
 import torch
 
-from shoal_mesh import (
-    AxisError,
-    DeviceMesh,
-    NoGroupError,
-    abstract_mesh,
-)
+from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_mesh.errors import AxisError, NoGroupError
 
 NAMES = ("pp", "dp", "tp")
 

@@ -6,10 +6,10 @@ from itertools import product
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from shoal_mesh import Layout, MeshError
+from shoal_mesh import MeshError
+from shoal_mesh.mesh.rank_layout import Layout
 
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 

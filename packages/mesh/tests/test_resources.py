@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal_mesh import (
-    NoGroupError,
-    abstract_mesh,
-)
+from shoal_mesh import abstract_mesh
+from shoal_mesh.errors import NoGroupError
 from shoal_mesh.testing import fake_world
 
 

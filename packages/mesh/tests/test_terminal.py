@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from shoal_mesh import progress
+from shoal_mesh.internal import progress
 from shoal_mesh.testing import fake_world
 
 

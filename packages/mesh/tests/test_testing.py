@@ -1,4 +1,4 @@
-"""Covers: testing.py: the unittest base, skip decorators, with_comms, the fake world."""
+"""Covers: testing.py: the unittest base, skip decorators, with_comms, the fake world, counts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import torch
 import torch.distributed as dist
 
 from shoal_mesh import (
+    CommDebugMode,
     DeviceMesh,
     MeshError,
     all_reduce,
     all_to_all_v,
     init_device_mesh,
+    reduce_scatter,
 )
 from shoal_mesh.testing import (
     RankTestCase,
+    all_ranks,
+    counts,
     default_world_size,
     device_type,
     fake_world,
@@ -80,6 +84,19 @@ def test_what_is_here() -> None:
     skip_unless_backend("gloo")(lambda: None)()
     with pytest.raises(unittest.SkipTest, match="no backend 'pigeon'"):
         skip_unless_backend("pigeon")(lambda: None)()
+
+
+@on_ranks(2)
+def test_collectives_over_all_ranks_are_counted_by_short_names() -> None:
+    comm = all_ranks().comm(0)
+    assert all_ranks() is all_ranks()
+    assert comm.size == 2
+    with CommDebugMode() as mode:
+        for _ in range(2):
+            all_reduce(torch.ones(2), comm)
+        reduce_scatter(torch.ones(2), comm)
+        all_to_all_v(torch.ones(2), comm, [1, 1], [1, 1])
+    assert counts(mode) == {"all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1}
 
 
 @with_comms

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_mesh import Timeline
-from shoal_mesh.observers.timeline import Call
+from shoal_mesh.observers.timeline import Call, Timeline
 
 
 def _call(group: str, started: float, end: float, *waits: tuple[float, float]) -> Call:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal_mesh import (
-    constant_when_compiled,
-)
+from shoal_mesh.internal import constant_when_compiled
 
 
 @constant_when_compiled

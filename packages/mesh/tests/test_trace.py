@@ -7,8 +7,11 @@ import time
 import pytest
 import torch
 
-from shoal_mesh import NoGroupError, Timeline, all_reduce, all_reduce_packed, init_device_mesh, purpose, trace
+from shoal_mesh import all_reduce, init_device_mesh, purpose, trace
+from shoal_mesh.errors import NoGroupError
+from shoal_mesh.internal import all_reduce_packed
 from shoal_mesh.observers import trace as recording
+from shoal_mesh.observers.timeline import Timeline
 from shoal_mesh.testing import on_ranks
 
 ROUNDS, EXTRA = 3, 0.05

@@ -10,16 +10,13 @@ from shoal_mesh import (
     Comm,
     DeviceMesh,
     all_reduce,
-    all_reduce_,
-    all_reduce_packed,
     comm_over,
     init_device_mesh,
     reduce_scatter,
-    reduce_scatter_packed,
     reduce_scatter_v,
     sums_in_tree,
-    tree_sum,
 )
+from shoal_mesh.internal import all_reduce_, all_reduce_packed, reduce_scatter_packed, tree_sum
 from shoal_mesh.testing import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.float16]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

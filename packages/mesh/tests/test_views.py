@@ -12,12 +12,10 @@ from torch import Tensor
 from shoal_mesh import (
     CollectiveError,
     Comm,
-    Pending,
     all_gather,
     all_gather_coalesced,
     all_gather_v,
     all_reduce,
-    all_reduce_,
     all_reduce_coalesced,
     all_to_all,
     all_to_all_blocks,
@@ -32,6 +30,7 @@ from shoal_mesh import (
     reduce_scatter_v,
     scatter,
 )
+from shoal_mesh.internal import Pending, all_reduce_
 from shoal_mesh.testing import on_ranks
 
 RANKS = 2

@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from rank_values import EVERY, INTS, ORDERS, assert_near, comm_of, values_of_all
-from shoal_mesh import (
-    CollectiveError,
-    all_reduce,
-    all_reduce_,
-    reduce_scatter,
-)
+from shoal_mesh import CollectiveError, all_reduce, reduce_scatter
+from shoal_mesh.internal import all_reduce_
 from shoal_mesh.testing import on_ranks
 
 WANT: dict[str, Any] = {

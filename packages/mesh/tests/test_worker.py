@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import on_ranks, rank_pool

@@ -14,19 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import (
-    DeviceMesh,
-    MeshError,
-    MeshMismatchError,
-    MeshTypeError,
-    NoGroupError,
-    all_gather,
-    all_reduce,
-    comm_over,
-    init_device_mesh,
-    restart_world,
-)
+from shoal_mesh import DeviceMesh, MeshError, all_gather, all_reduce, comm_over, init_device_mesh, restart_world
 from shoal_mesh._torch import timeout_of
+from shoal_mesh.errors import MeshMismatchError, MeshTypeError, NoGroupError
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import on_ranks

@@ -21,6 +21,17 @@ from shoal_dtensor import Shard as ShardDim
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
+    ShardedOptimizer,
+    ShardedTensor,
+    ShardingPlan,
+    ShardMetadata,
+    TensorProperties,
+    _shard_tensor,
+    shard_module,
+    shard_parameter,
+)
+from shoal_shard_api.checkpoint import load, save
+from shoal_shard_api.errors import (
     ArgumentTypeError,
     CheckpointError,
     LocalShardError,
@@ -29,19 +40,10 @@ from shoal_shard_api import (
     PlanTypeError,
     ProcessGroupError,
     RankMismatchError,
-    ShardedOptimizer,
-    ShardedTensor,
-    ShardingPlan,
     ShardingSpecError,
-    ShardMetadata,
     SpecTypeError,
-    TensorProperties,
     UnsupportedOpError,
-    _shard_tensor,
-    shard_module,
-    shard_parameter,
 )
-from shoal_shard_api.checkpoint import load, save
 
 FULL = torch.arange(12.0).view(4, 3)
 ROWS = chunk(0, (0, 1))
@@ -55,8 +57,7 @@ def given() -> SimpleNamespace:
     from torch.distributed._shard.sharding_plan.api import ShardingPlan as TorchPlan
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     from torch.distributed.device_mesh import init_device_mesh as torch_mesh
-    from torch.distributed.tensor import Shard as TorchShardDim
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Shard as TorchShardDim, distribute_tensor
 
     warnings.simplefilter("ignore")
     metadata = TorchMetadata([0], [2], "rank:0/cpu")

@@ -9,13 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    LocalShardError,
-    RankMismatchError,
-    Shard,
-    ShardingSpecError,
-    init_from_local_shards,
-)
+from shoal_shard_api import Shard, init_from_local_shards
+from shoal_shard_api.errors import LocalShardError, RankMismatchError, ShardingSpecError
 
 
 @on_ranks(4)

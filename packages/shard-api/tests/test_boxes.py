@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_shard_api.spec.boxes import Box, box, format_box, gap, grid, intersection, overlap, relative, volume
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_shard_api import (
     ChunkShardingSpec,
-    ShardingSpecError,
     TensorProperties,
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
 )
+from shoal_shard_api.errors import ShardingSpecError
 
 PLAIN = TensorProperties()
 

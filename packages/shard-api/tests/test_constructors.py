@@ -10,16 +10,8 @@ import torch.distributed as dist
 
 from sharding_cases import FULL, chunk, sharded
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    LocalShardError,
-    Shard,
-    ShardedTensor,
-    ShardingSpecError,
-    TensorProperties,
-    UnsupportedOpError,
-    empty,
-    init_from_local_shards,
-)
+from shoal_shard_api import Shard, ShardedTensor, TensorProperties, empty, init_from_local_shards
+from shoal_shard_api.errors import LocalShardError, ShardingSpecError, UnsupportedOpError
 
 
 @on_ranks(4)

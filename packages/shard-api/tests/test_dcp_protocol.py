@@ -12,7 +12,8 @@ import torch.distributed as dist
 from sharded_modules import FULL, save_model
 from sharding_cases import chunk
 from shoal_mesh.testing import on_ranks, rank_pool
-from shoal_shard_api import CheckpointError, ShardedTensor, zeros
+from shoal_shard_api import ShardedTensor, zeros
+from shoal_shard_api.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, on saving
 

@@ -13,12 +13,12 @@ from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
     ChunkShardingSpec,
     ShardedTensor,
-    UnsupportedOpError,
     _shard_tensor,
     custom_sharded_op_impl,
     custom_sharding_spec_op,
     zeros,
 )
+from shoal_shard_api.errors import UnsupportedOpError
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
 

@@ -11,11 +11,7 @@ from sharding_cases import BRICKS, SPECS, chunk
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import observed, on_ranks
-from shoal_shard_api import (
-    NotExpressibleError,
-    ShardedTensor,
-    _shard_tensor,
-)
+from shoal_shard_api import NotExpressibleError, ShardedTensor, _shard_tensor
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
 

@@ -6,19 +6,18 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_shard_api import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
-    ShardingSpecError,
     ShardMetadata,
     TensorProperties,
     _infer_sharding_spec_from_shards_metadata,
     validate_non_overlapping_shards_metadata,
 )
+from shoal_shard_api.errors import ShardingSpecError
 
 PLAIN = TensorProperties()
 

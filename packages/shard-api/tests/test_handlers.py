@@ -7,10 +7,8 @@ import torch
 
 from sharding_cases import FULL, chunk, enumerable, sharded
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    LocalShardError,
-    zeros,
-)
+from shoal_shard_api import zeros
+from shoal_shard_api.errors import LocalShardError
 
 BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [6, 2], 1), ([2, 0], [4, 3], 3))
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from sharded_modules import FULL, model, save_model
 from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import rank_pool
-from shoal_shard_api import CheckpointError, ShardedOptimizer, zeros
+from shoal_shard_api import ShardedOptimizer, zeros
 from shoal_shard_api.checkpoint import load
+from shoal_shard_api.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, on saving
 

@@ -15,15 +15,8 @@ import torch.nn.functional as F
 
 from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import observed, on_ranks
-from shoal_shard_api import (
-    ArgumentTypeError,
-    IndexRangeError,
-    NotExpressibleError,
-    RankMismatchError,
-    _shard_tensor,
-    replicated_indices,
-    shard_parameter,
-)
+from shoal_shard_api import NotExpressibleError, _shard_tensor, replicated_indices, shard_parameter
+from shoal_shard_api.errors import ArgumentTypeError, IndexRangeError, RankMismatchError
 
 TABLE = torch.linspace(-2, 2, 54, dtype=torch.float64).reshape(9, 6)
 SPECS = {

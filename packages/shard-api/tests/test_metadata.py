@@ -7,11 +7,8 @@ import pickle
 import pytest
 import torch
 
-from shoal_shard_api import (
-    ShardingSpecError,
-    ShardMetadata,
-    TensorProperties,
-)
+from shoal_shard_api import ShardMetadata, TensorProperties
+from shoal_shard_api.errors import ShardingSpecError
 
 
 @pytest.mark.parametrize("placement", ["rank:x/cpu", "rank:0/nonsense", "a/b/c", 3])

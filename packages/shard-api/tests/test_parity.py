@@ -17,6 +17,7 @@ from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    Shard as OurShard,
     ShardedTensor,
     ShardMetadata,
     TensorProperties,
@@ -24,7 +25,6 @@ from shoal_shard_api import (
     _shard_tensor,
     init_from_local_shards,
 )
-from shoal_shard_api import Shard as OurShard
 
 pytestmark = pytest.mark.parity
 

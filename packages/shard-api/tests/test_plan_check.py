@@ -12,15 +12,8 @@ from torch import nn
 from sharded_modules import MLP, Doubled, megatron, snapshot
 from sharding_cases import chunk
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    PlanConflictError,
-    PlanTypeError,
-    Sharder,
-    SharderPathError,
-    ShardingPlan,
-    ShardingSpecError,
-    shard_module,
-)
+from shoal_shard_api import Sharder, ShardingPlan, shard_module
+from shoal_shard_api.errors import PlanConflictError, PlanTypeError, SharderPathError, ShardingSpecError
 
 
 def _on(rank: int, there: Any, elsewhere: Any) -> Any:

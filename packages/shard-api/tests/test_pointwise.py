@@ -10,10 +10,7 @@ import torch.nn.functional as F
 
 from sharding_cases import enumerable
 from shoal_mesh.testing import observed, on_ranks
-from shoal_shard_api import (
-    ShardedTensor,
-    _shard_tensor,
-)
+from shoal_shard_api import ShardedTensor, _shard_tensor
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
 BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))

@@ -11,15 +11,8 @@ import torch.distributed as dist
 
 from sharding_cases import FULL, WORLD, chunk, sharded
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    ProcessGroupError,
-    ShardedTensor,
-    ShardingSpecError,
-    _get_current_process_group,
-    _shard_tensor,
-    empty,
-    load_with_process_group,
-)
+from shoal_shard_api import ShardedTensor, _get_current_process_group, _shard_tensor, empty, load_with_process_group
+from shoal_shard_api.errors import ProcessGroupError, ShardingSpecError
 
 
 @on_ranks(4)

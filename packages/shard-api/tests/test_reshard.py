@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from shoal_shard_api.ranks.reshard import Block, plan
 from shoal_shard_api.spec.boxes import Box

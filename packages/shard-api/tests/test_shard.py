@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from sharding_cases import FULL
-from shoal_shard_api import (
-    LocalShardError,
-    Shard,
-    ShardingSpecError,
-    ShardMetadata,
-    narrow_tensor,
-    narrow_tensor_by_index,
-)
+from shoal_shard_api import Shard, ShardMetadata, narrow_tensor, narrow_tensor_by_index
+from shoal_shard_api.errors import LocalShardError, ShardingSpecError
 
 
 def test_a_shard_fits_its_metadata() -> None:

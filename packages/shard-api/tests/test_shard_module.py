@@ -17,12 +17,12 @@ from shoal_shard_api import (
     ChunkShardingSpec,
     ShardedTensor,
     ShardingPlan,
-    UnsupportedOpError,
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
     shard_module,
 )
+from shoal_shard_api.errors import UnsupportedOpError
 
 
 @on_ranks(4)

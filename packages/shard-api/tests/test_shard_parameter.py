@@ -13,15 +13,8 @@ from torch import nn
 from sharded_modules import snapshot
 from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    MissingParameterError,
-    ParameterError,
-    ProcessGroupError,
-    RankMismatchError,
-    ShardedTensor,
-    _shard_tensor,
-    shard_parameter,
-)
+from shoal_shard_api import ShardedTensor, _shard_tensor, shard_parameter
+from shoal_shard_api.errors import MissingParameterError, ParameterError, ProcessGroupError, RankMismatchError
 
 GRID = enumerable(([0, 0], [4, 8], 0), ([4, 0], [4, 8], 1), ([0, 8], [4, 8], 2), ([4, 8], [4, 8], 3))
 

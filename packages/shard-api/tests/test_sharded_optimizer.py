@@ -11,15 +11,14 @@ from torch import nn
 from sharding_cases import chunk, enumerable
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
-    CheckpointError,
     ShardedOptimizer,
     ShardedTensor,
-    UnsupportedOpError,
     _shard_tensor,
     named_params_with_sharded_tensor,
     shard_parameter,
     zeros,
 )
+from shoal_shard_api.errors import CheckpointError, UnsupportedOpError
 
 BRICKS = enumerable(([0, 0], [4, 3], 3), ([0, 3], [8, 3], 1), ([4, 0], [4, 3], 3))
 SPECS = {"rows": chunk(0), "two ranks": chunk(1, (3, 1)), "several": BRICKS}

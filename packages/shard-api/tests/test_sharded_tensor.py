@@ -11,15 +11,8 @@ import torch.distributed as dist
 
 from sharding_cases import FULL, chunk, enumerable, sharded
 from shoal_mesh.testing import observed, on_ranks
-from shoal_shard_api import (
-    ChunkShardingSpec,
-    LocalShardError,
-    ProcessGroupError,
-    RankMismatchError,
-    UnsupportedOpError,
-    narrow_tensor,
-    zeros,
-)
+from shoal_shard_api import ChunkShardingSpec, narrow_tensor, zeros
+from shoal_shard_api.errors import LocalShardError, ProcessGroupError, RankMismatchError, UnsupportedOpError
 
 BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [6, 2], 1), ([2, 0], [4, 3], 3))
 

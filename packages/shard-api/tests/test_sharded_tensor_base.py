@@ -12,7 +12,6 @@ import torch.distributed as dist
 from sharding_cases import FULL, chunk, sharded
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
-    LocalShardError,
     Shard,
     ShardedTensorBase,
     ShardedTensorMetadata,
@@ -20,6 +19,7 @@ from shoal_shard_api import (
     TensorProperties,
     load_with_process_group,
 )
+from shoal_shard_api.errors import LocalShardError
 
 
 @on_ranks(4)

@@ -9,15 +9,14 @@ from shoal_shard_api import (
     ChunkShardingSpec,
     ShardedTensorMetadata,
     ShardingSpec,
-    ShardingSpecError,
     ShardMetadata,
     TensorProperties,
-    UnsupportedOpError,
     _dispatch_custom_op,
     _has_custom_op,
     check_tensor,
     custom_sharding_spec_op,
 )
+from shoal_shard_api.errors import ShardingSpecError, UnsupportedOpError
 
 
 def ranks(*order: int) -> list[str]:

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from shoal_dtensor import Shard
 from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, NotExpressibleError, TensorProperties

@@ -11,13 +11,8 @@ import torch.nn.functional as F
 
 from sharding_cases import BRICKS, SPECS, chunk
 from shoal_mesh.testing import on_ranks
-from shoal_shard_api import (
-    NotExpressibleError,
-    ShardedTensor,
-    UnsupportedOpError,
-    _shard_tensor,
-    implicit_reshard,
-)
+from shoal_shard_api import NotExpressibleError, ShardedTensor, _shard_tensor, implicit_reshard
+from shoal_shard_api.errors import UnsupportedOpError
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowering_cases import CASES
 from shoal_dtensor import Replicate
+from shoal_dtensor.random_layouts.region import DrawRegion
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -21,7 +22,6 @@ from shoal_tp_styles import (
     parallelize_module,
     preview,
 )
-from shoal_tp_styles.draws.region import DrawRegion
 from shoal_tp_styles.experts.shared_expert import OverlappedBlock
 from shoal_tp_styles.lowering.boundary import Boundary
 from shoal_tp_styles.lowering.lowered import Lowered

@@ -13,23 +13,22 @@ from torch.distributed import get_rank
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from shoal_context_parallel import Documents, SequenceLayout
+from shoal_context_parallel.parallel_attention import Method
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     ContextParallel,
-    Documents,
     HeadParallel,
     LayoutError,
     PlanError,
     RowwiseParallel,
-    SequenceLayout,
     parallelize_module,
     preview,
     unparallelize_module,
     verify,
 )
-from shoal_tp_styles.context_parallel.parallel_attention import Method
 from shoal_tp_styles.testing import all_ranks, assert_same_parameters
 from tp_checks import counts
 

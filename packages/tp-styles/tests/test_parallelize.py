@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shoal_tp_styles
+from shoal_context_parallel import context_parallel_attention
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -22,7 +23,6 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
     TiedWeightError,
-    context_parallel_attention,
     parallelize_module,
     preview,
     unparallelize_module,
@@ -175,7 +175,8 @@ def test_a_plan_applied_twice_is_refused_before_anything_changes(name: str) -> N
 @pytest.mark.parametrize("name", ["_pre_dp_module_transform", "_HeadTailLoadBalancer", "DTensorExtensions"])
 def test_a_name_of_torchs_that_is_not_here_says_what_is(name: str) -> None:
     with pytest.raises(ImportError, match=f"no {name}: .*(replicate|context_parallel|fully_shard)"):
-        getattr(shoal_tp_styles, name)
+        __import__(shoal_tp_styles.__name__, fromlist=[name])  # as `from shoal_tp_styles import name`
+    assert not hasattr(shoal_tp_styles, name)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal_dtensor import Partial, Replicate, Shard
+from shoal_dtensor.errors import LayoutTypeError
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
@@ -19,7 +20,6 @@ from shoal_tp_styles import (
     DeclaredStyle,
     HeadParallel,
     LayoutError,
-    LayoutTypeError,
     ModuleSharding,
     Port,
     PrepareModuleInput,

@@ -5,16 +5,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.internal import no_such_name
 
+from . import errors
 from .__about__ import __version__
-from ._torch import register_dispatch, whole_when_compiled
+from ._torch import register_dispatch
 from .api.custom_rules import register_rule, register_sharding
 from .api.distribute import distribute_module, distribute_tensor
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
 from .api.random import (
     check_random_state,
-    get_random_mode,
     get_rng_state,
     is_rng_supported_mesh,
     manual_seed,
@@ -31,29 +32,21 @@ from .api.state_dicts import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from .dispatch.dispatch import cache_info, clear_cache
-from .dispatch.dispatch import dispatch as run_operator  # under its own name it would hide the folder
-from .errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    CheckpointError,
-    CommunicationForbiddenError,
-    InPlaceError,
-    MixedTensorError,
-    NoRuleError,
-    OperatorArgumentError,
-    OperatorIndexError,
-    OptimizerError,
-    PlacementError,
-    PlacementIndexError,
-    RandomStateError,
-    RedistributeError,
-    ShoalTensorError,
-    StateDictError,
+from .dispatch.dispatch import (
+    cache_info,
+    clear_cache,
+    dispatch as run_operator,  # under its own name it would hide the folder
 )
+from .errors import CommunicationForbiddenError, ShoalTensorError
 from .layout.partition_spec import PartitionSpec
-from .layout.placements import Partial, Placement, Replicate, Shard, StridedShard
-from .layout.placements import StridedShard as _StridedShard  # noqa: F401  # torch's name
+from .layout.placements import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    StridedShard as _StridedShard,  # noqa: F401  # torch's name
+)
 from .layout.spec import Spec
 from .layout.tensor_meta import ShardOrderEntry, TensorMeta
 from .layout.torch_names import (
@@ -67,15 +60,14 @@ from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import install_local_step, local_step
 from .redistribute.execution.coalesce import coalesce
-from .redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending
 from .tensor.parameter_gradients import ACCUMULATION
-from .tensor.shard_access import local_shard, safe_globals
+from .tensor.shard_access import safe_globals
 
 if TYPE_CHECKING:
     from .api.debug_mode import DebugMode, ExplicitRedistributionContext
-    from .api.explain import Explanation, explain
+    from .api.explain import explain
     from .api.pictures import draw_layout, draw_layouts, draw_plan
     from .api.visualize import draw_sharding, visualize_sharding
 
@@ -87,36 +79,20 @@ Spec.at_first += [
 ]
 
 __all__ = [
-    "ArgumentTypeError",
-    "ArgumentValueError",
-    "CheckpointError",
     "CommunicationForbiddenError",
     "DTensor",
     "DTensorSpec",
     "DebugMode",
     "DeviceMesh",
-    "Explanation",
     "ExplicitRedistributionContext",
-    "InPlaceError",
-    "MixedTensorError",
-    "NoRuleError",
-    "OperatorArgumentError",
-    "OperatorIndexError",
-    "OptimizerError",
     "Partial",
     "PartitionSpec",
     "Placement",
-    "PlacementError",
-    "PlacementIndexError",
-    "RandomStateError",
-    "RedistributeError",
     "Replicate",
     "Shard",
     "ShardOrderEntry",
-    "ShardsInFlight",
     "ShoalTensorError",
     "Spec",
-    "StateDictError",
     "StridedShard",
     "TensorMeta",
     "__version__",
@@ -138,18 +114,17 @@ __all__ = [
     "draw_plan",
     "draw_sharding",
     "empty",
+    "errors",
     "explain",
     "full",
     "get_model_state_dict",
     "get_optimizer_state_dict",
-    "get_random_mode",
     "get_rng_state",
     "get_state_dict",
     "implicit_replication",
     "init_device_mesh",
     "is_rng_supported_mesh",
     "local_map",
-    "local_shard",
     "local_step",
     "manual_seed",
     "ones",
@@ -158,7 +133,6 @@ __all__ = [
     "randn",
     "random_mode",
     "randperm",
-    "redistribute_shards",
     "register_rule",
     "register_sharding",
     "safe_globals",
@@ -169,7 +143,6 @@ __all__ = [
     "set_state_dict",
     "unknown_ops",
     "visualize_sharding",
-    "whole_when_compiled",
     "zeros",
 ]
 
@@ -177,7 +150,6 @@ __all__ = [
 # A tenth of the time of this import, for what is looked at while a program is written: imported when first asked for.
 _LATER = {
     "DebugMode": ".api.debug_mode",
-    "Explanation": ".api.explain",
     "ExplicitRedistributionContext": ".api.debug_mode",
     "draw_layout": ".api.pictures",
     "draw_layouts": ".api.pictures",
@@ -196,7 +168,4 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
         return value
-    instead = INSTEAD.get(name)
-    if instead is not None:
-        raise ImportError(f"shoal_dtensor has no {name}: {instead}", name=__name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise no_such_name(__name__, name, INSTEAD)

@@ -1,4 +1,7 @@
-"""Checks of what users pass: a wrong type is a typed error that says what was expected and how to get it."""
+"""Checks of what users pass: a wrong type is a typed error that says what was expected and how to get it.
+
+May import: errors.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from typing import Any
 from shoal_mesh import DeviceMesh
 
 from .errors import ArgumentTypeError
-
-__all__ = ["check_callable", "check_mesh", "check_type"]
 
 
 def check_mesh(where: str, mesh: object) -> None:

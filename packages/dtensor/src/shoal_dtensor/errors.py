@@ -1,4 +1,4 @@
-"""The errors of the dtensor layer.
+"""The errors of the dtensor layer, and those that the layers of parallel modules above it share.
 
 Each names what was asked, what is allowed and what was got.  They subclass the builtins
 that torch raises in the same places, several where torch raises several, so that `except` clauses keep working.
@@ -12,6 +12,8 @@ __all__ = [
     "CheckpointError",
     "CommunicationForbiddenError",
     "InPlaceError",
+    "LayoutError",
+    "LayoutTypeError",
     "MixedTensorError",
     "NoRuleError",
     "OperatorArgumentError",
@@ -19,10 +21,16 @@ __all__ = [
     "OptimizerError",
     "PlacementError",
     "PlacementIndexError",
+    "PlanError",
     "RandomStateError",
     "RedistributeError",
+    "SecondOrderError",
     "ShoalTensorError",
     "StateDictError",
+    "StyleError",
+    "StyleTypeError",
+    "TiedWeightError",
+    "UnsupportedModuleError",
 ]
 
 
@@ -88,3 +96,38 @@ class StateDictError(ShoalTensorError, RuntimeError):
 
 class CheckpointError(ShoalTensorError, ValueError, RuntimeError):
     """A checkpoint that was not saved, is not whole, or is refused; on all ranks, and nothing has been removed."""
+
+
+# --- of parallel modules: raised by the packages above -------------------------------------------------------------
+
+
+class StyleError(Exception):
+    """Base of every error that the packages of parallel modules raise on purpose."""
+
+
+class StyleTypeError(StyleError, TypeError):
+    """An argument of a public function has a wrong type."""
+
+
+class PlanError(StyleError, ValueError, RuntimeError):
+    """A parallelization plan does not fit the module: unmatched, ambiguous or indivisible entries."""
+
+
+class LayoutError(StyleError, ValueError, RuntimeError):
+    """Layouts do not fit each other, the inputs or the mesh."""
+
+
+class LayoutTypeError(LayoutError, StyleTypeError):
+    """What was given as a layout is no placement."""
+
+
+class TiedWeightError(PlanError):
+    """Modules that share one parameter ask for different placements of it."""
+
+
+class UnsupportedModuleError(StyleError, NotImplementedError):
+    """This type of module cannot be made parallel; the message names the types that can."""
+
+
+class SecondOrderError(StyleError, RuntimeError):
+    """A local computation was differentiated twice; its backward is not differentiable."""

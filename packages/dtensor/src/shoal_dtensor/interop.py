@@ -1,4 +1,7 @@
-"""shoal's DTensor <-> torch's own, without copies; the only module that imports torch's, and only when called."""
+"""shoal's DTensor <-> torch's own, without copies; the only module that imports torch's, and only when called.
+
+May import: argument_types, errors, layout, tensor.
+"""
 
 from __future__ import annotations
 

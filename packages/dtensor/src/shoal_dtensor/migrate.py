@@ -14,18 +14,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 __all__ = ["Migrated", "main", "migrate"]
 
 _STYLES, _SHARDS = ("shoal_tp_styles",), ("shoal_shard_api",)
-_TENSORS = ("shoal_dtensor", "shoal_mesh", "shoal_tp_styles")
+_DATA, _CONTEXT = ("shoal_data_parallel",), "shoal_context_parallel"
+_TENSORS = ("shoal_dtensor", "shoal_mesh", _CONTEXT, "shoal_tp_styles")
 # Modules of torch, the longest prefix first, and the layers that may have their names. Where `strict` is said, a name
 # without a home is for a person; elsewhere (torch keeps what shoal has not) it stays torch's.
 _HOMES: Mapping[str, tuple[tuple[str, ...], bool]] = {
@@ -35,8 +35,8 @@ _HOMES: Mapping[str, tuple[tuple[str, ...], bool]] = {
     "torch.distributed._tensor": (_TENSORS, True),
     "torch.distributed.device_mesh": (("shoal_mesh",), True),
     "torch.distributed._shard": (_SHARDS, True),
-    "torch.distributed._composable": (_STYLES, True),
-    "torch.distributed.fsdp": (_STYLES, True),
+    "torch.distributed._composable": (_DATA, True),
+    "torch.distributed.fsdp": (_DATA, True),
     "torch.distributed.checkpoint.state_dict": (("shoal_dtensor",), False),
     "torch.utils._debug_mode": (("shoal_dtensor",), False),
     "torch.distributed": (("shoal_mesh",), False),
@@ -105,7 +105,7 @@ def _instead(root: str, name: str) -> str:
     for layer in _HOMES[root][0]:
         try:
             if layer not in absent:
-                getattr(import_module(layer), name, None)
+                __import__(layer, fromlist=[name])  # as `from layer import name` does, whose error has the hint
         except ImportError as error:
             return str(error)
     return f"{', '.join(absent)} is not installed, which may have it" if absent else "no layer of shoal has it"

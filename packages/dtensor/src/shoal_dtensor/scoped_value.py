@@ -1,4 +1,7 @@
-"""A value for the length of a block, in this context and in the backward passes that it starts."""
+"""A value for the length of a block, in this context and in the backward passes that it starts.
+
+May import: _torch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 from ._torch.engine import set_thread_object, thread_object
-
-__all__ = ["ScopedValue"]
 
 T = TypeVar("T")
 

@@ -4,6 +4,8 @@ A scope is a scoped value: blocks nest, an inner block's end restores the outer 
 other's, but a backward pass has the scope in which it was started.  Decisions depend on the scope, so each has a
 decision cache of its own.  Under the same rules, the same settings are the same scope whenever they are entered: a
 decision of one block is known in the next.
+
+May import: errors, scoped_value.
 """
 
 from __future__ import annotations
@@ -13,23 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import field, replace
 from typing import Any, Literal, get_args
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .errors import ArgumentValueError
 from .scoped_value import ScopedValue
-
-__all__ = [
-    "DEFAULT",
-    "Scope",
-    "blocks",
-    "checked_replicas",
-    "communication",
-    "current",
-    "entered",
-    "implicit_replication",
-    "own_scope",
-    "unknown_ops",
-]
 
 Unknown = Literal["replicate", "error", "local"]
 Communication = Literal["allow", "warn", "forbid"]

@@ -7,8 +7,7 @@ was seen, arguments are made up by type: that suits the many operators that take
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import count as counting
-from itertools import islice
+from itertools import count as counting, islice
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ import argparse
 import sys
 from importlib import import_module
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "env": "environment",
     "postmortem": "postmortem",

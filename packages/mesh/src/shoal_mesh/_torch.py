@@ -1,4 +1,7 @@
-"""Every private or unstable name of torch that shoal_mesh uses, so that an upgrade of torch reviews one file."""
+"""Every private or unstable name of torch that shoal_mesh uses, so that an upgrade of torch reviews one file.
+
+May import: errors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -26,8 +29,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 from torch._library import opaque_object
-from torch.distributed import ProcessGroup
-from torch.distributed import distributed_c10d as _c10d
+from torch.distributed import ProcessGroup, distributed_c10d as _c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -126,7 +128,7 @@ _ITS_OWN_TENSORS = (
     "torch.distributed.tensor",
     "the function of the same name of shoal_dtensor, or shoal_tp_styles.parallelize_module",
 )
-_ITS_OWN_SHARDING = ("torch.distributed.fsdp", "shoal_tp_styles.fully_shard or shoal_tp_styles.replicate")
+_ITS_OWN_SHARDING = ("torch.distributed.fsdp", "shoal_data_parallel.fully_shard or shoal_data_parallel.replicate")
 _ITS_OWN_COLLECTIVES = (
     "torch.distributed._functional_collectives",
     "the collectives of shoal_mesh, which take the mesh, or mesh.get_group(axis) here",
@@ -221,8 +223,14 @@ def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
 
 
 def plain_kernels(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, run by `on_plain_kernels`."""
-    return cast("Callable[Arguments, Result]", wraps(function)(partial(on_plain_kernels, function)))
+    """The function or method, run as by `on_plain_kernels`."""
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
+            return function(*args, **kwargs)
+
+    return run
 
 
 _Key = torch._C.DispatchKey

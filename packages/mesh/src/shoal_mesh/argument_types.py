@@ -1,4 +1,7 @@
-"""Checks that an argument has the type a call takes, with one wording for all errors: taken, got."""
+"""Checks that an argument has the type a call takes, with one wording for all errors: taken, got.
+
+May import: errors.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ from collections.abc import Sequence
 from types import UnionType
 
 from .errors import CollectiveTypeError, MeshTypeError
-
-__all__ = ["kind_of", "require", "require_each"]
 
 Kinds = type | UnionType
 TypeErrors = type[MeshTypeError] | type[CollectiveTypeError]

@@ -4,6 +4,8 @@ The gradient is that of the sum of the ranks' losses: where every rank goes on w
 sums the ranks' gradients. Where all ranks go on with one replicated computation, that counts it once per rank: use the
 pair `all_reduce_replicated` and `sum_gradients` there (g and f of Megatron). Linear collectives only, so reductions are
 "sum" and "avg". Arguments, results and errors are those of the collectives of the same names.
+
+May import: argument_types, collectives, errors, groups.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Ranks agree in a store that outlives them on who is in the next world: round after round, each a list of members that is
 written once. Whoever comes registers; the first to see that all members of the last world have come or are gone
 writes the list. Who is not on it waits for the next round.
+
+May import: _torch, argument_types, collectives, errors, groups, shared_memory.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ from .shared_memory.backend_work import settle
 from .shared_memory.channel import give_up
 from .shared_memory.peers import state_of
 from .shared_memory.segment import machine
-
-__all__ = ["ElasticWorld"]
 
 R = TypeVar("R")
 Member = dict[str, Any]  # id, machine and process

@@ -2,6 +2,8 @@
 
 CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once, however many calls
 of the backend it takes: what runs inside of an observed collective is not reported again (`in_observed`).
+
+May import: _torch, argument_types, errors, shared_memory, values.
 """
 
 from __future__ import annotations
@@ -20,18 +22,6 @@ from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .shared_memory.recorder import PURPOSES, Text
 from .values import dataclass
-
-__all__ = [
-    "Event",
-    "Observer",
-    "in_observed",
-    "is_observed",
-    "observe",
-    "observers",
-    "purpose",
-    "run_observed",
-    "unobserve",
-]
 
 R = TypeVar("R")
 

@@ -3,6 +3,8 @@
 `SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers: `shoal.collectives`
 (each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, when it is planned) and
 `shoal.decisions` (each operator, when it is decided). Programs that configure `logging` themselves use these names.
+
+May import: errors, events.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from collections.abc import Mapping
 
 from .errors import MeshError
 from .events import Event, observe
-
-__all__ = ["TOPICS", "log_from_environment", "log_to_stderr"]
 
 TOPICS = ("collectives", "plans", "decisions")
 _collectives = logging.getLogger("shoal.collectives")

@@ -3,6 +3,8 @@
 The ranks stay up between cells, a pool for each number of ranks, and `launch` uses them too. A cell sees the variables
 of earlier `%%ranks` cells of the same number and, where it reads a name that no such cell has set, the notebook's own
 value of it. What ranks print comes with their numbers, equal texts once; so does the value of the last line.
+
+May import: errors, local_ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from typing import Any
 from .errors import MeshError, MeshTypeError
 from .local_ranks.launch import keep_ranks, kept_pool
 from .local_ranks.pickle_functions import code_names, dump_value, load_value
-
-__all__ = ["register_magics"]
 
 # Declared mutable state, on a rank: the variables of its cells, and those that came from the notebook as they came.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}

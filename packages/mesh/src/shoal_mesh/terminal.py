@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["progress"]
-
 T = TypeVar("T")
 _QUIET = 2.0  # seconds without a line: short work shows none
 _EVERY = 0.1

@@ -8,6 +8,8 @@ Example::
         assert all_reduce(torch.ones(()), (mesh, 0)).item() == 4
 
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
+
+May import: _torch, argument_types, errors, events, groups, local_ranks, mesh, observers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import pickle
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +32,13 @@ from .groups.world import ensure_world
 from .local_ranks.pool import RankPool
 from .mesh.create import init_device_mesh
 from .mesh.device_mesh import DeviceMesh
+from .observers.comm_debug import CommDebugMode
 
 __all__ = [
     "RankPool",
     "RankTestCase",
+    "all_ranks",
+    "counts",
     "default_world_size",
     "device_type",
     "fake_world",
@@ -151,6 +156,12 @@ def fake_world(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
             dist.destroy_process_group()
 
 
+@cache
+def all_ranks() -> DeviceMesh:
+    """All ranks on one axis; every call returns the same mesh."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def device_type() -> str:
     """`cuda` where there are GPUs, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -201,6 +212,21 @@ def observed() -> Iterator[list[Event]]:
         yield observer.events
     finally:
         unobserve(observer)
+
+
+def counts(mode: CommDebugMode) -> dict[str, int]:
+    """Collectives that ran under the mode, by short name: `all_gather`, `all_reduce`, `all_to_all`, ...
+
+    Example:
+        >>> from shoal_mesh import all_gather
+        >>> with fake_world(2), CommDebugMode() as mode:
+        ...     _ = all_gather(torch.ones(2), (init_device_mesh("cpu", (2,)), 0))
+        >>> counts(mode)
+        {'all_gather': 1}
+    """
+    require(mode, CommDebugMode, "counts reads a CommDebugMode")
+    names = ((str(op).rpartition(".")[2], count) for op, count in mode.get_comm_counts().items() if count)
+    return {name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into"): n for name, n in names}
 
 
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:

@@ -2,6 +2,8 @@
 
 The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
 defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
+
+May import: argument_types, collectives, errors, groups, mesh, values.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ from .groups.process_groups import Comm
 from .groups.world import device_of
 from .mesh.device_mesh import DeviceMesh
 from .values import dataclass
-
-__all__ = ["Link", "Topology", "measure", "set_topology", "topology_of", "topology_version"]
 
 
 @dataclass(frozen=True, slots=True)

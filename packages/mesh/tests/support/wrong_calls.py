@@ -12,7 +12,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torchs_init_device_mesh
 
 import shoal_mesh as m
-from shoal_mesh import differentiable, testing
+from shoal_mesh import Comm, comm_over, differentiable, testing
+from shoal_mesh.events import Observer
+from shoal_mesh.groups.process_groups import BackendChoice
+from shoal_mesh.internal import (
+    Topology,
+    all_reduce_,
+    constant_when_compiled,
+    observe,
+    pack_blocks,
+    unobserve,
+    unpack_blocks,
+)
+from shoal_mesh.mesh.rank_layout import Layout
 
 
 @dataclass
@@ -30,7 +42,7 @@ class Call:
     accepted: dict[str, set[str]]
 
 
-def wrong_values(mesh: m.DeviceMesh, comm: m.Comm) -> dict[str, Any]:
+def wrong_values(mesh: m.DeviceMesh, comm: Comm) -> dict[str, Any]:
     """Values that most parameters do not take, by name."""
     theirs, x = torchs_init_device_mesh("cpu", (2,)), torch.ones(2, 2)
     numbers: dict[str, Any] = {
@@ -84,9 +96,9 @@ def open_lockstep(timeout: float) -> None:
         pass
 
 
-def observe_and_stop(observer: m.Observer) -> None:
-    m.observe(observer)
-    m.unobserve(observer)
+def observe_and_stop(observer: Observer) -> None:
+    observe(observer)
+    unobserve(observer)
 
 
 def flatten(name: str | None, backend_override: object) -> None:
@@ -127,7 +139,7 @@ class _Table:
         self.calls[name] = Call(function, valid, names)
 
 
-def public_calls(mesh: m.DeviceMesh, comm: m.Comm, folder: Path) -> dict[str, Call]:
+def public_calls(mesh: m.DeviceMesh, comm: Comm, folder: Path) -> dict[str, Call]:
     """Every call by name; `mesh` is of shape (1, 2) with axes "a" and "b", `comm` has two ranks."""
     row = _Table()
     _collectives(row, comm)
@@ -136,7 +148,7 @@ def public_calls(mesh: m.DeviceMesh, comm: m.Comm, folder: Path) -> dict[str, Ca
     return row.calls
 
 
-def _collectives(row: _Table, comm: m.Comm) -> None:
+def _collectives(row: _Table, comm: Comm) -> None:
     x, f = torch.ones(2, 2), torch.ones(2)
     row(
         "all_reduce",
@@ -304,7 +316,7 @@ def _collectives(row: _Table, comm: m.Comm) -> None:
     )
     row(
         "all_reduce_",
-        m.all_reduce_,
+        all_reduce_,
         {"tensor": x, "comm": comm, "op": "sum"},
         tensor="tensor int_tensor bool_tensor empty scalar",
     )
@@ -335,14 +347,14 @@ def _collectives(row: _Table, comm: m.Comm) -> None:
     )
     row(
         "pack_blocks",
-        m.pack_blocks,
+        pack_blocks,
         {"blocks": [f, x], "like": x},
         blocks="list tuple list_of_tensor list_of_requires_grad",
         like="none tensor int_tensor bool_tensor empty scalar requires_grad sparse",
     )
     row(
         "unpack_blocks",
-        m.unpack_blocks,
+        unpack_blocks,
         {"flat": torch.ones(4), "out": [torch.ones(2), torch.ones(2)]},
         out="list_of_tensor",
     )
@@ -356,7 +368,7 @@ def _collectives(row: _Table, comm: m.Comm) -> None:
 
 
 def _meshes(row: _Table, two: m.DeviceMesh) -> None:
-    row("comm_over", m.comm_over, {"ranks": (0, 1), "name": "r"}, ranks="range", name="text no_text")
+    row("comm_over", comm_over, {"ranks": (0, 1), "name": "r"}, ranks="range", name="text no_text")
     row(
         "init_device_mesh",
         m.init_device_mesh,
@@ -436,8 +448,8 @@ def _meshes(row: _Table, two: m.DeviceMesh) -> None:
     row("mesh.get_local_rank", two.get_local_rank, {"mesh_dim": "a"}, mesh_dim="minus_one true")
 
 
-def _others(row: _Table, two: m.DeviceMesh, comm: m.Comm, folder: Path) -> None:
-    layout = m.Layout.dense((2, 3))
+def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
+    layout = Layout.dense((2, 3))
     mode = m.CommDebugMode()
     row(
         "Link",
@@ -447,9 +459,9 @@ def _others(row: _Table, two: m.DeviceMesh, comm: m.Comm, folder: Path) -> None:
         bandwidth="three million float true",
     )
     row("Link.seconds", m.Link(1.0, 1.0).seconds, {"nbytes": 1}, nbytes="three minus_one million float nan true")
-    row("Topology", m.Topology, {"links": (m.Link(1.0, 1.0),)}, links="tuple")
-    row("Topology.over", m.Topology((m.Link(1.0, 1.0),)).over, {"axes": (0,)}, axes="zeros")
-    row("Topology[]", m.Topology((m.Link(1.0, 1.0),)).__getitem__, {"axis": 0}, axis="minus_one")
+    row("Topology", Topology, {"links": (m.Link(1.0, 1.0),)}, links="tuple")
+    row("Topology.over", Topology((m.Link(1.0, 1.0),)).over, {"axes": (0,)}, axes="zeros")
+    row("Topology[]", Topology((m.Link(1.0, 1.0),)).__getitem__, {"axis": 0}, axis="minus_one")
     row("topology_of", m.topology_of, {"mesh": two}, mesh="mesh")
     row("set_topology", m.set_topology, {"mesh": two, "topology": None}, mesh="mesh", topology="none")
     row(
@@ -461,32 +473,32 @@ def _others(row: _Table, two: m.DeviceMesh, comm: m.Comm, folder: Path) -> None:
         repeats="three million true",
     )
     row("observe", observe_and_stop, {"observer": testing})
-    row("unobserve", m.unobserve, {"observer": testing})
+    row("unobserve", unobserve, {"observer": testing})
     row("purpose", m.purpose, {"text": "x"}, text="text no_text function type reduce_op")
     row("lockstep", open_lockstep, {"timeout": 1.0}, timeout="three million float true")
     row(
         "Layout",
-        m.Layout,
+        Layout,
         {"axes": (((2, 1),),), "offset": 0},
         axes="list tuple",
         offset="three minus_one million true",
     )
     row(
         "Layout.dense",
-        m.Layout.dense,
+        Layout.dense,
         {"shape": (2, 3), "offset": 0},
         shape="list tuple int_tensor bool_tensor empty",
         offset="three minus_one million true",
     )
     row(
         "Layout.strided",
-        m.Layout.strided,
+        Layout.strided,
         {"shape": (2, 3), "stride": (3, 1), "offset": 0},
         shape="int_tensor bool_tensor",
         stride="zeros range generator int_tensor bool_tensor",
         offset="three minus_one million true",
     )
-    row("Layout.fit", m.Layout.fit, {"shape": (2, 3), "members": list(range(6))})
+    row("Layout.fit", Layout.fit, {"shape": (2, 3), "members": list(range(6))})
     row("Layout()", layout.__call__, {"coordinate": (0, 1)}, coordinate="zeros range generator int_tensor bool_tensor")
     row("Layout.coordinate", layout.coordinate, {"member": 1}, member="three minus_one million true")
     row(
@@ -501,12 +513,12 @@ def _others(row: _Table, two: m.DeviceMesh, comm: m.Comm, folder: Path) -> None:
     row("Layout.complement", layout.complement, {"world": 6})
     row(
         "BackendChoice",
-        m.BackendChoice,
+        BackendChoice,
         {"backend": "gloo", "options": None},
         backend="none text no_text",
         options="none",
     )
-    row("constant_when_compiled", m.constant_when_compiled, {"cls": None})
+    row("constant_when_compiled", constant_when_compiled, {"cls": None})
     row("CommDebugMode.table", mode.generate_comm_debug_tracing_table, {"noise_level": 1}, noise_level="three true")
     row(
         "CommDebugMode.json",

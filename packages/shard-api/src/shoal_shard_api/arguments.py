@@ -1,4 +1,7 @@
-"""Checks of argument types, each raised before any communication."""
+"""Checks of argument types, each raised before any communication.
+
+May import: errors.
+"""
 
 from __future__ import annotations
 

@@ -3,30 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import losses
-from .__about__ import __version__
-from .apply.input_reshard import input_reshard
-from .arithmetic import invariant_arithmetic
-from .context_parallel.attention_mask import Documents
-from .context_parallel.buffers import context_parallel, context_parallel_unshard, set_rotate_method
-from .context_parallel.parallel_attention import context_parallel_attention
-from .context_parallel.sequence_layout import SequenceLayout
-from .errors import (
-    CheckpointError,
-    LayoutCountError,
+from shoal_dtensor.errors import (
     LayoutError,
-    LayoutTypeError,
     PlanError,
     SecondOrderError,
     StyleError,
-    StyleNameError,
-    StyleTypeError,
     TiedWeightError,
-    UnmatchedPlanWarning,
-    UnsupportedAttentionError,
     UnsupportedModuleError,
-    VariantArithmeticError,
 )
+from shoal_mesh.internal import no_such_name
+
+from . import losses
+from .__about__ import __version__
+from .apply.input_reshard import input_reshard
+from .errors import UnmatchedPlanWarning
 from .losses import sampling as choose
 from .losses.loss_parallel import loss_parallel
 from .losses.vocab import Vocab
@@ -46,59 +36,29 @@ from .styles.sequence import SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
 
 if TYPE_CHECKING:
-    from . import hf
-    from .apply.loading import Loaded, load_sharded
-    from .apply.saving import Saved, save_sharded
-    from .data_parallel.fsdp_module import (
-        FSDPModule,
-        UnshardHandle,
-        reduce_after_last_microbatch,
-        register_fsdp_forward_method,
-    )
-    from .data_parallel.fully_shard import fully_shard
-    from .data_parallel.microbatches import accumulate_in_tree, accumulate_stage_in_tree
-    from .data_parallel.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-    from .data_parallel.replicate import ReplicateModule, replicate
-    from .invariant.fingerprints import StepFingerprints
-    from .invariant.self_check import check_arithmetic
-    from .plan.auto import auto_plan, format_plan
     from .plan.preview import Preview, preview
-    from .plan.propose import Candidate, Proposal, propose
     from .plan.verify import Verification, verify
-    from .runs.compare import Comparison, compare_runs
-    from .runs.record import RunRecord, record_run
     from .styles.context import ContextParallel
     from .styles.lora import LoRA, adapter_parameters, merge_adapters
     from .styles.multihead import HeadParallel
 
 __all__ = [
-    "CPUOffloadPolicy",
-    "Candidate",
     "ChannelParallel",
-    "CheckpointError",
     "Collective",
     "ColwiseParallel",
-    "Comparison",
     "ContextParallel",
     "DeclaredStyle",
-    "Documents",
     "ExpertParallel",
     "ExpertTensorParallel",
-    "FSDPModule",
     "HeadParallel",
     "Heads",
     "IdentityExpert",
     "LatentProjection",
-    "LayoutCountError",
     "LayoutError",
-    "LayoutTypeError",
     "LoRA",
-    "Loaded",
     "Lowered",
-    "MixedPrecisionPolicy",
     "ModuleCall",
     "ModuleSharding",
-    "OffloadPolicy",
     "OwnParameters",
     "PackedColwiseParallel",
     "ParallelStyle",
@@ -108,57 +68,26 @@ __all__ = [
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "Preview",
-    "Proposal",
-    "ReplicateModule",
     "RowwiseParallel",
-    "RunRecord",
-    "Saved",
     "SecondOrderError",
-    "SequenceLayout",
     "SequenceParallel",
     "SharedExpertOverlap",
-    "StepFingerprints",
     "StyleError",
-    "StyleNameError",
-    "StyleTypeError",
     "TiedWeightError",
     "UnmatchedPlanWarning",
-    "UnshardHandle",
-    "UnsupportedAttentionError",
     "UnsupportedModuleError",
-    "VariantArithmeticError",
     "Verification",
     "Vocab",
     "__version__",
-    "accumulate_in_tree",
-    "accumulate_stage_in_tree",
     "adapter_parameters",
-    "auto_plan",
-    "check_arithmetic",
     "choose",
-    "compare_runs",
-    "context_parallel",
-    "context_parallel_attention",
-    "context_parallel_unshard",
-    "format_plan",
-    "fully_shard",
-    "hf",
     "input_reshard",
-    "invariant_arithmetic",
-    "load_sharded",
     "local_parameters",
     "loss_parallel",
     "losses",
     "merge_adapters",
     "parallelize_module",
     "preview",
-    "propose",
-    "record_run",
-    "reduce_after_last_microbatch",
-    "register_fsdp_forward_method",
-    "replicate",
-    "save_sharded",
-    "set_rotate_method",
     "unparallelize_module",
     "verify",
 ]
@@ -168,29 +97,10 @@ __all__ = [
 _LATER = {
     name: module
     for module, names in {
-        ".apply.loading": ("Loaded", "load_sharded"),
-        ".apply.saving": ("Saved", "save_sharded"),
         ".styles.context": ("ContextParallel",),
         ".styles.lora": ("LoRA", "adapter_parameters", "merge_adapters"),
         ".styles.multihead": ("HeadParallel",),
-        ".data_parallel.fsdp_module": (
-            "FSDPModule",
-            "UnshardHandle",
-            "reduce_after_last_microbatch",
-            "register_fsdp_forward_method",
-        ),
-        ".data_parallel.fully_shard": ("fully_shard",),
-        ".data_parallel.microbatches": ("accumulate_in_tree", "accumulate_stage_in_tree"),
-        ".data_parallel.policies": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"),
-        ".data_parallel.replicate": ("ReplicateModule", "replicate"),
-        ".hf": ("hf",),
-        ".invariant.fingerprints": ("StepFingerprints",),
-        ".runs.compare": ("Comparison", "compare_runs"),
-        ".runs.record": ("RunRecord", "record_run"),
-        ".invariant.self_check": ("check_arithmetic",),
-        ".plan.auto": ("auto_plan", "format_plan"),
         ".plan.preview": ("Preview", "preview"),
-        ".plan.propose": ("Candidate", "Proposal", "propose"),
         ".plan.verify": ("Verification", "verify"),
     }.items()
     for name in names
@@ -198,10 +108,12 @@ _LATER = {
 
 
 # Names of torch's stack that are not here, and what does their work.
-_CONTEXT = "context_parallel, or the style ContextParallel; SequenceLayout says who holds which tokens"
+_CONTEXT = (
+    "shoal_context_parallel.context_parallel, or the style ContextParallel; SequenceLayout says who holds which tokens"
+)
 _INSTEAD = {
-    "DTensorExtensions": "fully_shard takes tensor-parallel parameters as they are",
-    "_pre_dp_module_transform": 'replicate(module, mesh["data"]) takes tensor-parallel and plain parameters',
+    "DTensorExtensions": "shoal_data_parallel.fully_shard takes tensor-parallel parameters as they are",
+    "_pre_dp_module_transform": 'shoal_data_parallel.replicate(module, mesh["data"]) takes all parameters',
     "tensor_parallel_transformation": "parallelize_module",
     **dict.fromkeys(("_ContextParallel", "_context_parallel_shard", "_cp_options", "flex_cp_allgather"), _CONTEXT),
     **dict.fromkeys(("_enable_context_parallel_dispatcher", "_disable_context_parallel_dispatcher"), _CONTEXT),
@@ -210,12 +122,9 @@ _INSTEAD = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _INSTEAD:
-        raise ImportError(f"shoal_tp_styles has no {name}: {_INSTEAD[name]}", name=__name__)
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_LATER[name], __name__)
-    value = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
+        raise no_such_name(__name__, name, _INSTEAD)
+    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
     return value
 
 

@@ -3,13 +3,14 @@
 `MLP` (10-16-10), `StackedMLP`, and `Transformer`, a toy GPT with learned positions and its plan, with and without
 sequence parallelism.  `assert_same_parameters` compares a parallel module with the single-device one; `own_shard` is
 this rank's shard of a global tensor on the mesh of `all_ranks`.
+
+May import: plan, styles.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
-from shoal_mesh import DeviceMesh, dataclass, init_device_mesh
+from shoal_mesh.internal import dataclass
+from shoal_mesh.testing import all_ranks
 
 from .plan.parallelize import unparallelize_module
 from .styles.linear import ColwiseParallel, RowwiseParallel
@@ -35,12 +37,6 @@ __all__ = [
     "own_shard",
     "transformer_plan",
 ]
-
-
-@cache
-def all_ranks() -> DeviceMesh:
-    """All ranks on one axis; every call returns the same mesh."""
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
 def own_shard(full: Tensor, dim: int) -> Tensor:

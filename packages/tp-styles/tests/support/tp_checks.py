@@ -1,4 +1,4 @@
-"""What several tests of this package share: counted collectives, gradients of parallel modules, sharded logits."""
+"""What several tests of this package share: gradients of parallel modules, sharded logits."""
 
 from __future__ import annotations
 
@@ -9,29 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard, distribute_tensor
-from shoal_mesh import CommDebugMode
+from shoal_mesh.testing import counts as counts
 from shoal_tp_styles import Vocab
 from shoal_tp_styles.testing import all_ranks
 
-FUNCTIONAL = torch.ops._c10d_functional
-ALL_REDUCE = FUNCTIONAL.all_reduce
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 
 
 def naming(name: str) -> Callable[[str], str]:
     """A `msg` of `torch.testing.assert_close` that names the tensor that differs."""
     return lambda message: f"{name}: {message}"
-
-
-def counts(mode: CommDebugMode) -> dict[str, int]:
-    """Collectives by short name."""
-    names = {
-        FUNCTIONAL.all_reduce: "all_reduce",
-        FUNCTIONAL.all_gather_into_tensor: "all_gather",
-        FUNCTIONAL.reduce_scatter_tensor: "reduce_scatter",
-        FUNCTIONAL.all_to_all_single: "all_to_all",
-        FUNCTIONAL.broadcast: "broadcast",
-    }
-    return {names[op]: count for op, count in mode.get_comm_counts().items() if count}
 
 
 def global_value(tensor: Tensor | None) -> Tensor:

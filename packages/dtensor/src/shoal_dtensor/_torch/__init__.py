@@ -1,7 +1,19 @@
-"""The seam to torch: every private or unstable torch name that this package uses, by theme."""
+"""The seam to torch: every private or unstable torch name that this package uses, by theme.
+
+May import: nothing.
+"""
 
 from .collectives import group_ranks, reduction_name
-from .compiling import is_tracing, never_compiled, not_cached, recorder, records_values, whole_when_compiled
+from .compiling import (
+    eager_only,
+    is_compiling,
+    is_tracing,
+    never_compiled,
+    not_cached,
+    recorder,
+    records_values,
+    whole_when_compiled,
+)
 from .dispatch_rules import register_dispatch
 from .engine import (
     accumulating_leaf,
@@ -14,11 +26,14 @@ from .engine import (
     in_backward,
     is_transformed,
     orthogonalized,
+    saving_state,
     set_thread_object,
     thread_object,
     unwatched_functions,
+    will_run,
 )
 from .full_state_dicts import around_state_dicts
+from .operator_modes import ReplacedAttention, TorchDispatchMode, dispatch_modes, selectively_checkpointed, unwatched
 from .operators import (
     Build,
     DataDependentError,
@@ -53,6 +68,8 @@ __all__ = [
     "DataDependentError",
     "FakeTensor",
     "OpOverload",
+    "ReplacedAttention",
+    "TorchDispatchMode",
     "accumulating_leaf",
     "adjusted_rate",
     "apply",
@@ -67,8 +84,11 @@ __all__ = [
     "dict_version",
     "direct",
     "disabled_torch_function",
+    "dispatch_modes",
+    "eager_only",
     "group_ranks",
     "in_backward",
+    "is_compiling",
     "is_tracing",
     "is_transformed",
     "make_wrapper",
@@ -83,14 +103,18 @@ __all__ = [
     "reduction_name",
     "register_dispatch",
     "results_of",
+    "saving_state",
+    "selectively_checkpointed",
     "set_thread_object",
     "shapes_of",
     "shares_memory",
     "split",
     "thread_object",
     "unmarked_writes",
+    "unwatched",
     "unwatched_functions",
     "view_of",
     "whole_when_compiled",
+    "will_run",
     "with_conjugates",
 ]

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["group_ranks", "reduction_name"]
-
 
 def group_ranks(group: Any) -> tuple[int, ...]:
     """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""

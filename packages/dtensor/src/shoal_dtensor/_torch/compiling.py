@@ -8,11 +8,14 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch._compile import _disable_dynamo as eager_only
 from torch._guards import detect_fake_mode
 
-from shoal_mesh import sums_are_in_tree
+from shoal_mesh.internal import sums_are_in_tree
 
 __all__ = [
+    "eager_only",
+    "is_compiling",
     "is_tracing",
     "never_compiled",
     "not_cached",
@@ -25,6 +28,10 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# Whether torch.compile, or an exporter, reads or traces the program that is running.
+is_compiling = torch.compiler.is_compiling
+
+# The same, False while autograd traces what was read.
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 
 

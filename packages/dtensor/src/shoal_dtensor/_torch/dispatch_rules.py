@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["register_dispatch"]
-
 _LIBRARIES: list[torch.library.Library] = []  # the rules of a library last as long as it does
 
 

@@ -12,23 +12,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = [
-    "accumulating_leaf",
-    "adjusted_rate",
-    "apply",
-    "at_end_of_backward",
-    "backward_number",
-    "before_optimizer_steps",
-    "dict_version",
-    "in_backward",
-    "is_transformed",
-    "orthogonalized",
-    "set_thread_object",
-    "thread_object",
-    "unwatched_functions",
-]
-
-
 # A number that changes whenever a dict does, and is never given again.
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 
@@ -37,13 +20,22 @@ dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_ver
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
 
+# Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+
+
+def saving_state() -> tuple[bool, object]:
+    """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
+    return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def in_backward() -> bool:
     """Whether autograd's engine is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_number() -> int:
-    """A number for the backward pass that is running on this thread."""
+    """A number for the backward pass that is running on this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
@@ -56,7 +48,7 @@ def accumulating_leaf() -> Any:
     """The leaf whose gradient hooks are running; None if its gradient is not accumulated (`torch.autograd.grad`)."""
     node = torch._C._current_autograd_node()
     try:
-        torch._C._will_engine_execute_node(node)
+        will_run(node)
     except RuntimeError:
         return None
     return getattr(node, "variable", None)

@@ -8,8 +8,6 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["around_state_dicts"]
-
 API = "torch.distributed.checkpoint.state_dict"
 KINDS = {
     "model": ("_get_model_state_dict", "_load_model_state_dict"),

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_kernels_make_it"]
-
 # Normalisations that return the statistics they used.  Meta kernels say what CUDA does: small dtypes have float32 ones.
 _WITH_STATISTICS = frozenset(
     {

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["recorded", "recorder_of_sizes"]
-
 
 def recorder_of_sizes() -> Any:
     """What knows how the symbols of a graph are computed that is being recorded; None if none is."""

@@ -1,1 +1,4 @@
-"""What users call beside the class: creation, functions over shards, random state, own rules, explanations."""
+"""What users call beside the class: creation, functions over shards, random state, own rules, explanations.
+
+May import: _torch, argument_types, errors, layout, redistribute, rng, rules, scopes, tensor.
+"""

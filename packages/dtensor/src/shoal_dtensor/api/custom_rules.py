@@ -14,8 +14,6 @@ from ..rules.language.rule import Entry, OpCall, R, Row, Rule, S
 from ..rules.language.rule_tables import DuplicateRuleError
 from ..scopes import current
 
-__all__ = ["register_rule", "register_sharding"]
-
 
 def register_rule(op: OpOverload | Sequence[OpOverload], rule: Rule, *, replace: bool = False) -> None:
     """Give operators a rule for the rest of the process; `shoal_dtensor.rules.overlay` gives one for a block.

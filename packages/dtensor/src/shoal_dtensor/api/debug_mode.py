@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from shoal_mesh import CommDebugMode, Event
+from shoal_mesh import CommDebugMode
+from shoal_mesh.internal import Event
 
 from .._torch import pytree
 from ..errors import ArgumentValueError
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
-
-__all__ = ["DebugMode", "ExplicitRedistributionContext"]
 
 
 class ExplicitRedistributionContext:

@@ -26,8 +26,6 @@ from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
 
-__all__ = ["Sliceable", "distribute_module", "distribute_tensor"]
-
 
 class Sliceable(Protocol):
     """A stored tensor that is read by slices: what `safetensors.safe_open(...).get_slice(name)` gives."""

@@ -9,7 +9,8 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from .._torch import whole_when_compiled
 from ..argument_types import check_type
@@ -21,9 +22,6 @@ from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
-
-__all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"]
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 

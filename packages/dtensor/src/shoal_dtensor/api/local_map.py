@@ -17,8 +17,6 @@ from ..layout.placements import Placement
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import check_replicated, compared_shapes
 
-__all__ = ["local_map"]
-
 Placements = Sequence[Placement] | None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal_mesh import new_axes
+from shoal_mesh.internal import new_axes
 
 from ..errors import PlacementError
 from ..layout.placements import Partial
@@ -17,8 +17,6 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import Box
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..tensor.dtensor import DTensor
-
-__all__ = ["draw_layout", "draw_layouts", "draw_plan"]
 
 _STEP = 2.6  # inches for the picture of one layout
 

@@ -18,22 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .._torch import around_state_dicts
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
-
-__all__ = [
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "install_in_torch",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Path = tuple[str | int, ...]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal_mesh import MissingExtraError
+from shoal_mesh.errors import MissingExtraError
 
 from ..argument_types import check_type
 from ..layout.rank_table import RankTable, rank_table
 from ..layout.spec import Spec
 from ..tensor.dtensor import DTensor
-
-__all__ = ["draw_sharding", "visualize_sharding"]
 
 
 def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool = False) -> None:

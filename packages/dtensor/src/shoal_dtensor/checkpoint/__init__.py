@@ -1,6 +1,8 @@
 """Checkpoints of a training run that survive a kill at any moment: written beside and swapped, verified, the last kept.
 
 Imported when asked for: `from shoal_dtensor.checkpoint import Checkpointer`.
+
+May import: argument_types, errors, layout, redistribute, tensor.
 """
 
 from .checkpointer import Checkpointer

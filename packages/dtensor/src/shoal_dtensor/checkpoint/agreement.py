@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 
-__all__ = ["agreed"]
-
 R = TypeVar("R")
 
 

@@ -24,8 +24,6 @@ from .agreement import agreed
 from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
 
-__all__ = ["Checkpointer"]
-
 
 class Checkpointer:
     """Saves and loads the state of a run in one folder, by way of torch.distributed.checkpoint.

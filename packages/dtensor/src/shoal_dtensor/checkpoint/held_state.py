@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks, comm_over, dataclass, purpose
+from shoal_mesh import all_to_all_blocks, comm_over, purpose
+from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
@@ -20,8 +21,6 @@ from ..layout.tensor_meta import Box
 from ..redistribute.blocks import intersect, volume
 from ..tensor.dtensor import DTensor
 from .agreement import agreed
-
-__all__ = ["HeldState"]
 
 Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings and lists
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-__all__ = ["StoredSteps"]
-
 _MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d+)")
 _BLOCK = 1 << 20

@@ -21,8 +21,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
 
-__all__ = ["TrustedPlanner", "TrustedReader"]
-
 _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
     f"{_MODULE}.metadata.{name}"

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from .._torch import OpOverload
 from ..layout.placements import Replicate
@@ -21,21 +22,6 @@ from ..layout.tensor_meta import TensorMeta
 from .c10d import is_collective
 from .plain_tensors import is_candidate
 from .results import tensors_in
-
-__all__ = [
-    "Plain",
-    "Reader",
-    "Readers",
-    "indices_at",
-    "is_list",
-    "mesh_of",
-    "metas_of",
-    "numbered",
-    "places_of",
-    "readers_of",
-    "specs_in",
-    "specs_of",
-]
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product, repeat
 from typing import NamedTuple, TypeGuard
 
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from ..layout.dim_sharding import DimSharding, ShardOrder, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
@@ -21,18 +22,6 @@ from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import price, seconds
 from ..rules.language.rule import Entry, Row, S, with_norms
-
-__all__ = [
-    "Sharding",
-    "ShardingProblem",
-    "assign",
-    "first_free",
-    "is_plain",
-    "placed",
-    "placements_of",
-    "sharding_behind",
-    "unmoved",
-]
 
 # No more combinations than this are tried: 4 axes with 5 rows each have 625.
 MAX_COMBINATIONS = 1024

@@ -27,7 +27,6 @@ from .results import tensors_in, wrap
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = ["collective_on_shards", "is_collective"]
 
 # Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
 # broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.

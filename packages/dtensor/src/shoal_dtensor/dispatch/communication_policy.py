@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from warnings import warn
 
-from shoal_mesh import Event, observe, unobserve
+from shoal_mesh.internal import Event, observe, unobserve
 
 from ..errors import CommunicationForbiddenError
 from ..scopes import Scope, current
@@ -20,8 +20,6 @@ from ..scopes import Scope, current
 if TYPE_CHECKING:
     from ..layout.spec import Spec
     from ..redistribute.steps import Plan
-
-__all__ = ["notice_of", "obey", "watched"]
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..layout.tensor_meta import TensorMeta
 
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from ..redistribute.steps import Plan
     from ..rules.language.rule import OpCall
 
-__all__ = [
-    "CompositeDecision",
-    "Decision",
-    "DynamicDecision",
-    "InputMove",
-    "MovingDecision",
-    "ResultKind",
-    "SimpleDecision",
-    "log_decision",
-]
 
 _LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 

@@ -39,8 +39,6 @@ from .propagate import Circumstances, decide, rule_of
 from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
 from .size_classes import forget
 
-__all__ = ["cache_info", "clear_cache", "dispatch"]
-
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
 
@@ -83,7 +81,7 @@ class _Call(NamedTuple):
 
 # `types` has the type of every tensor among the arguments that has a `__torch_dispatch__`, each once.
 # One function on purpose: a call takes 60 ns of the microsecond there is; a loop over one or two tensors takes 100.
-def dispatch(  # noqa: C901, PLR0912, PLR0915  # see above
+def dispatch(  # noqa: C901, PLR0912  # see above
     cls: Any, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
     """Run an operator on DTensors; bound to the class, it is `__torch_dispatch__`."""

@@ -9,8 +9,6 @@ import torch
 
 from .._torch import OpOverload, shares_memory
 
-__all__ = ["must_run_sequentially", "run_by_kind", "run_sequentially"]
-
 
 def must_run_sequentially(moved: Sequence[tuple[Any, Any]], written: Sequence[int | str], args: Sequence[Any]) -> bool:
     """Whether a `foreach` call must take its elements one by one, because one writes what is redistributed for another.

@@ -15,8 +15,6 @@ from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import flatten
 from .arguments import is_list
 
-__all__ = ["global_outputs", "without_memory"]
-
 
 def without_memory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
     """A function that makes the global arguments on a device, each tensor without memory."""

@@ -20,16 +20,6 @@ from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
 from .results import tensors_in
 
-__all__ = [
-    "check_outs",
-    "check_writes",
-    "count_writes",
-    "follow",
-    "following_base",
-    "in_place_view",
-    "with_overlap_fallback",
-]
-
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
     """Refuse writes that would not do what they do on one device.

@@ -27,8 +27,6 @@ from ..rules.language.op_schema import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
 
-__all__ = ["OF_SHAPES", "is_candidate", "values_read", "verify_replicated"]
-
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
     """Elements from the first to the last of a tensor in its storage; of a DTensor, as on one device."""
@@ -112,7 +110,11 @@ def _mixed(what: str, shapes: str) -> str:
     return (
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with "
         f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
-        + ("; for DistributedDataParallel of a module with both kinds, shoal_tp_styles.replicate" if wrapped else "")
+        + (
+            "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
+            if wrapped
+            else ""
+        )
         + next((way for start, way in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
     )
 

@@ -49,8 +49,6 @@ from .results import with_memory_order
 from .size_classes import KnownClass, SizeClass, class_of, known_class
 from .symbolic_calls import NeedsConstantsError, constants_of, example_of, in_symbolic_runs, placed_like
 
-__all__ = ["Circumstances", "decide", "rule_of"]
-
 
 class Circumstances(NamedTuple):
     """What a decision depends on besides the operator and its arguments.

@@ -15,7 +15,6 @@ from ..redistribute.execution.memory_format import in_memory_order
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = ["tensors_in", "with_kernel_metadata", "with_memory_order", "wrap", "wrap_all", "wrap_dynamic"]
 
 _LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 

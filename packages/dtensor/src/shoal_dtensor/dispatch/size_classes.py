@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal_mesh import cached_property
+from shoal_mesh.internal import cached_property
 
 from .._torch import Build, OpOverload, direct, results_of, shapes_of
 from ..layout.dim_sharding import DimSharding
@@ -32,8 +32,6 @@ from ..layout.tensor_meta import MemoryOrder, TensorMeta, contiguous_stride, den
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
 from .decision import Decision, ResultKind, SimpleDecision
-
-__all__ = ["KnownClass", "KnownLayout", "SizeClass", "class_of", "forget", "known_class"]
 
 MAX_CLASSES = 4096  # when there are more, the oldest goes
 MAX_LAYOUTS = 64  # of one class; more are assigned for each shape

@@ -17,8 +17,6 @@ from ..layout.symbolic_sizes import constant, traced_with
 from ..layout.tensor_meta import TensorMeta
 from ..rules.language.rule import OpCall, Row, S
 
-__all__ = ["NeedsConstantsError", "constants_of", "example_of", "in_symbolic_runs", "placed_like"]
-
 
 class NeedsConstantsError(Exception):
     """A call cannot be decided for symbols; never seen by users."""

@@ -1,1 +1,4 @@
-"""How a tensor is placed on a mesh, as immutable values: no tensor, no communication."""
+"""How a tensor is placed on a mesh, as immutable values: no tensor, no communication.
+
+May import: _torch, argument_types, errors.
+"""

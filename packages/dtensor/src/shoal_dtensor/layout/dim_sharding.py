@@ -17,12 +17,10 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 
-from shoal_mesh import cached_property, constant_when_compiled, dataclass
+from shoal_mesh.internal import cached_property, constant_when_compiled, dataclass
 
 from ..errors import PlacementError
-from .placements import Placement, Shard
-
-__all__ = ["DimSharding", "ShardOrder", "chunk_sizes", "shard_dim"]
+from .placements import Placement, Shard, StridedShard
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -37,6 +35,19 @@ def chunk_sizes(length: int, shards: int, unit: int = 1) -> tuple[int, ...]:
         ((3, 3, 3, 1), (1, 1, 0, 0), (8, 2))
     """
     return _sizes(length, _step(length, shards, unit), shards)
+
+
+def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
+    """Elements of a dim on each rank of an axis.
+
+    Example:
+        >>> shard_sizes(10, Shard(0, multiple_of=2), 4)
+        [4, 4, 2, 0]
+    """
+    if isinstance(placement, StridedShard):
+        assert placement.sizes is not None, "styles say the sizes of strided shards"
+        return [placement.split_factor * each for each in placement.sizes]
+    return list(placement.sizes or chunk_sizes(size, ranks, placement.multiple_of))
 
 
 def _step(length: int, shards: int, unit: int) -> int:

@@ -12,8 +12,6 @@ from ..errors import PlacementError, PlacementIndexError
 from .dim_sharding import DimSharding, ShardOrder, chunk_sizes
 from .placements import Placement, Shard, StridedShard
 
-__all__ = ["canonical_placements", "normalize_placements", "order_of"]
-
 
 def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> ShardOrder:
     """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless in `shard_order`).

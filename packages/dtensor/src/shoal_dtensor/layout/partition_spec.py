@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal_mesh import DeviceMesh, constant_when_compiled, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import constant_when_compiled, dataclass
 
 from ..errors import ArgumentTypeError, PlacementError
 from .dim_sharding import ShardOrder
 from .placements import Partial, Placement, Replicate, Shard
-
-__all__ = ["PartitionSpec", "Placements", "read_placements"]
 
 Axis = str | int
 DimAxes = None | Axis | tuple[Axis, ...]

@@ -12,11 +12,9 @@ from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
-from shoal_mesh import constant_when_compiled
+from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import ArgumentTypeError, PlacementError
-
-__all__ = ["PICKLED", "REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "StridedShard", "norm_order"]
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 

@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from shoal_mesh import DeviceMesh, constant_when_compiled
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import constant_when_compiled
 
 from .._torch import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
@@ -27,8 +28,6 @@ from .spec_text import described
 from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
 from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
-
-__all__ = ["Spec"]
 
 
 @constant_when_compiled

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from .placements import Placement
     from .strided_dim import AnyDimSharding
 
-__all__ = ["SpecNames"]
-
 
 class SpecNames:
     """Properties of a spec under torch's names.

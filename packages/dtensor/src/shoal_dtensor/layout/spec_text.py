@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["described"]
-
 
 def described(spec: Any) -> str:
     """The line that `repr` of a `Spec` gives.

@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from shoal_mesh import cached_property, dataclass
+from shoal_mesh.internal import cached_property, dataclass
 
 from ..errors import PlacementError
 from .dim_sharding import DimSharding, ShardOrder, shard_dim
 from .placements import Placement, Shard, StridedShard
-
-__all__ = ["AnyDimSharding", "StridedDimSharding", "fold_levels", "interval_sharding", "shard_any_dim", "shard_dims"]
 
 
 @dataclass(frozen=True)

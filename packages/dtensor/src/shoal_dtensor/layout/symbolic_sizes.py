@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-__all__ = ["constant", "has_symbols", "hashable", "remembered", "settled", "traced_with"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

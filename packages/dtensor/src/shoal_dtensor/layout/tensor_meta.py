@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Box", "MemoryOrder", "ShardOrderEntry", "TensorMeta", "contiguous_stride", "dense_order", "dense_stride"]
-
 Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
 MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expanded; empty for row-major
 

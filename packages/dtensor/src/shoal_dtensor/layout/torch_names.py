@@ -14,14 +14,6 @@ from .placements import Placement
 from .spec import Spec
 from .tensor_meta import TensorMeta
 
-__all__ = [
-    "INSTEAD",
-    "DTensorSpec",
-    "compute_global_tensor_shape",
-    "compute_local_shape_and_global_offset",
-    "compute_local_tensor_info",
-]
-
 # Names of torch's stack that are not here, and what does their work.
 _RULES = (
     "register_rule and register_sharding say how an operator is sharded, `explain` and `cache_info` what was decided"

@@ -1,1 +1,4 @@
-"""What optimizers need: clipping by a global norm, and steps on local shards."""
+"""What optimizers need: clipping by a global norm, and steps on local shards.
+
+May import: _torch, argument_types, dispatch, errors, layout, redistribute, tensor.
+"""

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_mesh import all_reduce, all_reduce_, dataclass, is_observed, purpose, sums_are_in_tree
+from shoal_mesh import all_reduce, purpose
+from shoal_mesh.internal import all_reduce_, dataclass, is_observed, sums_are_in_tree
 
 from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
@@ -27,8 +28,6 @@ from ..redistribute.execution.coalesce import run_all
 from ..redistribute.plan import plan
 from ..tensor.dtensor import DTensor
 from .exact_norm import exponent_above, norm_of_limbs, square_limbs
-
-__all__ = ["clip_grad_norm_"]
 
 
 @torch.no_grad()

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from ..tensor.dtensor import DTensor
 from ..tensor.parameter_gradients import gradients_deferred
 
-__all__ = ["deferred_gradients"]
-
 
 @contextmanager
 def deferred_gradients() -> Iterator[None]:

@@ -13,8 +13,6 @@ from math import frexp, ldexp, sqrt
 import torch
 from torch import Tensor
 
-__all__ = ["exponent_above", "norm_of_limbs", "square_limbs"]
-
 
 def exponent_above(largest: float) -> int:
     """The smallest e with `largest < 2 ** e`.

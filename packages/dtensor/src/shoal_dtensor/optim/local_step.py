@@ -27,8 +27,6 @@ from ..errors import OptimizerError
 from ..layout.spec import Spec
 from ..tensor.dtensor import DTensor
 
-__all__ = ["ELEMENTWISE", "install_local_step", "local_step"]
-
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass, purpose
+from shoal_mesh import purpose
+from shoal_mesh.internal import dataclass
 
 from .._torch import adjusted_rate, count_write, orthogonalized
 from ..errors import PlacementError
@@ -21,8 +22,6 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from ..tensor.dtensor import DTensor
-
-__all__ = ["muon_step"]
 
 # Bytes of gathered updates in one group: enough to hide the latency of a collective.
 GROUP = 2**25

@@ -1,1 +1,4 @@
-"""From any placement to any placement: `plan` decides, `run` executes, neither knows the other."""
+"""From any placement to any placement: `plan` decides, `run` executes, neither knows the other.
+
+May import: errors, layout.
+"""

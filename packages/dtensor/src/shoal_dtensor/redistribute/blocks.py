@@ -14,17 +14,13 @@ from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..layout.tensor_meta import Box
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = [
-    "Block", "Blocks", "adjacent_rows", "box_of", "exchange_blocks", "flows", "intersect", "regular", "shape_of",
-    "slices_of", "volume",
-]  # fmt: skip
 
 Block = tuple[int, Box]
 Flow = tuple[int, int, Box]

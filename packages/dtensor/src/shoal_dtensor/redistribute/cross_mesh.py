@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..layout.spec import Spec
     from .step_cost import Links
 
-__all__ = ["EXACT_RANKS", "plan_across"]
 
 EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
 

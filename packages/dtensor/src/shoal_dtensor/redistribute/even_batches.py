@@ -11,7 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, PackedPending, all_gather_packed, all_reduce_packed, dataclass, reduce_scatter_packed
+from shoal_mesh import Comm
+from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, dataclass, reduce_scatter_packed
 
 from ..layout.spec import Spec
 from .execution.coalesce import Task, key_of
@@ -19,8 +20,6 @@ from .execution.execute import closing, comm_of, identity, kernels_of
 from .execution.kernels import Kernel
 from .plan import plan
 from .steps import AllGather, AllReduce, ReduceScatter
-
-__all__ = ["EvenBatch", "even_batches"]
 
 Moves = tuple[tuple[Spec, Spec], ...]
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from shoal_mesh import DeviceMesh, Topology, topology_of, topology_version
+from shoal_mesh import DeviceMesh, topology_of
+from shoal_mesh.internal import Topology, topology_version
 
 from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 
     from ..layout.spec import Spec
 
-__all__ = ["CACHE_SIZE", "alternatives", "cache_clear", "cache_info", "links_of", "plan", "price", "seconds"]
 
 _LOG = logging.getLogger("shoal.plans")  # SHOAL_LOG=plans: see shoal_mesh.log_to_stderr
 CACHE_SIZE = 4096  # plans; one takes about 2 kB

@@ -13,8 +13,6 @@ from torch import Tensor
 from ..errors import RedistributeError
 from ..layout.placements import norm_order
 
-__all__ = ["identity_of", "powers", "root", "wire_itemsize"]
-
 
 def powers(part: Tensor, order: float) -> Tensor:
     """What is summed up.

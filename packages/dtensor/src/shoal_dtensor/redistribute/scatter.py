@@ -17,8 +17,6 @@ from .strided_plan import unfold_spec
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = ["shard_of"]
-
 
 def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tensor:
     """`V -> placements`: this rank's shard, in memory of its own, of the plain tensor that one rank has.

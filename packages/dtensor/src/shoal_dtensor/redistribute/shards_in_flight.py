@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal_mesh import (
-    Comm,
+from shoal_mesh import Comm
+from shoal_mesh.internal import (
     PackedPending,
     Pending,
     all_gather_packed,
@@ -30,8 +30,6 @@ from .execution.execute import bind, closing, comm_of, kernels_of
 from .execution.kernels import Collective
 from .plan import plan
 from .steps import AllGather, AllReduce, ReduceScatter
-
-__all__ = ["ShardsInFlight", "redistribute_shards"]
 
 _SENT = torch.empty(0)
 

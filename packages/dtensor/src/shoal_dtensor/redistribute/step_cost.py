@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import add
 
-from shoal_mesh import cached_property, dataclass
-
-__all__ = ["COPY_SPEEDUP", "Links", "sent_among", "total"]
+from shoal_mesh.internal import cached_property, dataclass
 
 COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
 

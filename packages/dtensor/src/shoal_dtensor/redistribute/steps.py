@@ -13,29 +13,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
-
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Exchange",
-    "MakePartial",
-    "Plan",
-    "ReduceScatter",
-    "Reduction",
-    "Reshape",
-    "Scale",
-    "Slice",
-    "Step",
-    "Transfer",
-    "format_bytes",
-    "format_seconds",
-    "layout",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

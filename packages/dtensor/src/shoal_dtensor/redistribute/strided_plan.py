@@ -23,7 +23,6 @@ from .steps import Plan, Reshape, Step
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = ["concatenated", "gather_strided", "plan_strided", "unfold_spec"]
 
 UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is viewed as
 

@@ -20,7 +20,6 @@ from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter
 if TYPE_CHECKING:
     from ..layout.spec import Spec
 
-__all__ = ["Traffic", "least_bytes", "plan_traffic", "step_traffic"]
 
 Traffic = dict[tuple[int, int], float]
 

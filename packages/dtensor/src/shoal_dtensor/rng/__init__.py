@@ -4,4 +4,6 @@
 fill the global tensor, `cpu` and `cuda` follow that device's stream, `counter` makes values from the element's index
 alone (with `philox`), and `state` holds what is around generators: seeds, save and restore, and the check that ranks
 agree.  Nothing here knows operators or DTensors.
+
+May import: errors, layout, scoped_value.
 """

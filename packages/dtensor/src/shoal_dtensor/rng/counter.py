@@ -20,8 +20,6 @@ from ..layout.tensor_meta import Box
 from .fill import Fill
 from .philox import philox
 
-__all__ = ["fill_counter"]
-
 _CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
 _MASK: Final = 0xFFFFFFFF
 _WORD: Final = 2.0**-32

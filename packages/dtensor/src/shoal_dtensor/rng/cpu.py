@@ -14,12 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .fill import Fill
 from .memory_order import MemoryOrder, stretches
-
-__all__ = ["CHUNK", "Law", "fill_cpu", "law_of", "skip_words"]
 
 CHUNK = 1 << 16  # elements; 256 KiB of float32 stay in the second-level cache
 _UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 complex ones

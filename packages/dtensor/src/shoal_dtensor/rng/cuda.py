@@ -16,12 +16,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .fill import Fill
 from .memory_order import MemoryOrder, stretches
-
-__all__ = ["Rounds", "fill_cuda", "rounds_of"]
 
 _LARGEST = 1 << 24  # elements: no device known holds a round of more
 _INDEX_LIMIT = 1 << 31  # elements: from here on torch splits a launch in two

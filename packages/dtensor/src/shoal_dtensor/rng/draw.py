@@ -18,8 +18,6 @@ from .modes import current_mode
 from .philox import philox
 from .state import check_in_step, generator_of, key_of
 
-__all__ = ["draw", "draw_dropout_mask", "draw_rows", "empty_local"]
-
 
 def draw(
     spec: Spec,

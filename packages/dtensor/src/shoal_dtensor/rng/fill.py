@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
-
-__all__ = ["Fill"]
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,11 @@ from math import prod
 
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 from ..layout.tensor_meta import Box
-
-__all__ = ["MemoryOrder", "Stretch", "dims_by_stride", "is_contiguous", "memory_order_of", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..scoped_value import ScopedValue
-
-__all__ = ["Mode", "RandomMode", "current_mode", "draws_at_once", "get_random_mode", "random_mode", "set_random_mode"]
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
 

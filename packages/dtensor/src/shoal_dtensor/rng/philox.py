@@ -12,8 +12,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["philox"]
-
 ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # the key's step from round to round

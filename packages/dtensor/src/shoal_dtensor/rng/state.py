@@ -10,19 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, NoGroupError, all_gather, all_reduce, in_lockstep, purpose
+from shoal_mesh import DeviceMesh, all_gather, all_reduce, purpose
+from shoal_mesh.errors import NoGroupError
+from shoal_mesh.internal import in_lockstep
 
 from ..errors import RandomStateError
-
-__all__ = [
-    "check_in_step",
-    "count_as_checked",
-    "forget_checks",
-    "generator_of",
-    "get_rng_state",
-    "key_of",
-    "set_rng_state",
-]
 
 _MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"

@@ -1,4 +1,7 @@
-"""What each operator may do on one mesh axis: one table per family, merged in `default`."""
+"""What each operator may do on one mesh axis: one table per family, merged in `default`.
+
+May import: _torch, errors, layout, redistribute, rng, scopes.
+"""
 
 from .language.empty_shards import local_function
 from .language.local_ops import all_reduced, sharding_axes

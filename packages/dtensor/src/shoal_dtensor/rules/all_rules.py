@@ -38,8 +38,6 @@ from .shape.roll_repeat import ROLL_REPEAT
 from .shape.slicing import SLICING
 from .shape.views import VIEWS
 
-__all__ = ["TABLE", "standing_rule"]
-
 TABLE: Table = merge(
     argmax=ARGMAX,
     attention=ATTENTION,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from shoal_mesh import check_replicas, is_observed, note, purpose
+from shoal_mesh import check_replicas, purpose
+from shoal_mesh.internal import is_observed, note
 
 from .._torch import apply, is_transformed, make_wrapper
 from ..dispatch.communication_policy import obey
@@ -30,17 +31,6 @@ from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.memory_order import dims_by_stride, is_contiguous
 from ..scopes import current
-
-__all__ = [
-    "FromLocal",
-    "Redistribute",
-    "ToLocal",
-    "as_gradient",
-    "check_differentiable",
-    "gradient_spec",
-    "pending",
-    "redistributed",
-]
 
 
 def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False) -> Any:

@@ -31,8 +31,6 @@ from .spec_arguments import global_spec, mesh_or_current, target_spec
 from .torch_fsdp import Absent, refuse_fsdp
 from .traced_spec import of_wrapper, placed_alike
 
-__all__ = ["DTensor", "run_on_pending"]
-
 
 class DTensor(torch.Tensor):
     """A global tensor spread over a device mesh.

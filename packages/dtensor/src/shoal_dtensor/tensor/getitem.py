@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["has_lists", "with_lists", "without_numbers"]
-
 
 def has_lists(index: Any) -> bool:
     """Whether there is a list of numbers in an index."""

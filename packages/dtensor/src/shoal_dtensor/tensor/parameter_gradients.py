@@ -35,8 +35,6 @@ from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from .autograd import Redistribute, as_gradient, gradient_spec, pending, redistributed
 
-__all__ = ["ACCUMULATION", "CheckedHook", "gradients_deferred", "install_gradient_hook", "postponed"]
-
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 ACCUMULATION = ("aten::detach", "aten::add_.Tensor")  # what autograd calls to keep a gradient, as torch names them
 

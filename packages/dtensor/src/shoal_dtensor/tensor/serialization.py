@@ -20,17 +20,6 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import Box
 
-__all__ = [
-    "checkpoint_chunks",
-    "checkpoint_shard",
-    "checkpoint_write_items",
-    "deep_copy",
-    "rebuild",
-    "reduce",
-    "refuse_graph_cache",
-    "refuse_partial",
-]
-
 # What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
 _OWN = frozenset({"_reduced", "_source"})
 

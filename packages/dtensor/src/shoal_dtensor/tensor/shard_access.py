@@ -14,8 +14,6 @@ from ..layout.spec import Spec
 from .dtensor import DTensor
 from .serialization import rebuild
 
-__all__ = ["local_shard", "safe_globals"]
-
 
 def local_shard(tensor: DTensor) -> torch.Tensor:
     """`placements -> V`: this rank's shard itself, of the local shape, outside of autograd.

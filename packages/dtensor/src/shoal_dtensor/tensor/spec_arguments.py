@@ -7,15 +7,8 @@ from math import prod
 
 import torch
 
-from shoal_mesh import (
-    DeviceMesh,
-    LockstepError,
-    all_gather,
-    broadcast,
-    check_replicas,
-    current_mesh,
-    in_lockstep,
-)
+from shoal_mesh import DeviceMesh, LockstepError, all_gather, broadcast, check_replicas, current_mesh
+from shoal_mesh.internal import in_lockstep
 
 from .._torch import is_tracing
 from ..argument_types import check_mesh, check_type
@@ -28,8 +21,6 @@ from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 from ..layout.tensor_meta import contiguous_stride, dense_stride
 from ..scopes import own_scope
-
-__all__ = ["check_replicated", "check_shards", "compared_shapes", "global_spec", "mesh_or_current", "target_spec"]
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:

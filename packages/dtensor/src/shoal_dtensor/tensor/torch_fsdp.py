@@ -6,8 +6,6 @@ from typing import Any, NoReturn
 
 from ..errors import ArgumentTypeError
 
-__all__ = ["Absent", "refuse_fsdp"]
-
 
 class Absent:
     """A name of torch's class that is not here; reading it says what does its work.
@@ -34,5 +32,5 @@ def refuse_fsdp(tensor: Any) -> NoReturn:
     """
     raise ArgumentTypeError(
         f"torch's fully_shard and replicate take plain parameters and torch's DTensors, got {tensor.spec!r}; use "
-        "shoal_tp_styles.fully_shard(module, mesh['data']) or shoal_tp_styles.replicate, which take both kinds"
+        "shoal_data_parallel.fully_shard(module, mesh['data']) or shoal_data_parallel.replicate, which take both kinds"
     )

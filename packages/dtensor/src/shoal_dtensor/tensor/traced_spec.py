@@ -10,8 +10,6 @@ import torch
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
 
-__all__ = ["of_wrapper", "placed_alike"]
-
 
 def of_wrapper(
     spec: Spec, local: torch.Tensor, shape: Sequence[int], stride: Sequence[int], is_parameter: bool

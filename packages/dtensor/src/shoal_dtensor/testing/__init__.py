@@ -1,4 +1,7 @@
-"""Programs, rules and plans on ranks that are threads of one process, for tests and for those who write rules."""
+"""Programs, rules and plans on ranks that are threads of one process, for tests and for those who write rules.
+
+May import: dispatch, layout, redistribute, rng, rules.
+"""
 
 from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate

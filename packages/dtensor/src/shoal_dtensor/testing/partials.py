@@ -14,8 +14,6 @@ from ..layout.placements import Partial, norm_order
 from ..redistribute.reductions import powers, root
 from ..rules.language.rule import Entry
 
-__all__ = ["deal", "gather"]
-
 Coordinate = tuple[int, ...]
 FOLD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,

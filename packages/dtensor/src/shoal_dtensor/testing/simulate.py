@@ -20,8 +20,6 @@ from ..redistribute.execution.kernels import Collective, kernel, members, transf
 from ..redistribute.reductions import identity_of, powers, root
 from ..redistribute.steps import Plan, Step, Transfer
 
-__all__ = ["coordinates", "global_value", "local_shards", "part_of", "simulate"]
-
 Coordinate = tuple[int, ...]
 
 

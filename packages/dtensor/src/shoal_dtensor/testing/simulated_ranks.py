@@ -13,8 +13,6 @@ from shoal_mesh import Comm, DeviceMesh, MeshError, abstract_mesh
 
 from .thread_ranks import ThreadMesh, on_threads, thread_meshes
 
-__all__ = ["simulate_ranks"]
-
 T = TypeVar("T")
 
 

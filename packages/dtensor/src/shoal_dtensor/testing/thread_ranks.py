@@ -20,8 +20,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal_mesh import Comm, DeviceMesh
 
-__all__ = ["ThreadMesh", "axes_used", "on_threads", "thread_meshes"]
-
 TIMEOUT = 60.0  # seconds that a rank waits for the others
 
 FOLD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from ..dispatch.assign import placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
@@ -28,8 +29,6 @@ from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatte
 from .partials import deal, gather
 from .simulate import part_of
 from .thread_ranks import ThreadMesh, axes_used, on_threads, thread_meshes
-
-__all__ = ["Kernel", "Report", "Trial", "show", "tell"]
 
 Coordinate = tuple[int, ...]
 Kernel = Callable[..., Any] | None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal_dtensor.testing import on_threads, thread_meshes
-from shoal_mesh import RankError
+from shoal_mesh.errors import RankError
 from shoal_mesh.testing import rank_pool
 
 from .compose import compose, holds

@@ -19,8 +19,6 @@ from .graph_dependences import bound
 from .operands import Along, check_operand, resolve
 from .wire import materialized
 
-__all__ = ["all_to_all_blocks", "pack_blocks", "unpack_blocks"]
-
 Blocks = Sequence[Sequence[Tensor]]
 
 

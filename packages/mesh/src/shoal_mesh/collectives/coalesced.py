@@ -15,9 +15,6 @@ from .even import all_gather, all_reduce_, reduce_scatter
 from .operands import Along, check_operand, normal_dim, refuse_uneven, resolve
 from .wire import reduction, require_op
 
-__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "reduce_scatter_coalesced"]
-
-
 Run = Callable[[], list[Tensor]]
 
 

@@ -9,7 +9,7 @@ that requires grad is refused, `shoal_mesh.differentiable` has the versions with
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from .operands import Along, check_operand, normal_dim, refuse_uneven, resolve
 from .pending import Pending
 from .tree_sums import in_tree, tree_sum
 from .wire import Reduction, materialized, reduction, require_op, unwire, wire
-
-__all__ = ["all_gather", "all_reduce", "all_reduce_", "all_to_all", "reduce_scatter"]
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
@@ -101,7 +99,8 @@ def _reduce_own(own: Tensor, comm: Comm, how: Reduction, async_op: bool = False)
         summed = _finish(_all_reduce_in_tree(sent, comm), comm, how, own.dtype)
         return Pending(summed, None) if async_op else summed
     if how.dtype is None and backend_calls.is_one_shot(own, comm, how.op):
-        started = backend_calls.one_shot_exchange(own, comm)
+        # In the same order everywhere, so the sums of all ranks agree bit by bit.
+        started = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
         return _result(started, async_op, lambda all_: _finish(torch.sum(all_, 0, out=own), comm, how, own.dtype))
     if how.dtype is None and not how.divide:
         return _result(backend_calls.all_reduce_(own, comm, how.op, async_op), async_op)
@@ -256,8 +255,8 @@ def reduce_scatter(
     blocks = _blocks_first(tensor, comm.size, dim)
     if in_tree(blocks, how.op):
         sent = blocks if how.dtype is None else wire(blocks, how.dtype)
-        started, work, add_up = _reduce_scatter_in_tree(sent, comm, async_op)
-        return _result((started, work), async_op, lambda r: _finish(add_up(r), comm, how, tensor.dtype))
+        started = backend_calls.all_to_all(sent, comm, async_op)
+        return _result(started, async_op, lambda r: _finish(_sum_in_tree(r, comm), comm, how, tensor.dtype))
     if how.dtype is None and not how.divide:
         return _result(backend_calls.reduce_scatter(blocks, comm, how.op, async_op), async_op)
     sent = blocks if how.dtype is None else wire(blocks, how.dtype)
@@ -322,33 +321,29 @@ def all_to_all(
     )
 
 
-def _reduce_scatter_in_tree(blocks: Tensor, comm: Comm, background: bool) -> tuple[Tensor, Any, Any]:
-    """(size * m, ...) -> (m, ...): what has been started, its work, and what turns the one into the result."""
-    started, work = backend_calls.all_to_all(blocks, comm, background)
-
-    def add_up(arrived: Tensor) -> Tensor:
-        rows = backend_calls.in_index_order(arrived, comm)
-        return tree_sum(rows.reshape(comm.size, rows.shape[0] // comm.size, *rows.shape[1:]))
-
-    return started, work, add_up
+def _sum_in_tree(arrived: Tensor, comm: Comm) -> Tensor:
+    """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
+    rows = backend_calls.in_index_order(arrived, comm)
+    return tree_sum(rows.reshape(comm.size, rows.shape[0] // comm.size, *rows.shape[1:]))
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
     """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        terms = _wait(*backend_calls.all_gather(flat.unsqueeze(0), comm))
+        terms = _wait(backend_calls.all_gather(flat.unsqueeze(0), comm))
         flat.copy_(tree_sum(backend_calls.in_index_order(terms, comm)))
         return tensor
     part = -(-flat.numel() // comm.size)
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])
-    started, work, add_up = _reduce_scatter_in_tree(padded, comm, background=False)
-    whole = _wait(*backend_calls.all_gather(add_up(_wait(started, work)), comm))
+    arrived = _wait(backend_calls.all_to_all(padded, comm))
+    whole = _wait(backend_calls.all_gather(_sum_in_tree(arrived, comm), comm))
     flat.copy_(backend_calls.in_index_order(whole, comm)[: flat.numel()])
     return tensor
 
 
-def _wait(tensor: Tensor, work: Any) -> Tensor:
+def _wait(started: backend_calls.Started) -> Tensor:
+    tensor, work = started
     if work is not None:
         work.wait()
     return tensor

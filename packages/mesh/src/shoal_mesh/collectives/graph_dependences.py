@@ -16,8 +16,6 @@ from torch import Tensor
 from .._torch import is_compiling, is_exporting, tree_leaves
 from ..groups.process_groups import Comm
 
-__all__ = ["NAMESPACE", "bound", "contribution", "distinct", "in_its_pass"]
-
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
 """Of the operators for compiled code (`graph_operators`); a copy of this package in another has its own."""
 

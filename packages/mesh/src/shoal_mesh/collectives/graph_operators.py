@@ -22,8 +22,6 @@ from .graph_dependences import NAMESPACE
 from .rooted import broadcast
 from .uneven import all_to_all_v
 
-__all__ = ["OPERATORS", "define_operators"]
-
 # Declared mutable state: group name -> communicator of its present group, which is kept for as long as graphs may run.
 _COMMS: dict[str, Comm] = {}
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["LARGE_BYTES", "in_huge_pages"]
-
 # Of this size malloc takes new memory from the system each time, page by page as it is first written: 20 ms for 32 MiB,
 # eight times what copying takes. In pages of 2 MiB it takes 3.
 LARGE_BYTES = 32 << 20

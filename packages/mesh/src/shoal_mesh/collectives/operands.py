@@ -17,16 +17,6 @@ from ..errors import CollectiveError, CollectiveTypeError, DimError
 from ..groups.process_groups import Comm
 from ..mesh.device_mesh import DeviceMesh
 
-__all__ = [
-    "Along",
-    "check_operand",
-    "check_root",
-    "check_sizes",
-    "normal_dim",
-    "refuse_uneven",
-    "resolve",
-]
-
 Along = Comm | tuple[DeviceMesh, int | str | tuple[int | str, ...]]
 
 

@@ -16,19 +16,14 @@ from ..argument_types import require_each
 from ..errors import CollectiveError, CollectiveTypeError
 from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
-from ..shared_memory import messages
-from ..shared_memory.lane import Running
-from .backend_calls import background_lane, group_to_index
+from ..transport import Handle, Receive
+from . import backend_calls
 from .even import all_reduce_
 from .operands import Along, check_operand, check_sizes, resolve
 from .pending import Pending, wait_noted
 from .tree_sums import in_tree
 from .uneven import all_gather_v, reduce_scatter_v
 from .wire import reduction, require_op
-
-__all__ = ["PackedPending", "all_gather_packed", "all_reduce_packed", "reduce_scatter_packed"]
-
-Unpack = Callable[[Sequence[Tensor] | Tensor], None]
 
 
 class PackedPending:
@@ -48,25 +43,23 @@ class PackedPending:
 
     def __init__(self, sizes: Sequence[int] = (), of_others: bool = False) -> None:
         self._sizes, self._of_others = sizes, of_others
-        self._work: Running | Pending | None = None
-        self._unpack: Unpack | None = None
+        self._work: Handle | None = None
+        self._unpack: Receive | None = None
         self._kept: Sequence[Tensor] | Tensor | None = None
         self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 
-    def wait(self, unpack: Unpack) -> None:
+    def wait(self, unpack: Receive) -> None:
         """Block until it is complete, and have `unpack` called with what it brings.
 
         What a gather brings is memory that others write to afterwards: it has to be copied.
         """
-        if self._kept is None:
-            self._unpack = unpack
-            if isinstance(work := self._work, Pending):
-                wait_noted(work.wait, self.waits)
-                self.receive(_in_rows(work.wait(), self._sizes))
-            elif work is not None:
-                wait_noted(work.wait, self.waits)
-        else:
+        if self._kept is not None:
             unpack(self._kept)
+        elif (work := self._work) is not None:
+            self._unpack = unpack
+            wait_noted(work.wait, self.waits)
+            if isinstance(work, Pending):
+                self.receive(_in_rows(work.wait(), self._sizes))
         self._work = self._kept = None
 
     def is_completed(self) -> bool:
@@ -82,7 +75,7 @@ class PackedPending:
         else:
             self._kept = tensors.clone() if isinstance(tensors, Tensor) else [tensor.clone() for tensor in tensors]
 
-    def over(self, work: Running | Pending) -> PackedPending:
+    def over(self, work: Handle) -> PackedPending:
         """This, of work that has been started."""
         self._work = work
         return self
@@ -117,15 +110,9 @@ def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[in
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, but sizes say {tuple(sizes)}")
 
     def start() -> PackedPending:
-        lane = background_lane(tensors, comm, "gathers")
-        if lane is None:
-            return PackedPending(sizes).over(all_gather_v(_joined(tensors), comm, sizes, async_op=True))
-        pending, order = PackedPending(of_others=True), comm.order
-        if order is None:
-            return pending.over(lane.start(messages.all_gather(lane, tensors, sizes, pending.receive)))
-        by_rank = [sizes[index] for index in group_to_index(comm)]
-        steps = messages.all_gather(lane, tensors, by_rank, lambda rows: pending.receive([rows[i] for i in order]))
-        return pending.over(lane.start(steps))
+        pending = PackedPending(sizes, of_others=True)
+        work = backend_calls.packed("all_gather", tensors, comm, pending.receive, sizes)
+        return pending.over(work or all_gather_v(_joined(tensors), comm, sizes, async_op=True))
 
     return _observed("all_gather_into_tensor", tensors, comm, "", sizes, start)
 
@@ -162,12 +149,10 @@ def reduce_scatter_packed(
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
 
     def start() -> PackedPending:
-        lane = None if in_tree(tensors[0], op) else background_lane(tensors, comm, "reductions", op)
-        if lane is None:
-            work = reduce_scatter_v(_joined(tensors), comm, sizes, 0, op, async_op=True)
-            return PackedPending((sizes[comm.rank],)).over(work)
-        pending = PackedPending()
-        return pending.over(lane.start(messages.reduce_scatter(lane, tensors, sizes, comm.rank, op, pending.receive)))
+        pending, work = PackedPending((sizes[comm.rank],)), None
+        if not in_tree(tensors[0], op):
+            work = backend_calls.packed("reduce_scatter", tensors, comm, pending.receive, sizes, op)
+        return pending.over(work or reduce_scatter_v(_joined(tensors), comm, sizes, 0, op, async_op=True))
 
     return _observed("reduce_scatter_tensor", tensors, comm, op, sizes, start)
 
@@ -198,11 +183,10 @@ def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -
     sizes = [tensor.numel() for tensor in tensors]
 
     def start() -> PackedPending:
-        lane = None if in_tree(tensors[0], op) else background_lane(tensors, comm, "reductions", op)
-        if lane is None:
-            return PackedPending(sizes).over(all_reduce_(torch.cat(list(tensors)), comm, op, async_op=True))
-        pending = PackedPending()
-        return pending.over(lane.start(messages.all_reduce(lane, tensors, op, pending.receive)))
+        pending, work = PackedPending(sizes), None
+        if not in_tree(tensors[0], op):
+            work = backend_calls.packed("all_reduce", tensors, comm, pending.receive, op=op)
+        return pending.over(work or all_reduce_(torch.cat(list(tensors)), comm, op, async_op=True))
 
     return _observed("all_reduce", tensors, comm, op, sizes, start)
 

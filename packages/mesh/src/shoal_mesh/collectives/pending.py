@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .._torch import Work
-from ..shared_memory.backend_work import BackendWork
-from ..shared_memory.channel import Turn
-
-__all__ = ["Pending", "wait_noted"]
+from ..transport import Handle
 
 
 class Pending:
@@ -27,9 +23,7 @@ class Pending:
 
     __slots__ = ("_then", "_value", "_work", "waits")
 
-    def __init__(
-        self, value: Tensor, work: Work | Turn | BackendWork | None, then: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
         self._value, self._work, self._then = value, work, then
         self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 

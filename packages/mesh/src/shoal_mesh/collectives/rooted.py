@@ -13,10 +13,7 @@ from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from . import backend_calls
 from .operands import Along, check_operand, check_root, check_sizes, resolve
-from .uneven import exchange_flat
 from .wire import materialized
-
-__all__ = ["broadcast", "check_targets", "gather", "permute", "scatter"]
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -105,7 +102,7 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
     if comm.size == 1:
         return out.copy_(mine[0])
     flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
-    return out.copy_(exchange_flat(flat, comm, send, receive).view(out.shape))
+    return out.copy_(backend_calls.exchange_flat(flat, comm, send, receive).view(out.shape))
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
@@ -135,7 +132,7 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
         return [tensor.clone(memory_format=torch.contiguous_format)]
     send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
     receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
-    out = exchange_flat(materialized(tensor).view(-1), comm, send, receive)
+    out = backend_calls.exchange_flat(materialized(tensor).view(-1), comm, send, receive)
     return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
 
 
@@ -168,7 +165,7 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
     send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
     receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
-    return exchange_flat(materialized(tensor).view(-1), comm, send, receive).view(tensor.shape)
+    return backend_calls.exchange_flat(materialized(tensor).view(-1), comm, send, receive).view(tensor.shape)
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:

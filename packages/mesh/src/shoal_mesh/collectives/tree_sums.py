@@ -13,8 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["in_tree", "sums_are_in_tree", "sums_in_tree", "tree_sum"]
-
 _entered = 0
 
 

@@ -21,8 +21,6 @@ from .operands import Along, check_operand, check_sizes, normal_dim, resolve
 from .pending import Pending
 from .wire import materialized
 
-__all__ = ["all_gather_v", "all_to_all_v", "exchange_flat", "reduce_scatter_v"]
-
 
 @overload
 def all_gather_v(
@@ -239,20 +237,7 @@ def all_to_all_v(
     if comm.size == 1:
         return Pending(flat.clone(), None) if async_op else flat.clone()
     if not async_op:
-        return exchange_flat(materialized(flat), comm, send_sizes, recv_sizes)
+        return backend_calls.exchange_flat(materialized(flat), comm, send_sizes, recv_sizes)
     receive = list(recv_sizes)
     value, work = backend_calls.all_to_all_v(materialized(flat), comm, list(send_sizes), receive, background=True)
-    if comm.order is None:
-        return Pending(value, work)
-    return Pending(value, work, lambda out: torch.cat(backend_calls.blocks_in_index_order(out, comm, receive)))
-
-
-def exchange_flat(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """What `all_to_all_v` returns, for a contiguous tensor and checked sizes."""
-    send, receive = send if type(send) is list else list(send), receive if type(receive) is list else list(receive)
-    value, work = backend_calls.all_to_all_v(flat, comm, send, receive)
-    if work is not None:
-        work.wait()
-    if comm.order is None:
-        return value
-    return torch.cat(backend_calls.blocks_in_index_order(value, comm, receive))
+    return Pending(value, work, lambda out: backend_calls.in_index_order_v(out, comm, receive))

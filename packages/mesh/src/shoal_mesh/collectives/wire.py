@@ -17,8 +17,6 @@ from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
 from ..values import dataclass
 
-__all__ = ["PLAIN", "REDUCE", "Reduction", "in_memory", "materialized", "reduction", "require_op", "unwire", "wire"]
-
 REDUCE = {
     "sum": ReduceOp.SUM,
     "avg": ReduceOp.AVG,

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ..__about__ import __version__
 
-__all__ = ["add_options", "facts", "run"]
-
 PREFIXES = ("NCCL_", "GLOO_", "SHOAL", "TORCH_", "OMP_", "MKL_", "CUDA_", "SLURM_JOB_NUM")
 NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
 

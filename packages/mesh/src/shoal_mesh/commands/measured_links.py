@@ -18,8 +18,6 @@ from ..mesh.create import init_device_mesh, measured_order
 from ..mesh.rank_order import RankOrder
 from ..topology import Link, measure
 
-__all__ = ["add_options", "run"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The mesh and the size of a message."""

@@ -13,8 +13,6 @@ from typing import Any
 
 from ..shared_memory.recorder import LIBRARIES, folder
 
-__all__ = ["add_options", "report", "run"]
-
 Dumps = Mapping[int, Mapping[str, Any]]
 _LIBRARY = re.compile(f"/{LIBRARIES}/")
 

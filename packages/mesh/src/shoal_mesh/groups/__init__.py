@@ -1,1 +1,4 @@
-"""Process groups: who makes them, who looks them up, and what the default group agrees on."""
+"""Process groups: who makes them, who looks them up, and what the default group agrees on.
+
+May import: _torch, argument_types, errors, shared_memory, transport, values.
+"""

@@ -13,8 +13,6 @@ from typing import Any, Literal
 from .._torch import ProcessGroup, Work
 from ..errors import BackendError
 
-__all__ = ["call_of"]
-
 # What is called -> names with one output and one input, and names with a list of each; the first is torch's own.
 _NAMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_gather": (

@@ -12,8 +12,6 @@ from .._torch import ProcessGroup
 from ..shared_memory.backend_work import BackendWork
 from .world import all_gather_objects
 
-__all__ = ["measured_costs", "smoothed"]
-
 _BYTES = 1 << 20
 _REPEATS = 4  # there and back, the first of them connects; the fastest counts
 _NOISE = 2.0  # links between two hosts, or inside of one, that differ by less are alike

@@ -15,17 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from threading import Lock
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 from .. import _torch
 from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
+from ..transport import Transport
 from ..values import dataclass
 from .world import require_world, world_place
-
-__all__ = ["GROUPS_IN_GRAPHS", "BackendChoice", "Comm", "comm_over", "find_or_create", "forget_groups", "note_group"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Comm:
         backend: device to backend map of the group, such as `cpu:gloo`.
         on_gloo: whether CPU tensors travel by torch's gloo, in place of which shared memory may be used.
         in_python: whether the group is written in Python, over none of torch's backends.
-        kept: what the layer above keeps for the present group; () when nothing is kept yet.
+        transport: what carries the tensors of the present group; None when that is not decided yet.
     """
 
     at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is one: what an import must not do
@@ -108,7 +107,7 @@ class Comm:
     backend: str
     on_gloo: bool = False
     in_python: bool = False
-    kept: Any = ()
+    transport: Transport | None = None
     # Where the group can be made again: the default group and place that it was made under, and its options.
     _world: ProcessGroup | None = None
     _place: tuple[int, int, str] | None = None
@@ -281,7 +280,7 @@ def _renew(comm: Comm) -> None:
         group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
         if _torch.backend_config(group) != comm.backend:
             raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
-        comm._group, comm.name, comm.kept, comm._world = group, _torch.group_name(group), (), world
+        comm._group, comm.name, comm.transport, comm._world = group, _torch.group_name(group), None, world
 
 
 def forget_groups() -> None:
@@ -297,7 +296,7 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
     if comm._choice is None and comm._group is not None:  # the user's own: made again if it had no options of its own
         own, others = (list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world))
         comm._choice = BackendChoice() if own == others else None
-    comm._group, comm.kept, comm._world = None, (), None
+    comm._group, comm.transport, comm._world = None, None, None
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:

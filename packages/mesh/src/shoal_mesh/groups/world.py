@@ -21,18 +21,6 @@ from .._torch import ProcessGroup, Store
 from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
-__all__ = [
-    "all_gather_objects",
-    "bytes_of",
-    "check_agreement",
-    "device_of",
-    "ensure_world",
-    "meet",
-    "require_world",
-    "restart_world",
-    "world_place",
-]
-
 _RESTARTS = count(1)  # declared mutable state: how often this process has called restart_world
 
 

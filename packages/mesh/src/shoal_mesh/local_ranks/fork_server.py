@@ -12,8 +12,6 @@ import threading
 
 from .._torch import TCPStore
 
-__all__ = ["ForkServer"]
-
 # What test files import and takes long: what the parent has of it is imported once, before ranks are forked.
 _SLOW_IMPORTS = ("pytest", "hypothesis", "torch._dynamo", "torch.testing._internal.common_methods_invocations")
 

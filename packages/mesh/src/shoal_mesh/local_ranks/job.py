@@ -7,8 +7,6 @@ from typing import Any
 from ..values import dataclass
 from .pickle_functions import Reference
 
-__all__ = ["Failure", "Job"]
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

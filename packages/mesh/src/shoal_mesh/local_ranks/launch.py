@@ -14,8 +14,6 @@ from ..errors import MeshError, RankError
 from ..groups.world import all_gather_objects, ensure_world
 from .pool import RankPool
 
-__all__ = ["keep_ranks", "kept_pool", "launch"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -23,17 +23,6 @@ from ..argument_types import kind_of
 from ..errors import MeshTypeError
 from ..values import dataclass
 
-__all__ = [
-    "Reference",
-    "code_names",
-    "dump_function",
-    "dump_value",
-    "find_module",
-    "load_function",
-    "load_value",
-    "loading_file",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Reference:

@@ -34,8 +34,6 @@ from .fork_server import ForkServer
 from .job import Failure, Job
 from .pickle_functions import dump_function, loading_file
 
-__all__ = ["RankPool"]
-
 R = TypeVar("R")
 _IDS = count()
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts

@@ -24,8 +24,6 @@ from typing import Any
 from .job import Failure, Job
 from .pickle_functions import Reference, load_function
 
-__all__ = ["serve_forks"]
-
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends (Linux; elsewhere the closed pipe does it)."""

@@ -15,17 +15,6 @@ from ..errors import AxisError, BackendError, MeshError, MeshTypeError
 from ..groups.process_groups import BackendChoice
 from .rank_layout import Layout, read_sizes
 
-__all__ = [
-    "BackendOverride",
-    "check_fits",
-    "read_backends",
-    "read_device_type",
-    "read_groups",
-    "read_names",
-    "read_ranks",
-    "read_shape",
-]
-
 BackendOverride = (
     Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
 )  # axis -> "gloo" | Options | ("nccl", Options)

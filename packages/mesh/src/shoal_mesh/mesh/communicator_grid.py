@@ -12,8 +12,6 @@ from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_
 from ..groups.world import world_place
 from .rank_grid import AxisLike, RankGrid
 
-__all__ = ["CommunicatorGrid", "common_root"]
-
 
 class CommunicatorGrid(RankGrid):
     """A RankGrid whose ranks can communicate along its axes."""

@@ -20,8 +20,6 @@ from .rank_grid import MeshFields
 from .rank_layout import Layout
 from .rank_order import RankOrder, order_by_costs
 
-__all__ = ["abstract_mesh", "init_device_mesh", "measured_order", "safe_globals"]
-
 
 def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that exclude one another in no way
     device_type: str,

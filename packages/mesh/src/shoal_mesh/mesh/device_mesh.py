@@ -26,8 +26,6 @@ from .communicator_grid import CommunicatorGrid, common_root
 from .rank_grid import AxisLike, MeshFields
 from .rank_layout import Layout, read_sizes
 
-__all__ = ["DeviceMesh", "current_mesh", "rebuild_mesh"]
-
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 
 

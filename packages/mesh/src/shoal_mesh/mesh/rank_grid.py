@@ -24,7 +24,6 @@ from .rank_layout import Layout, read_sizes
 if TYPE_CHECKING:
     from ..groups.process_groups import BackendChoice, Comm
 
-__all__ = ["AxisLike", "MeshFields", "RankGrid"]
 
 AxisLike = int | str
 

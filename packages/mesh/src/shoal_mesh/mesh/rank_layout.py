@@ -20,8 +20,6 @@ from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, MeshError, MeshTypeError
 from ..values import cached_property, dataclass
 
-__all__ = ["Axis", "Layout", "read_sizes"]
-
 Axis = tuple[tuple[int, int], ...]  # modes (size, stride), outermost first; () is an axis of size 1
 
 

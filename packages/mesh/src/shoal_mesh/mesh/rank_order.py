@@ -8,8 +8,6 @@ from math import prod
 
 from ..values import dataclass
 
-__all__ = ["RankOrder", "order_by_costs"]
-
 _GAIN = 0.9  # of the cost in rank order: an order that gains less is not worth the surprise
 _ROUNDS = 10  # of exchanges between groups, after which the order is taken as it is
 

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from ..errors import NoGroupError
 from .device_mesh import DeviceMesh, current_mesh
 
-__all__ = ["_mesh_resources"]
-
 
 class _MeshResources:
     """The enclosing mesh, the root of a mesh, and how many devices and hosts there are."""

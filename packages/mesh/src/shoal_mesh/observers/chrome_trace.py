@@ -11,8 +11,6 @@ from pathlib import Path
 from ..argument_types import require
 from ..values import dataclass
 
-__all__ = ["Span", "write_spans"]
-
 _SHORTEST = 0.1e-6  # seconds; viewers drop spans of no length
 
 

@@ -31,8 +31,6 @@ from .._torch import (
 from ..events import Event, in_observed, observe, unobserve
 from ..values import dataclass
 
-__all__ = ["CommDebugMode", "Record"]
-
 _FUNCTIONAL = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",

@@ -13,8 +13,6 @@ from ..argument_types import require
 from ..errors import MeshError
 from .chrome_trace import Span, write_spans
 
-__all__ = ["table", "tree", "write_chrome_trace", "write_json", "write_table"]
-
 
 class Recorded(Protocol):
     """What a report reads of a mode."""

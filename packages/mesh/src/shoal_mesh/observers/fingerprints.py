@@ -13,8 +13,6 @@ from types import FrameType
 from ..events import Event
 from ..shared_memory.recorder import LIBRARIES
 
-__all__ = ["Numbers", "agree", "as_lines", "line_of_program", "statement"]
-
 Numbers = tuple[int, int, int]
 
 _MODULUS = (1 << 61) - 1  # numbers are below it, so that they are signed 64-bit integers to any backend

@@ -30,11 +30,9 @@ from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
 from ..groups.world import all_gather_objects, device_of, require_world
 from ..shared_memory.backend_work import lost_ranks
-from ..shared_memory.channel import Channel
+from ..shared_memory.channel import Channel, channel_of
 from ..shared_memory.peers import minority
 from .fingerprints import Numbers, agree, as_lines, statement
-
-__all__ = ["in_lockstep", "lockstep"]
 
 # How many blocks each world has had, so that no two blocks use the same keys; an entry goes with its group.
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
@@ -162,7 +160,7 @@ class _Comparison:
         if step % self._every:
             return
         numbers, text = statement(event, call_sites=self._call_sites)
-        channel = backend_calls.channel_over(comm) if comm.on_gloo else None
+        channel = channel_of(comm.group) if comm.on_gloo else None
         if channel is None:
             self._exchange(comm, numbers, text.decode(), step)
         else:

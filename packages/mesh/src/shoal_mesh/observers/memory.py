@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .._torch import TorchDispatchMode, tree_leaves, without_importing_dynamo
 
-__all__ = ["MemoryTrace"]
-
 
 class MemoryTrace(TorchDispatchMode):
     """Counts the bytes of all storages that operators in a `with` block read or make, until they are freed.

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from ..errors import MissingExtraError
 
-__all__ = ["draw_memory", "draw_timeline", "new_axes"]
-
 _COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive")
 
 

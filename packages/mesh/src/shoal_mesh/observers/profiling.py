@@ -9,8 +9,6 @@ from torch.profiler import record_function
 
 from ..events import Event, observe, unobserve
 
-__all__ = ["annotate_collectives"]
-
 
 @contextmanager
 def annotate_collectives() -> Iterator[None]:

@@ -15,8 +15,6 @@ from ..collectives.operands import Along, check_operand, resolve
 from ..errors import CollectiveTypeError, LockstepError
 from ..groups.world import bytes_of, device_of
 
-__all__ = ["check_replicas"]
-
 
 def check_replicas(tensor: Tensor | Mapping[str, Tensor], comm: Along, what: str = "tensor") -> None:
     """Raise LockstepError on all ranks unless the ranks' tensors are equal, bit for bit.

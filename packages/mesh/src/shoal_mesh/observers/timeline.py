@@ -10,8 +10,6 @@ from os import PathLike
 from ..values import dataclass
 from .chrome_trace import Span, write_spans
 
-__all__ = ["Call", "HeldUp", "RankTimes", "Timeline"]
-
 
 @dataclass(slots=True)
 class Call:

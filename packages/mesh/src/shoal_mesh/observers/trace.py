@@ -16,8 +16,6 @@ from ..shared_memory.segment import machine
 from .fingerprints import line_of_program
 from .timeline import Call, Timeline
 
-__all__ = ["trace"]
-
 _MEETINGS = 5  # at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
 
 

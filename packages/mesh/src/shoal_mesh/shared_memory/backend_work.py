@@ -15,8 +15,6 @@ from .peers import different_collectives, minority, state_of, written_down
 from .recorder import last_of_backend
 from .segment import machine, processes_of
 
-__all__ = ["BackendWork", "lost_ranks", "settle"]
-
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections

@@ -27,8 +27,6 @@ from .recorder import record
 from .request import describe
 from .segment import Segment, map_segment
 
-__all__ = ["LANES", "SLOT_BYTES", "Channel", "Turn", "channel_of", "give_up"]
-
 SLOT_BYTES = 1 << 20  # of one rank in one turn; two per rank. Larger messages take several turns.
 _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
 # Beside the channel, for what goes on in the background: slots per rank, and bytes of each (see `lane`).
@@ -137,7 +135,8 @@ class Channel:
                 self.peers.wait(flag, turn, rank)
         for note in self._notes[turn & 1]:
             if words[note] != request:
-                self._refuse(request)
+                self._open = None
+                raise self.peers.differ(self._flags, [words[note] for note in self._notes[turn & 1]])
 
     def has_met(self) -> bool:
         """Whether `meet` would not wait."""
@@ -152,21 +151,10 @@ class Channel:
             seen[rank] = f"turn {turn} of group {self._name}: {what}" if what else "before its first turn, or given up"
         return seen
 
-    def close_turn(self) -> None:
-        """The open turn has been read."""
-        self._open = None
-
     def fail(self, text: str, ranks: Sequence[int] = ()) -> PeerError:
         """The error that this and every later call on the shared memory raises, here and on the other ranks."""
         self._open = None
         return self.peers.fail(text, ranks)
-
-    def _refuse(self, request: int) -> None:
-        self._open = None
-        for flag, rank in self._others:
-            if self._words[flag] == BROKEN:
-                raise self.peers.heard(rank)
-        raise self.peers.fail(*self.peers.differing([self._words[note] for note in self._notes[self._turn & 1]]))
 
 
 class Turn:
@@ -191,7 +179,7 @@ class Turn:
             if not isinstance(error, CollectiveError):
                 channel.fail(f"it broke off a collective in shared memory: {error!r}", [channel.rank])
             raise
-        channel.close_turn()
+        channel._open = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from .. import _torch
 from ..errors import CollectiveError
-from .peers import BROKEN, LINE, Peers
+from .peers import LINE, Peers
 from .recorder import record
-
-__all__ = ["FREE", "Lane", "Running"]
 
 FREE = -1
 """What the steps of a collective yield to wait for a slot that may be written, instead of a request that they show."""
@@ -85,10 +83,7 @@ class Lane:
             return
         requests = [words[line + 2 + (turn & 1)] for line in self._lines]
         if any(request != awaited for request in requests):
-            for rank, line in enumerate(self._lines):
-                if words[line] == BROKEN and rank != self.rank:
-                    raise self.peers.heard(rank)
-            raise self.peers.fail(*self.peers.differing(requests))
+            raise self.peers.differ(self._lines, requests)
 
     def _awaited(self, awaited: int) -> tuple[int, int]:
         """Which word of all ranks has to be at least what."""

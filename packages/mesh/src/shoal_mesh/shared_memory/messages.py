@@ -11,16 +11,32 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .exchange import reduce_rows
+from ..transport import Receive
 from .lane import FREE, Lane
 from .request import request
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
-
-Receive = Callable[[Sequence[Tensor] | Tensor], None]
-
 # Of more than this every rank reduces one part and reads the others', which moves less memory and meets twice.
 _ONE_TURN_SUM_BYTES = 1 << 20
+
+_REDUCE = {"min": torch.amin, "max": torch.amax}
+_REDUCE_TWO: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+def reduce_rows(rows: Tensor, op: str, out: Tensor) -> None:
+    """(size, k) -> (k,)."""
+    if rows.shape[0] == 2:  # 1 MiB each: 40 us, where a reduction along a dim takes 110
+        _REDUCE_TWO[op](rows[0], rows[1], out=out)
+    elif op in _REDUCE:
+        _REDUCE[op](rows, 0, out=out)
+    elif op == "sum":
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
+    else:
+        torch.prod(rows, 0, dtype=out.dtype, out=out)
 
 
 class Packer:

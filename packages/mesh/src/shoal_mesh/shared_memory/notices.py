@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from .peers import LINE, Peers
 
-__all__ = ["NOTICE_WORDS", "Notices"]
-
 _KEPT = 16  # of each rank's last notices
 _NUMBERS = 4  # words of a notice, of which three are used
 _TEXT_BYTES = 512

@@ -10,23 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
 from .recorder import dump
-from .request import describe, describe_announced
-
-__all__ = [
-    "ANNOUNCED",
-    "BROKEN",
-    "LINE",
-    "REASON_BYTES",
-    "Peers",
-    "different_collectives",
-    "minority",
-    "state_of",
-    "written_down",
-]
+from .request import announcement, describe, describe_announced
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
@@ -119,7 +109,7 @@ class Peers:
         name = self._name(rank)
         return self.fail(f"{name} has given up a collective in shared memory: {reason}", ranks, reason)
 
-    def announce(self, call: int) -> None:
+    def announce(self, kind: str, dtype: torch.dtype, count: int, op: str, root: int) -> None:
         """Say which call of the backend comes next, and see that those who have said it already say the same.
 
         Nobody waits: of two ranks that differ, the later one sees it and calls nothing, so that neither the backend of
@@ -128,10 +118,9 @@ class Peers:
         self.check()
         self._calls += 1
         own, words = self._announced[self.rank], self.words
-        words[own + LINE + self._calls % ANNOUNCED] = call
+        words[own + LINE + self._calls % ANNOUNCED] = announcement(kind, dtype, count, op, root)
         words[own] = self._calls
-        if self.rank_elsewhere() is not None:
-            raise self.fail(*self.differing_calls())
+        self._check_calls()
 
     def _said(self, rank: int) -> int | None:
         """The call that a rank has announced where this one announced its last, if it has and it is still there."""
@@ -140,18 +129,14 @@ class Peers:
             return None
         return int(self.words[self._announced[rank] + LINE + self._calls % ANNOUNCED])
 
-    def rank_elsewhere(self) -> int | None:
-        """A rank of the group that has announced another call than this one has, if there is one."""
+    def _check_calls(self) -> None:
+        """Raise if a rank has announced another call than this one has."""
         if not self._calls:
-            return None
-        own = self._said(self.rank)
-        return next((rank for rank in range(self.size) if self._said(rank) not in (None, own)), None)
-
-    def differing_calls(self) -> tuple[str, tuple[int, ...]]:
-        """What to say when ranks ask different things of their backend, and who is in the minority."""
+            return
         said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
-        words = {self.ranks[rank]: describe_announced(call) for rank, call in said.items()}
-        return different_collectives(words), minority(said)
+        if len(set(said.values())) > 1:
+            words = {self.ranks[rank]: describe_announced(call) for rank, call in said.items()}
+            raise self.fail(different_collectives(words), minority(said))
 
     def check_others(self) -> None:
         """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
@@ -159,8 +144,7 @@ class Peers:
         for rank in range(self.size):
             if rank != self.rank and self.words[LINE * (1 + rank)] == BROKEN:
                 raise self.heard(rank)
-        if self.rank_elsewhere() is not None:
-            raise self.fail(*self.differing_calls())
+        self._check_calls()
 
     def wait(self, word: int, value: int, rank: int) -> None:
         """Until a word of a rank of the group is at least a value.
@@ -214,10 +198,13 @@ class Peers:
                     [rank],
                 )
 
-    def differing(self, requests: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """What to say when ranks request different things, and who is in the minority."""
+    def differ(self, flags: Sequence[int], requests: Sequence[int]) -> PeerError:
+        """The error where ranks request different things: one that has given up says why."""
+        for rank, flag in enumerate(flags):
+            if rank != self.rank and self.words[flag] == BROKEN:
+                return self.heard(rank)
         words = {rank: describe(other) for rank, other in zip(self.ranks, requests, strict=True)}
-        return different_collectives(words), minority(dict(enumerate(requests)))
+        return self.fail(different_collectives(words), minority(dict(enumerate(requests))))
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"

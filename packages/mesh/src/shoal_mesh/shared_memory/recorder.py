@@ -13,8 +13,6 @@ from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["ENTRIES", "LIBRARIES", "PURPOSES", "SWITCH", "dump", "folder", "last_of_backend", "note", "record"]
-
 # Packages whose frames are no lines of the program, by whole names: a program may be in `shoal_experiments`.
 LIBRARIES = r"(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none

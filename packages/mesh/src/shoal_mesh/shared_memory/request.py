@@ -6,8 +6,6 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["DTYPES", "OPS", "announcement", "describe", "describe_announced", "request"]
-
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
 OPS = ("", "sum", "min", "max", "product")
 DTYPES = (

@@ -21,8 +21,6 @@ import torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, plain_kernels
 from ..values import dataclass
 
-__all__ = ["OPT_OUT", "Segment", "machine", "map_segment", "processes_of"]
-
 OPT_OUT = "SHOAL_SHARED_MEMORY"  # "0" on any rank keeps every group that it is in with its backend
 # Flags are stored after data without a fence, which is right where stores become visible in program order (TSO).
 _ORDERED = {"x86_64", "AMD64"}

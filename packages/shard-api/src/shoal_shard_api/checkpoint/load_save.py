@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import DTensor, local_shard
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import local_shard
 
 from ..arguments import expect, expect_all
 from ..errors import ArgumentTypeError, CheckpointError

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..spec.sharding_spec import ShardingSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, type_name
 from ..errors import (

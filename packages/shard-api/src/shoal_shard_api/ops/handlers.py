@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shoal_mesh import all_reduce, dataclass
+from shoal_mesh import all_reduce
+from shoal_mesh.internal import dataclass
 
 from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
 from ..arguments import expect_plain

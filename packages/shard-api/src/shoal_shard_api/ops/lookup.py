@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
-from shoal_mesh import DeviceMesh, all_gather, dataclass
+from shoal_mesh import DeviceMesh, all_gather
+from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, type_name
 from ..errors import ArgumentTypeError, IndexRangeError, RankMismatchError

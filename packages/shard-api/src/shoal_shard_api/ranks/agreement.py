@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..errors import ArgumentTypeError, RankMismatchError
 from .process_groups import members

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import torch.distributed as dist
 
-from shoal_mesh import Comm, DeviceMesh, dataclass
+from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from .._torch import default_group
 from ..arguments import expect, type_name

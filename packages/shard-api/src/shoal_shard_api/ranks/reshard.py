@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from shoal_mesh import Comm, all_gather_v, all_to_all_blocks, dataclass, pack_blocks, unpack_blocks
+from shoal_mesh import Comm, all_gather_v, all_to_all_blocks
+from shoal_mesh.internal import dataclass, pack_blocks, unpack_blocks
 
 from ..spec.boxes import Box, intersection, relative, volume
 from ..spec.metadata import Layout

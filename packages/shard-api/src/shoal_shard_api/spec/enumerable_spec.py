@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect_all

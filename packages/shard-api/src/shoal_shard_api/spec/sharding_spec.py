@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all

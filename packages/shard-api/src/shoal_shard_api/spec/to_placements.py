@@ -15,7 +15,7 @@ from itertools import accumulate, product
 from math import prod
 
 from shoal_dtensor import Shard
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..errors import NotExpressibleError
 from .boxes import Box, format_box, grid, volume

@@ -12,9 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import Shard as ShardPlacement
-from shoal_dtensor import rand as rand_dtensor
-from shoal_dtensor import randn as randn_dtensor
+from shoal_dtensor import Shard as ShardPlacement, rand as rand_dtensor, randn as randn_dtensor
 
 from ..arguments import expect
 from ..errors import NotExpressibleError, UnsupportedOpError

@@ -21,8 +21,11 @@ def _filled(tensor: ShardedTensorBase) -> list[Shard]:
 
 def create_write_items(tensor: ShardedTensorBase, fqn: str, _: Any) -> list[Any]:
     """One write item per local shard that has elements."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties as Properties,
+    )
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = tensor.metadata().tensor_properties

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, expect_plain
 from ..errors import LocalShardError, ShardingSpecError

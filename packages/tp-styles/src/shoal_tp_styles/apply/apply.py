@@ -12,28 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Placement, Spec, distribute_tensor
+from shoal_dtensor.errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
+from shoal_dtensor.internal import (
+    ModuleForward,
+    carry_gradient,
+    carry_over,
+    current_arithmetic,
+    forward_of,
+    holds_tensors,
+    set_forward,
+)
 from shoal_mesh import DeviceMesh
 
-from ..arithmetic import COMPLETION, current_arithmetic
-from ..errors import LayoutError, PlanError, TiedWeightError, UnsupportedModuleError
 from ..lowering.boundary import Boundary
-from ..lowering.lowered import Lowered, lowered_of, set_lowered
-from ..sharding.module_kinds import HOW_TO_QUANTIZE, computed_parameters, holds_tensors
-from ..sharding.module_sharding import Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
+from ..lowering.lowered import Lowered
+from ..sharding.module_kinds import HOW_TO_QUANTIZE, computed_parameters
+from ..sharding.module_sharding import COMPLETION, Adapter, Experts, FusedBlocks, LatentFeatures, ModuleSharding
 from .fused_parameters import block_rows, check_blocks, fuse_blocks, load_fused, split_blocks
-from .parameter_state import carry_gradient, carry_over
-
-__all__ = [
-    "TIED",
-    "already_parallel",
-    "apply_sharding",
-    "check_parameters",
-    "complete_forms",
-    "conflicting_style",
-    "note_undeclared",
-    "plain_module",
-    "shardings_of",
-]
 
 TIED = "tied weight"  # the style of what no plan names; one that a plan names takes its place
 _SUCCESSOR = "_shoal_successor"
@@ -69,22 +64,21 @@ def apply_sharding(
             f"{dict(zip(mesh.axis_names, mesh.shape, strict=True))}; name one with style.on(axis), or as many as the "
             "style acts on with style.on((axis, axis)), or pass the sub-mesh"
         )
-    inner = lowered_of(module)
+    inner = forward_of(module)
     if inner is None and "forward" in module.__dict__:
         raise LayoutError(
             f"{sharding.style}: {type(module).__name__} has a forward of its own on the instance; a style would hide it"
         )
-    if inner is not None and inner.sharding.style in (COMPLETION, TIED):
+    if isinstance(inner, Lowered) and inner.sharding.style in (COMPLETION, TIED):
         inner = None
     earlier = conflicting_style(module, sharding.style, distributes=sharding.distributes)
     if earlier is not None:
         raise PlanError(already_parallel("", module, sharding.style, earlier))
     check_parameters(module, sharding)
     lowering = _lowering(module, sharding, inner, lower=lower)
-    if current_arithmetic() is not None:
-        from ..invariant.forms import invariant_form  # few programs enter the mode
-
-        lowering = invariant_form(lowering, sharding, module)
+    arithmetic = current_arithmetic()
+    if arithmetic is not None:
+        lowering = arithmetic.form_of(lowering, sharding, module)
     fused = sharding.fused
     splits = fused is not None and fused.splits(mesh.size())
     if fused is not None and splits:
@@ -96,35 +90,8 @@ def apply_sharding(
         _distribute(module, sharding, mesh, src_data_rank, blocks=blocks, buffers=buffers)
     if fused is not None:
         load_fused(module, fused, mesh)
-    set_lowered(module, lowering(module, sharding, mesh, inner))
+    set_forward(module, lowering(module, sharding, mesh, inner))
     return module
-
-
-def complete_forms(
-    mesh: DeviceMesh, *modules: nn.Module, over_data: tuple[torch.dtype | None, torch.dtype | None] | None = None
-) -> None:
-    """Inside `invariant_arithmetic`, give modules that no style shards the forms that it needs.
-
-    Args:
-        mesh: of the style, or of the data axes.
-        modules: the modules.
-        over_data: where gradients are to be summed over the mesh, the dtypes in which they are computed and reduced;
-            None for those of the parameters.
-
-    Raises:
-        UnsupportedModuleError: if there is none for one of them.
-        StyleError: if gradients would be reduced in another dtype than they are computed in.
-        TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
-    """
-    if current_arithmetic() is not None:
-        from ..invariant.forms import complete, refuse_reduce_dtype, refuse_tied
-
-        for module in modules:
-            complete(module, mesh)
-            if over_data is not None:
-                refuse_reduce_dtype(module, *over_data)
-            if over_data is not None and mesh.size() > 1:
-                refuse_tied(module)
 
 
 def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
@@ -153,7 +120,9 @@ def check_parameters(module: nn.Module, sharding: ModuleSharding) -> None:
             )
 
 
-def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None, *, lower: bool) -> type[Lowered]:
+def _lowering(
+    module: nn.Module, sharding: ModuleSharding, inner: ModuleForward | None, *, lower: bool
+) -> type[Lowered]:
     """The class that stands in for the forward.  A lowering replaces the class's forward: it wraps no other style."""
     # What a class's own forward does not know.
     required = isinstance(sharding.options, FusedBlocks | Adapter | Experts | LatentFeatures)
@@ -165,7 +134,7 @@ def _lowering(module: nn.Module, sharding: ModuleSharding, inner: Lowered | None
         return sharding.lowering
     if required:
         raise LayoutError(
-            f"{sharding.style}: {type(module).__name__} already has the style {inner.sharding.style}; "
+            f"{sharding.style}: {type(module).__name__} already has the style {inner.title}; "
             f"apply {sharding.style} first"
         )
     return Boundary
@@ -247,15 +216,16 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """The records applied to a module, first applied first."""
-    lowered = lowered_of(module)
-    if lowered is not None:
-        yield from _records(lowered)
+    forward = forward_of(module)
+    if forward is not None:
+        yield from _records(forward)
 
 
-def _records(lowered: Lowered) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
-    if lowered.inner is not None:
-        yield from _records(lowered.inner)
-    yield lowered.sharding, lowered.mesh
+def _records(forward: ModuleForward) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
+    if forward.inner is not None:
+        yield from _records(forward.inner)
+    if isinstance(forward, Lowered):
+        yield forward.sharding, forward.mesh
 
 
 def plain_module(module: nn.Module) -> nn.Module:
@@ -267,8 +237,8 @@ def plain_module(module: nn.Module) -> nn.Module:
             if sharding.fused is not None and sharding.fused.splits(mesh.size()):
                 fuse_blocks(owner, sharding.fused)
         owner.__dict__.pop(_UNDECLARED, None)
-        if lowered_of(owner) is not None:
-            set_lowered(owner, None)
+        if forward_of(owner) is not None:
+            set_forward(owner, None)
         for name, param in owner._parameters.items():
             current: Tensor | None = param
             if isinstance(current, DTensor):

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Replicate, Spec, distribute_tensor
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_dtensor.errors import LayoutError, TiedWeightError
+from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from .._torch import split_sizes
-from ..errors import LayoutError, TiedWeightError
 from ..sharding.heads import Heads
 from ..sharding.module_sharding import FusedBlocks
-from .parameter_state import carry_gradient, carry_over, has_hooks
-
-__all__ = ["block_rows", "check_blocks", "fuse_blocks", "load_fused", "make_adjacent", "split_blocks"]
 
 
 def _block_name(kind: str, block: str) -> str:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard
+from shoal_dtensor.internal import takes
 from shoal_mesh import Comm, DeviceMesh, all_gather_v
-
-from ..argument_types import takes
-
-__all__ = ["input_reshard"]
 
 
 @takes(module=nn.Module)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_mesh import Comm, Pending, all_gather, all_to_all_v, dataclass, differentiable
+from shoal_dtensor.internal import first_order_only
+from shoal_mesh import Comm, all_gather, all_to_all_v, differentiable
+from shoal_mesh.internal import Pending, dataclass
 
 from .._torch import apply
-from ..lowering.parameters import first_order_only
-
-__all__ = ["Exchange", "gathered_counts"]
 
 
 def gathered_counts(counts: list[int], pairs: int, comm: Comm, device: torch.device) -> tuple[list[list[int]], int]:

@@ -13,8 +13,6 @@ from shoal_mesh import Comm
 from ..lowering.parameters import local_parameters
 from ..sharding.module_sharding import ModuleSharding
 
-__all__ = ["holding", "local_shards"]
-
 
 def local_shards(
     module: nn.Module, sharding: ModuleSharding, experts: Comm | None, hidden: Comm | None

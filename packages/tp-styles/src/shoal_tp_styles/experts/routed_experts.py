@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Partial, Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import eager_only
 from shoal_mesh import Comm
 
-from .._torch import never_compiled
-from ..errors import LayoutError
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
@@ -35,8 +35,6 @@ from ..sharding.module_sharding import Experts, ModuleCall
 from .exchange import Exchange, gathered_counts
 from .own_forward import holding, local_shards
 from .token_route import Route, within_capacity
-
-__all__ = ["RoutedExperts"]
 
 
 class RoutedExperts(Lowered):
@@ -52,6 +50,7 @@ class RoutedExperts(Lowered):
     """
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
+    sampling = "refused"
 
     def resolve(self) -> None:
         experts = self.sharding.options
@@ -210,7 +209,7 @@ def _anchor(local: dict[str, Tensor | None]) -> Tensor:
     return torch.stack([param.reshape(-1)[:0].sum() for param in local.values() if param is not None]).sum()
 
 
-@never_compiled
+@eager_only
 def _uncompiled(lowered: RoutedExperts, args: Any, kwargs: Any) -> Tensor:
     """The call, on which a compiled graph breaks: how many rows there are is in the values."""
     return lowered.run(*args, *kwargs.values())

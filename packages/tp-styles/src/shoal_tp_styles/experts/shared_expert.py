@@ -11,15 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import eager_only, saving_state
+from shoal_mesh.internal import dataclass
 
-from .._torch import never_compiled, saving_state
-from ..errors import LayoutError
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of
 from ..sharding.module_sharding import OwnOptions
-
-__all__ = ["BlockMembers", "OverlappedBlock"]
 
 # Autograd's names of views that keep all elements in order.
 _VIEWS = {
@@ -40,7 +38,7 @@ class OverlappedBlock(Boundary):
 
     __slots__ = ()
 
-    @never_compiled
+    @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from .routed_experts import RoutedExperts  # styles import this module to declare it
 

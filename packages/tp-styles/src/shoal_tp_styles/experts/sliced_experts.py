@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial
+from shoal_dtensor.errors import UnsupportedModuleError
 
-from ..errors import UnsupportedModuleError
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
@@ -21,13 +21,12 @@ from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .own_forward import holding, local_shards
 
-__all__ = ["DividedInput", "SlicedExperts"]
-
 
 class SlicedExperts(Lowered):
     """A module of experts, of whose hidden features each rank holds some: its own forward gives a partial sum."""
 
     __slots__ = ()
+    sampling = "refused"
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

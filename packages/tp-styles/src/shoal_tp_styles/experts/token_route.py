@@ -8,9 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
-
-__all__ = ["Route", "within_capacity"]
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,26 +21,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor
-from shoal_mesh import all_reduce, all_reduce_
+from shoal_dtensor.errors import LayoutError, SecondOrderError
+from shoal_mesh import all_reduce
+from shoal_mesh.internal import all_reduce_
 
 from .._torch import apply
-from ..errors import LayoutError, SecondOrderError
 from .rows import LogitRows
 from .vocab import Vocab, local_logits, plain
-
-__all__ = [
-    "Reduction",
-    "cross_entropy",
-    "kl_div",
-    "log_prob",
-    "log_softmax",
-    "log_sum_exp",
-    "nll_loss",
-    "of_labels",
-    "own_classes",
-    "pick",
-    "reduced",
-]
 
 Reduction = Literal["none", "mean", "sum"]
 

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Partial, Replicate
-from shoal_mesh import all_reduce, all_reduce_, dataclass
+from shoal_dtensor.errors import LayoutError, SecondOrderError
+from shoal_mesh import all_reduce
+from shoal_mesh.internal import all_reduce_, dataclass
 
 from .._torch import apply, autocast_dtype
-from ..errors import LayoutError, SecondOrderError
 from .functional import Reduction, of_labels, own_classes, pick, reduced
 from .rows import LogitRows
 from .vocab import Vocab, plain
-
-__all__ = ["linear_cross_entropy"]
 
 BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
 

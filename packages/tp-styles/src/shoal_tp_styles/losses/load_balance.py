@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal_mesh import Along, all_reduce, differentiable
-
-from ..errors import LayoutError
-
-__all__ = ["load_balance"]
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh import all_reduce, differentiable
+from shoal_mesh.internal import Along
 
 
 def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:

@@ -20,8 +20,6 @@ from shoal_dtensor import DTensor, Replicate
 from .functional import cross_entropy, nll_loss
 from .rows import LogitRows
 
-__all__ = ["loss_parallel"]
-
 
 @contextmanager
 def loss_parallel() -> Iterator[None]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
-from shoal_mesh import Comm, DeviceMesh, all_reduce, dataclass, differentiable, tree_sum
-
-from ..arithmetic import current_arithmetic
-
-__all__ = ["LogitRows"]
+from shoal_dtensor.internal import current_arithmetic
+from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable
+from shoal_mesh.internal import dataclass, tree_sum
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
 

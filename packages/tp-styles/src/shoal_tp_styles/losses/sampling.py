@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_gather, all_reduce, all_reduce_
+from shoal_mesh import all_gather, all_reduce
+from shoal_mesh.internal import all_reduce_
 
 from .functional import log_sum_exp
 from .vocab import Vocab, local_logits

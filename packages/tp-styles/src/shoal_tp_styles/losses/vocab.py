@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Replicate
-from shoal_mesh import Comm, DeviceMesh, dataclass, tree_sum
-
-from ..arithmetic import current_arithmetic
-from ..errors import LayoutError
-
-__all__ = ["Vocab", "local_logits", "plain"]
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import current_arithmetic
+from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh.internal import dataclass, tree_sum
 
 
 @dataclass(frozen=True, slots=True)

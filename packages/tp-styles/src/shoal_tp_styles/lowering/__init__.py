@@ -1,1 +1,4 @@
-"""What every local computation is built from: parameters, ports and collectives with their gradients."""
+"""What every local computation is built from: parameters, ports and collectives with their gradients.
+
+May import: _torch, sharding.
+"""

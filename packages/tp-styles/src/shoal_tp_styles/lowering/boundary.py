@@ -14,26 +14,14 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import current_watch, is_compiling, unwatched_functions
 from shoal_mesh import DeviceMesh, differentiable
 
-from .._torch import is_compiling, unwatched_functions
-from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .collective_functions import gather, reduce, scatter, sharded_dim, split, uneven_output
-from .local_layout import current_watch
 from .lowered import Lowered
-
-__all__ = [
-    "Boundary",
-    "from_local",
-    "input_dtensor",
-    "local_input",
-    "local_output",
-    "output_dtensor",
-    "port_moves",
-    "traced_move",
-]
 
 _FORWARD = {
     (Shard, Replicate): "all_gather",
@@ -181,6 +169,7 @@ class Boundary(Lowered):
     """
 
     __slots__ = ()
+    sampling = "watched"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding, mesh = self.sharding, self.mesh

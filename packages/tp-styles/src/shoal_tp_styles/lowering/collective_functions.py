@@ -20,28 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shoal_dtensor import Placement, Shard, whole_when_compiled
-from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, all_reduce_, reduce_scatter, reduce_scatter_v
+from shoal_dtensor import Placement, Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import is_compiling, selectively_checkpointed, unwatched, whole_when_compiled
+from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
+from shoal_mesh.internal import all_reduce_
 
-from .._torch import apply, is_compiling, selectively_checkpointed, split_sizes, unwatched
-from ..errors import LayoutError
+from .._torch import apply, split_sizes
 from .shared_input import find_token, keep_token
-
-__all__ = [
-    "ShardedDim",
-    "Sizes",
-    "copy",
-    "gather",
-    "gather_dim",
-    "gather_partial",
-    "reduce",
-    "reduce_scatter_dim",
-    "scatter",
-    "sharded_dim",
-    "split",
-    "sum_over_ranks",
-    "uneven_output",
-]
 
 Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
 ShardedDim = tuple[Comm, int, Sizes]

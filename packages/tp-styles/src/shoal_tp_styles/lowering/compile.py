@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import Library
 
-from shoal_dtensor import DTensor, local_shard
-
-__all__ = ["local_traced", "make_traceable"]
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import local_shard
 
 # A copy of this package in another gets operators of its own.
 _NAMESPACE = __name__.split(".lowering", maxsplit=1)[0].replace(".", "_")

@@ -1,76 +1,51 @@
-"""`Lowered`: the callable that stands in for a module's forward.
+"""`Lowered`: a `ModuleForward` that computes on local shards as a record declares.
 
-Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work
-as before and calls pay for no extra hook.  Of a bound method a compiler guards the function and not the object, so
-blocks of equal structure share one graph.  It refers to the module's parameter dict, and to the module weakly: no
-reference cycle, so dropping a model frees it at once.  Copying or pickling a module rebuilds its callable from the
-`ModuleSharding`.
+It refers to the module's parameter dict.  Copying or pickling a module rebuilds its callable from the `ModuleSharding`.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import lru_cache
-from types import FunctionType, MethodType
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Spec
+from shoal_dtensor import DTensor, Placement, Spec
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import ModuleForward, forward_of, is_tracing
 from shoal_mesh import Comm, DeviceMesh
 
-from .._torch import is_tracing
-from ..errors import LayoutError
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 from .compile import make_traceable
 from .parameters import check_plain, kept_shards, local_parameters, summed_gradients
 from .traced_shards import TracedShards
 
-__all__ = ["Lowered", "lowered_of", "set_lowered", "spec_of", "trace_blocks"]
 
-
-class Lowered(ABC):
+class Lowered(ModuleForward):
     """Base of the lowerings.
 
     Attributes:
         params: the module's own dict of parameters.
         sharding: the record it was built from.
-        mesh: the one-axis mesh.
-        comm: the communicator of that axis.
-        inner: the callable that was the module's forward before; None for its class's forward.
+        comm: the communicator of the one axis of its mesh.
         traced_shards: what compiled code reads of the parameters of the block that the module is part of.
         name: of the module in it.
         port_in, port_out: the ports of the first input and output (replicated where none is declared).
     """
 
-    __slots__ = (
-        "_module",
-        "comm",
-        "inner",
-        "mesh",
-        "name",
-        "params",
-        "port_in",
-        "port_out",
-        "sharding",
-        "traced_shards",
-    )
+    __slots__ = ("comm", "name", "params", "port_in", "port_out", "sharding", "traced_shards")
 
     params: dict[str, Any]
 
     def __init__(
-        self, module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, inner: Lowered | None = None
+        self, module: nn.Module, sharding: ModuleSharding, mesh: DeviceMesh, inner: ModuleForward | None = None
     ) -> None:
-        self._module = weakref.ref(module)
+        super().__init__(module, mesh, inner)
         self.params = module._parameters
         self.sharding: ModuleSharding = sharding
-        self.mesh: DeviceMesh = mesh
-        self.inner: Lowered | None = inner
         self.comm: Comm = mesh.comm(0)
         self.port_in: Port = sharding.input_port()
         self.port_out: Port = sharding.output_port()
@@ -78,12 +53,8 @@ class Lowered(ABC):
         self.join(TracedShards.of(kept_shards), "")
         self.resolve()
 
-    def resolve(self) -> None:  # noqa: B027  # not abstract: many lowerings have nothing to work out
+    def resolve(self) -> None:
         """Work out everything that calls need from the record; overridden by each lowering."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward returns, in the layouts of its output ports."""
 
     @classmethod
     @abstractmethod
@@ -91,11 +62,22 @@ class Lowered(ABC):
         """The collectives that one call runs, forward and backward; plain tensors are taken to arrive."""
 
     @property
-    def module(self) -> nn.Module:
-        """The module this stands in for."""
-        module = self._module()
-        assert module is not None, "a forward outlived its module"
-        return module
+    def title(self) -> str:
+        return self.sharding.style
+
+    def input_layouts(self) -> Sequence[Placement | None]:
+        return [None if port is None else port.layout for port in self.sharding.inputs or ()]
+
+    def output_layouts(self) -> Sequence[Placement | None]:
+        return [None if port is None else port.desired for port in self.sharding.outputs or ()]
+
+    def output_sizes(self, index: int, size: int) -> Sequence[int] | None:
+        port, weight = self.sharding.output_port(index), self.params.get("weight")
+        if not isinstance(weight, DTensor) or port.layout != port.desired:
+            return None
+        sharded = getattr(weight.placements[0], "dim", None)
+        sizes = () if sharded is None else weight.spec.sizes(sharded)
+        return sizes if sizes and sizes[self.comm.rank] == size else None
 
     def join(self, block: TracedShards, name: str) -> None:
         """Read the parameters, in compiled code, with those of the other modules of a block."""
@@ -162,19 +144,9 @@ class Lowered(ABC):
         return spec_of(self.parameter(name), name) if spec is None else spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        clone = copy.copy(self)
-        memo[id(self)] = clone
-        clone._module = weakref.ref(copy.deepcopy(self.module, memo))
+        clone = super().__deepcopy__(memo)
         clone.take_parameters(copy.deepcopy(self.params, memo))
         clone.join(copy.deepcopy(self.traced_shards, memo), self.name)
-        clone.inner = copy.deepcopy(self.inner, memo)
-        return clone
-
-    def __copy__(self) -> Self:
-        clone = object.__new__(type(self))
-        for kind in type(self).__mro__:
-            for name in getattr(kind, "__slots__", ()):
-                setattr(clone, name, getattr(self, name))
         return clone
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,30 +154,11 @@ class Lowered(ABC):
 
 
 def lowered_of(module: nn.Module) -> Lowered | None:
-    """The lowering of a module; None if its forward is its class's, or another one."""
-    owner = getattr(module.__dict__.get("forward"), "__self__", None)
-    return owner if isinstance(owner, Lowered) else None
-
-
-def set_lowered(module: nn.Module, lowered: Lowered | None) -> None:
-    """Give a module a lowering in place of its forward; None gives it that of its class back."""
-    if lowered is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = MethodType(_call_with_signature(type(lowered), type(module).forward), lowered)
-
-
-@lru_cache(maxsize=1024)
-def _call_with_signature(kind: type[Lowered], forward: Any) -> FunctionType:
-    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for the inputs it takes.
-
-    The same function for all modules of one class: a compiler guards it, so they share a graph.
-    """
-    call: Any = kind.__call__
-    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
-    function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
-    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
-    return function
+    """The lowering of a module, under a watch that may be around it; None if its forward is its class's, or another."""
+    forward = forward_of(module)
+    while forward is not None and not isinstance(forward, Lowered):
+        forward = forward.inner
+    return forward
 
 
 def _rebuild(
@@ -214,7 +167,7 @@ def _rebuild(
     params: dict[str, Any],
     sharding: ModuleSharding,
     mesh: DeviceMesh,
-    inner: Lowered | None,
+    inner: ModuleForward | None,
 ) -> Lowered:
     # The module is still being unpickled and has no state yet: build without touching it.
     module.__dict__.setdefault("_parameters", params)
@@ -228,12 +181,11 @@ def trace_blocks(root: nn.Module) -> None:
     blocks: dict[str, TracedShards] = {}
     for path, module in root.named_modules():
         block, name = _place(path)
-        lowered = lowered_of(module)
-        while lowered is not None:
-            if block not in blocks:
-                blocks[block] = TracedShards.of(kept_shards)
-            lowered.join(blocks[block], name)
-            lowered = lowered.inner
+        forward = forward_of(module)
+        while forward is not None:
+            if isinstance(forward, Lowered):
+                forward.join(blocks.setdefault(block, TracedShards.of(kept_shards)), name)
+            forward = forward.inner
 
 
 def _place(path: str) -> tuple[str, str]:

@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from shoal_dtensor import Placement, Shard
-from shoal_mesh import Comm, all_reduce_
+from shoal_mesh import Comm
+from shoal_mesh.internal import all_reduce_
 
 from .._torch import split_sizes
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleSharding, Overlap
 from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
-
-__all__ = ["chunks_of", "gathered_product", "in_chunks", "reduced_product"]
 
 
 def chunks_of(sharding: ModuleSharding) -> int:

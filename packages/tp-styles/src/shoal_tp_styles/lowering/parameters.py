@@ -16,76 +16,32 @@ asked for (`backward(inputs=...)`) is not computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor, Spec, local_shard
+from shoal_dtensor import DTensor, Spec
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import (
+    GradRoute,
+    first_order_only,
+    grad_hooked,
+    grad_route,
+    holds_tensors,
+    is_compiling,
+    local_shard,
+    will_run,
+)
 from shoal_mesh import Comm
 
-from .._torch import is_compiling, use_count, will_run
-from ..errors import LayoutError, SecondOrderError
-from ..sharding.module_kinds import HOW_TO_QUANTIZE, holds_tensors
+from .._torch import use_count
+from ..sharding.module_kinds import HOW_TO_QUANTIZE
 from .collective_functions import copy, sum_over_ranks
 from .compile import local_traced
 
-__all__ = [
-    "GradRoute",
-    "check_plain",
-    "deliver_grad",
-    "deliver_product",
-    "delivered_shards",
-    "first_order_only",
-    "grad_hooked",
-    "grad_route",
-    "kept_shards",
-    "local_buffers",
-    "local_parameters",
-    "summed_gradients",
-]
-
-
-# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd.
-GradRoute = Literal["unused", "accumulate", "return"]
 _BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another dtype
-
-
-def first_order_only() -> None:
-    """Refuse to run a backward that itself is recorded: its local shards would not carry gradients.
-
-    Raises:
-        SecondOrderError: under `create_graph=True`.
-    """
-    if torch.is_grad_enabled():
-        raise SecondOrderError(
-            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
-            "DTensor path: parallelize_module(..., lower=False)"
-        )
-
-
-def grad_route(node: Any, param: Any) -> GradRoute:
-    """What becomes of the gradient of a parameter in this backward pass.
-
-    Args:
-        node: where the autograd function's edge of this parameter leads (`ctx.next_functions`).
-        param: the parameter that the function was called with.
-    """
-    if is_compiling():
-        return "return"
-    try:
-        if not will_run(node):
-            return "unused"
-    except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
-        return "return"
-    return "accumulate" if param.is_leaf and not grad_hooked(param) else "return"
-
-
-def grad_hooked(param: Any) -> bool:
-    """Whether users' hooks see the gradient of a parameter."""
-    # One hook is the DTensor's own; it changes nothing about a gradient with the leaf's spec.
-    return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
 
 
 def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTensor | None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard
+from shoal_dtensor.internal import current_arithmetic, shard_sizes
 from shoal_mesh import Comm
 
-from ..arithmetic import current_arithmetic
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, Port, shard_sizes
+from ..sharding.module_sharding import ModuleCall, Port
 from .boundary import from_local, local_input, local_output, output_dtensor, port_moves, traced_move
 from .collective_functions import (
     Sizes,
@@ -30,19 +30,6 @@ from .collective_functions import (
 )
 from .lowered import Lowered
 from .parameters import local_parameters
-
-__all__ = [
-    "declare_partial_output",
-    "declare_replicated_input",
-    "declare_sharded_input",
-    "declare_sharded_output",
-    "declare_summed_gradients",
-    "nbytes",
-    "partial_output",
-    "replicated_input",
-    "sharded_input",
-    "sharded_output",
-]
 
 
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:

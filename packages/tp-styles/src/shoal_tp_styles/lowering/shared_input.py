@@ -23,11 +23,8 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from shoal_mesh import sums_are_in_tree
-
-from .._torch import FakeTensor, is_compiling
-
-__all__ = ["find_token", "keep_token"]
+from shoal_dtensor.internal import FakeTensor, is_compiling
+from shoal_mesh.internal import sums_are_in_tree
 
 _ATTRIBUTE = "_shoal_token"
 

@@ -18,11 +18,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Spec, local_shard
-
-from .._torch import disabled_torch_function, make_wrapper
-
-__all__ = ["TracedShards"]
+from shoal_dtensor import DTensor, Spec
+from shoal_dtensor.internal import disabled_torch_function, local_shard, make_wrapper
 
 Deliver = Callable[[Sequence[DTensor]], Sequence[Tensor]]  # local shards whose gradients go to the parameters
 

@@ -1,1 +1,4 @@
-"""The local computation of each module type, with explicit collectives."""
+"""The local computation of each module type, with explicit collectives.
+
+May import: _torch, lowering, sharding.
+"""

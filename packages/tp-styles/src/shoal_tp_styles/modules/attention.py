@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.errors import UnsupportedModuleError
 
-from ..errors import UnsupportedModuleError
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import declare_partial_output, declare_replicated_input, partial_output
@@ -24,8 +24,6 @@ from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_sharding import ModuleCall
 from .fused_linear import FusedLowering
 
-__all__ = ["OWN_PROJECTIONS", "AttentionHeads"]
-
 OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -33,6 +31,7 @@ class AttentionHeads(FusedLowering):
     """nn.MultiheadAttention on this rank's heads."""
 
     __slots__ = ()
+    one_axis = True
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

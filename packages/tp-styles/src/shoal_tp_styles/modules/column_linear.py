@@ -22,10 +22,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Partial, local_shard, whole_when_compiled
-from shoal_mesh import Comm, all_reduce_
+from shoal_dtensor import DTensor, Partial
+from shoal_dtensor.internal import first_order_only, is_compiling, local_shard, unwatched, whole_when_compiled
+from shoal_mesh import Comm
+from shoal_mesh.internal import all_reduce_
 
-from .._torch import apply, autocast_dtype, autocasting, direct, is_compiling, transforming, unwatched
+from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import (
     ShardedDim,
@@ -37,14 +39,12 @@ from ..lowering.collective_functions import (
 )
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks
-from ..lowering.parameters import check_plain, first_order_only
+from ..lowering.parameters import check_plain
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .linear_gradients import cast, note_parameters, save_operands, weight_grads
-
-__all__ = ["ColumnLinear", "OverlappedColumn"]
 
 Grads = tuple[Any, ...]
 

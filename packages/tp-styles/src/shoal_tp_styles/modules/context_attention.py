@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .._torch import never_compiled, watching_functions
-from ..context_parallel.parallel_attention import ContextOptions
-from ..context_parallel.routing import RoutedAttention
+from shoal_context_parallel.internal import ContextOptions, RoutedAttention
+from shoal_dtensor.internal import eager_only
+
+from .._torch import watching_functions
 from ..lowering.boundary import Boundary
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
-
-__all__ = ["ContextAttention"]
 
 
 class ContextAttention(Boundary):
@@ -25,7 +24,7 @@ class ContextAttention(Boundary):
 
     __slots__ = ()
 
-    @never_compiled
+    @eager_only
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.sharding.options
         assert isinstance(options, ContextOptions), "the style declares them"

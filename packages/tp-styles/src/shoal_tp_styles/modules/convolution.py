@@ -31,8 +31,6 @@ from ..sharding.collective import Collective
 from ..sharding.module_kinds import TransposedLinear, kinds_of
 from ..sharding.module_sharding import ModuleCall
 
-__all__ = ["ColumnChannels", "RowChannels", "convolved"]
-
 Compute = Callable[..., Tensor]
 _FUNCTIONS: dict[tuple[bool, int], Any] = {
     (False, 1): functional.conv1d,

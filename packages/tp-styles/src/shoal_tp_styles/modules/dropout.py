@@ -14,13 +14,12 @@ from shoal_dtensor import DTensor
 
 from ..lowering.boundary import Boundary
 
-__all__ = ["SequenceDropout"]
-
 
 class SequenceDropout(Boundary):
     """A Dropout under `SequenceParallel`."""
 
     __slots__ = ()
+    one_axis = True
 
     def __call__(self, input: Tensor) -> Any:
         module: Any = self.module

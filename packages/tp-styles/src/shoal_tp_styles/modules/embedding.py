@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, Replicate, local_shard
+from shoal_dtensor import DTensor, Replicate
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import first_order_only, grad_route, is_compiling, local_shard, selectively_checkpointed
 
-from .._torch import apply, is_compiling, selectively_checkpointed
-from ..errors import UnsupportedModuleError
+from .._torch import apply
 from ..lowering.boundary import local_input, port_moves
 from ..lowering.collective_functions import gather_dim, sharded_dim
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import deliver_grad, first_order_only, grad_route
+from ..lowering.parameters import deliver_grad
 from ..lowering.ports import declare_partial_output, declare_sharded_output, partial_output, sharded_output
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
-
-__all__ = ["ColumnEmbedding", "ColumnEmbeddingBag", "RowEmbedding", "RowEmbeddingBag", "replicated_tokens"]
 
 
 def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:

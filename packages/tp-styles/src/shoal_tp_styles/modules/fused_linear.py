@@ -7,7 +7,7 @@ hold the same head, the gradient of its block is summed over them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, local_shard
-from shoal_mesh import Comm, dataclass
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import first_order_only, grad_route, is_compiling, local_shard, shard_sizes
+from shoal_mesh import Comm
+from shoal_mesh.internal import dataclass
 
-from .._torch import is_compiling, split_sizes
+from .._torch import split_sizes
 from ..lowering.collective_functions import sum_over_ranks
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import deliver_grad, first_order_only, grad_route
+from ..lowering.parameters import deliver_grad
 from ..lowering.ports import declare_replicated_input, replicated_input
 from ..sharding.collective import Collective
-from ..sharding.heads import Heads
+from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_sharding import ModuleCall
-
-__all__ = ["FusedColumn", "FusedLowering"]
 
 
 def _concatenated(shards: list[Tensor]) -> Tensor:
@@ -136,6 +136,13 @@ class FusedColumn(FusedLowering):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from declare_replicated_input(call)
         yield from cls.replicated_heads(call)
+
+    def output_blocks(self) -> Sequence[Sequence[int]]:
+        fused, ranks = self.sharding.fused, self.comm.size
+        assert fused is not None, "the style declared blocks"
+        if any(heads.replicated(ranks) for heads in fused.blocks.values()):
+            return ()
+        return [shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()]
 
     def __call__(self, input: Tensor) -> Tensor:
         input = replicated_input(self, input)

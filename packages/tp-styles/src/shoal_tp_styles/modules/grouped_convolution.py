@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Shard
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError
 from ..lowering.lowered import Lowered
 from ..lowering.ports import declare_sharded_input, declare_sharded_output, sharded_input, sharded_output
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, OwnOptions, shard_sizes
+from ..sharding.module_sharding import ModuleCall, OwnOptions
 from .convolution import convolved
-
-__all__ = ["ChannelsOfGroups", "GroupedChannels"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.boundary import port_moves
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
@@ -29,8 +29,6 @@ from ..sharding.collective import Collective
 from ..sharding.expert_shards import PackedShard, experts_per_rank
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
-
-__all__ = ["HiddenUnits", "sharded_hidden_units"]
 
 _GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 _UNITS = Shard(-1)

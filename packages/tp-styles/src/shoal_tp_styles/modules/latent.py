@@ -20,8 +20,6 @@ from ..lowering.lowered import Lowered
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import LatentFeatures, ModuleCall
 
-__all__ = ["LatentLinear"]
-
 
 class LatentLinear(Lowered):
     """A Linear of multi-head latent attention: the latent, then features that each head reads (of rotary positions)."""

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.internal import grad_route
 
-from ..lowering.parameters import check_plain, deliver_grad, deliver_product, grad_route
-
-__all__ = ["cast", "note_parameters", "save_operands", "weight_grads"]
+from ..lowering.parameters import check_plain, deliver_grad, deliver_product
 
 
 def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError
 from ..lowering.boundary import Boundary
 from ..lowering.parameters import local_parameters
 from ..sharding.module_sharding import OwnOptions
-
-__all__ = ["LocalCounts", "LocalForward"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ from ..lowering.ports import (
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import Adapter, ModuleCall
 
-__all__ = ["AdapterColumn", "AdapterRow"]
-
 
 def _adapter(options: object) -> Adapter:
     assert isinstance(options, Adapter), "the style gave rank and scale"

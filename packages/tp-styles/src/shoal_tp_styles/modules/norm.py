@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes
 
-from ..errors import LayoutError
 from ..lowering.boundary import from_local, input_dtensor, local_input, output_dtensor
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_buffers
 from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import ModuleCall, shard_sizes
-
-__all__ = ["TOKENWISE", "ChannelGroups", "ChannelShards", "Params", "Tokenwise", "is_norm"]
+from ..sharding.module_sharding import ModuleCall
 
 Params = dict[str, Tensor | None]
 

@@ -13,16 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.boundary import from_local, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import declare_summed_gradients
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, Port
-
-__all__ = ["RECURRENT", "Recurrent"]
 
 RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.LSTM, nn.GRU)
 

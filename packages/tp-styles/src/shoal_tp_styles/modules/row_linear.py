@@ -17,21 +17,21 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
-from shoal_dtensor import DTensor, Spec, local_shard, whole_when_compiled
-from shoal_mesh import Comm, all_reduce_
-
-from .._torch import (
-    apply,
-    autocast_dtype,
-    autocasting,
-    direct,
+from shoal_dtensor import DTensor, Spec
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import (
     dispatch_modes,
+    first_order_only,
     is_compiling,
+    local_shard,
     selectively_checkpointed,
-    transforming,
     unwatched,
+    whole_when_compiled,
 )
-from ..errors import LayoutError
+from shoal_mesh import Comm
+from shoal_mesh.internal import all_reduce_
+
+from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..lowering.boundary import from_local, local_input, local_output, output_dtensor
 from ..lowering.collective_functions import (
     ShardedDim,
@@ -44,13 +44,10 @@ from ..lowering.collective_functions import (
 )
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
-from ..lowering.parameters import first_order_only
 from ..lowering.ports import declare_partial_output, declare_sharded_input, partial_output, sharded_input
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .linear_gradients import note_parameters, save_operands, weight_grads
-
-__all__ = ["OverlappedRow", "RowLinear"]
 
 Grads = tuple[Any, ...]
 

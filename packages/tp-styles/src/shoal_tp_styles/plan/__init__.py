@@ -1,1 +1,4 @@
-"""Styles by module path: resolved, verified, priced and applied."""
+"""Styles by module path: resolved, verified, priced and applied.
+
+May import: apply, errors, lowering, sharding, styles.
+"""

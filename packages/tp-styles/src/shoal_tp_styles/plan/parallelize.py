@@ -7,17 +7,22 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
+from shoal_dtensor.errors import LayoutError, PlanError
+from shoal_dtensor.internal import (
+    check_device_mesh,
+    check_styled,
+    complete_forms,
+    given_back,
+    takes,
+    unwatch_draws,
+    watch_draws,
+)
 from shoal_mesh import DeviceMesh, current_mesh
 
-from ..apply.apply import complete_forms, plain_module
-from ..apply.owners import check_styled, given_back
-from ..argument_types import check_mesh, takes
-from ..draws.region import unwatch_draws, watch_draws
-from ..errors import LayoutError, PlanError, UnmatchedPlanWarning
+from ..apply.apply import plain_module
+from ..errors import UnmatchedPlanWarning
 from ..lowering.lowered import trace_blocks
 from .resolve import AutoPlan, Plan, resolve
-
-__all__ = ["parallelize_module", "unparallelize_module"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -88,7 +93,7 @@ def _mesh(given: DeviceMesh | None) -> DeviceMesh:
     mesh = given if given is not None else current_mesh()
     if mesh is None:
         raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
-    check_mesh("parallelize_module", mesh)
+    check_device_mesh("parallelize_module", mesh)
     return mesh
 
 

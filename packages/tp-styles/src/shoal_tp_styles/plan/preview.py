@@ -7,7 +7,7 @@ mesh may be an `abstract_mesh`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -15,17 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard, StridedShard
-from shoal_mesh import DeviceMesh, Link, dataclass, topology_of
+from shoal_dtensor.internal import current_arithmetic, shard_sizes, takes
+from shoal_mesh import DeviceMesh, Link, topology_of
+from shoal_mesh.internal import dataclass
 
-from ..argument_types import takes
-from ..arithmetic import current_arithmetic
 from ..lowering.boundary import Boundary
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, shard_sizes
-from .activations import to_meta
+from ..sharding.module_sharding import ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
-
-__all__ = ["CollectiveCost", "Preview", "PreviewRow", "format_bytes", "preview"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +132,7 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         >>> costs.count("all_reduce"), costs.parameter_bytes
         ((1, 0), 376)
     """
-    resolved = resolve(model, plan)
+    resolved, arithmetic = resolve(model, plan), current_arithmetic()
     calls = _record_calls(model, {use.path for use in resolved.uses}, args, kwargs)
     seen: set[Hashable] = set()
     rows = []
@@ -148,10 +145,8 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
             row.by_dispatch = True
             continue
         lowering = use.sharding.lowering or Boundary
-        if current_arithmetic() is not None:
-            from ..invariant.forms import invariant_form  # few programs enter the mode
-
-            lowering = invariant_form(lowering, use.sharding, use.module)
+        if arithmetic is not None:
+            lowering = arithmetic.form_of(lowering, use.sharding, use.module)
         if use.sharding.distributes:
             row.by_dispatch = lowering is Boundary
             row.parameter_bytes = sum(
@@ -219,6 +214,15 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
         for handle in handles:
             handle.remove()
     return calls
+
+
+def to_meta(value: Any) -> Any:
+    """Arguments on the meta device."""
+    if isinstance(value, Tensor):
+        return value.detach().to("meta").requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: to_meta(item) for key, item in value.items()}
+    return type(value)(to_meta(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -9,17 +9,15 @@ from types import MappingProxyType
 from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate
-from shoal_mesh import DeviceMesh, dataclass, progress
+from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
+from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass, progress
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
-from ..apply.owners import check_styled, given_back, in_turns
-from ..argument_types import check_mesh
-from ..errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
-
-__all__ = ["AutoPlan", "Plan", "Resolved", "Use", "axis_mesh", "named_styles", "resolve", "sharded_parameters"]
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -268,7 +266,7 @@ def _by_module(
     """
     if not any(isinstance(value, str) for value in plan.values()):
         return plan
-    from .hf_names import WITH_CONTEXT, style_in_context  # with all styles that have names
+    from .style_names import WITH_CONTEXT, style_in_context  # with all styles that have names
 
     parameters: dict[str, dict[str, str]] = {}
     for key, value in plan.items():
@@ -312,7 +310,7 @@ def _style(key: str, value: object) -> ParallelStyle | None:
     if not isinstance(key, str):
         raise StyleTypeError(f"a plan's keys are module paths, got {type(key).__name__} {key!r}")
     if isinstance(value, str):
-        from .hf_names import style_named  # as above
+        from .style_names import style_named  # as above
 
         return style_named(value)
     if not isinstance(value, ParallelStyle):
@@ -335,7 +333,7 @@ def axis_mesh(mesh: DeviceMesh, style: ParallelStyle) -> DeviceMesh:
     Raises:
         LayoutError: if the mesh has several axes and the style names none, or one that the mesh lacks, or is torch's.
     """
-    check_mesh(str(style), mesh)
+    check_device_mesh(str(style), mesh)
     axes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     if style.axis is None:
         if mesh.ndim == 1:

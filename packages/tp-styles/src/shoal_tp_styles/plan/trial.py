@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from ..apply.apply import plain_module
-
-__all__ = ["Trial", "try_plan"]
 
 MOST_RANKS = 16
 MOST_PARAMETERS = 1 << 26

@@ -8,17 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import Shard, StridedShard
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_dtensor.errors import PlanError, StyleError
+from shoal_dtensor.internal import shard_sizes, takes
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
-from ..argument_types import takes
-from ..context_parallel.parallel_attention import ContextOptions
-from ..errors import PlanError, StyleError
-from ..sharding.module_sharding import shard_sizes
 from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 from .trial import Trial, try_plan
-
-__all__ = ["Verification", "verify"]
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -11,9 +11,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from fnmatch import fnmatchcase
 
-from shoal_mesh import dataclass
-
-__all__ = ["Match", "Tree", "specificity"]
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

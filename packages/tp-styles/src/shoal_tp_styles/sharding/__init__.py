@@ -1,1 +1,4 @@
-"""How one module is parallel on one mesh axis, as immutable values: no mesh, no communication."""
+"""How one module is parallel on one mesh axis, as immutable values: no mesh, no communication.
+
+May import: nothing.
+"""

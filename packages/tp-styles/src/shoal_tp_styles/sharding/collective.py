@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from shoal_mesh import dataclass
-
-__all__ = ["Collective"]
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from shoal_dtensor import Shard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from ..errors import LayoutError, UnsupportedModuleError
 from .expert_shards import ExpertOwner, PackedShard
 from .module_sharding import Experts, ParameterPlacement
-
-__all__ = ["EXPERTS", "expert_shards", "experts_of", "hidden_shards"]
 
 EXPERTS = "(hidden_states, top_k_index, top_k_weights) or (rows, num_tokens_per_expert)"
 _CHOICES = ("index", "indices", "indexes", "selected_experts")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from shoal_dtensor import Placement, Shard, StridedShard
-from shoal_mesh import dataclass
-
-__all__ = ["ExpertOwner", "PackedShard", "experts_per_rank"]
+from shoal_mesh.internal import dataclass
 
 
 def experts_per_rank(experts: int, ranks: int) -> list[int]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import field
 
 from shoal_dtensor import Placement, Replicate, Shard
-from shoal_mesh import DeviceMesh, dataclass
-
-from ..errors import LayoutError
-
-__all__ = ["HeadShard", "Heads"]
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-__all__ = [
-    "CONVOLUTIONS",
-    "HOW_TO_QUANTIZE",
-    "TransposedLinear",
-    "computed_parameters",
-    "holds_tensors",
-    "is_grouped",
-    "keeps_forward",
-    "kinds_of",
-    "out_features",
-]
-
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 HOW_TO_QUANTIZE = (
@@ -78,16 +66,6 @@ def computed_parameters(module: nn.Module) -> list[str]:
         if isinstance(value, Tensor) and any(f"{name}{end}" in module._parameters for end in ("_g", "_orig")):
             names.append(name)
     return names
-
-
-def holds_tensors(param: Tensor | None) -> bool:
-    """Whether a parameter is made of tensors, as quantized weights are, and is not a DTensor.
-
-    Example:
-        >>> holds_tensors(nn.Linear(2, 2).weight)
-        False
-    """
-    return hasattr(param, "__tensor_flatten__") and not hasattr(param, "device_mesh")
 
 
 def out_features(module: nn.Module) -> int | None:

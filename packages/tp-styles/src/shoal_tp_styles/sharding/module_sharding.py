@@ -8,25 +8,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
-from shoal_mesh import dataclass
+from shoal_dtensor.internal import shard_sizes
+from shoal_mesh.internal import dataclass
 
 from .expert_shards import ExpertOwner, PackedShard
 from .heads import Heads, HeadShard
 
-__all__ = [
-    "Adapter",
-    "Experts",
-    "FusedBlocks",
-    "LatentFeatures",
-    "ModuleCall",
-    "ModuleSharding",
-    "Overlap",
-    "OwnOptions",
-    "ParameterPlacement",
-    "Port",
-    "shard_sizes",
-]
+COMPLETION = "completed by the arithmetic that is entered"
+"""The style of what stands in on modules that no style shards; a style that comes later replaces it."""
 
 ParameterPlacement = Placement | HeadShard | PackedShard | ExpertOwner
 """Of a parameter: a placement, or what becomes one when the number of ranks is known."""
@@ -179,7 +170,7 @@ class ModuleSharding:
     keywords: Mapping[str, Port] = field(default_factory=dict)
     outputs: tuple[Port | None, ...] | None = None
     lowering: type[Any] | None = None
-    options: FusedBlocks | Adapter | Overlap | OwnOptions | Experts | LatentFeatures | None = None
+    options: FusedBlocks | Adapter | Overlap | OwnOptions | ContextOptions | Experts | LatentFeatures | None = None
     local_inputs: bool = False
     local_outputs: bool = True
     distributes: bool = True
@@ -266,20 +257,3 @@ def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:
 def _placement(asked: Mapping[str, ParameterPlacement], name: str, ranks: int) -> Placement:
     placement = asked.get(name, Replicate())
     return placement if isinstance(placement, Placement) else placement.on(ranks)
-
-
-def shard_sizes(size: int, placement: Shard | StridedShard, ranks: int) -> list[int]:
-    """Elements of a dim on each rank.
-
-    Example:
-        >>> shard_sizes(10, Shard(0, multiple_of=2), 4)
-        [4, 4, 2, 0]
-    """
-    if isinstance(placement, StridedShard):
-        assert placement.sizes is not None, "styles say the sizes of strided shards"
-        return [placement.split_factor * each for each in placement.sizes]
-    if placement.sizes is not None:
-        return list(placement.sizes)
-    units = -(-size // placement.multiple_of)
-    step = -(-units // ranks) * placement.multiple_of  # elements of a full shard
-    return [max(0, min(step, size - rank * step)) for rank in range(ranks)]

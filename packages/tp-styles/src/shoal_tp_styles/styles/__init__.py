@@ -1,1 +1,4 @@
-"""The user's vocabulary: each style maps a module to its `ModuleSharding`."""
+"""The user's vocabulary: each style maps a module to its `ModuleSharding`.
+
+May import: apply, errors, experts, lowering, modules, sharding.
+"""

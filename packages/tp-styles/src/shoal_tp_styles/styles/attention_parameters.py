@@ -8,16 +8,14 @@ from dataclasses import field
 from torch import nn
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError
 from ..modules.latent import LatentLinear
 from ..modules.local_forward import LocalCounts, LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import LatentFeatures, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
-
-__all__ = ["LatentProjection", "OwnParameters"]
 
 
 @dataclass(kw_only=True, repr=False)

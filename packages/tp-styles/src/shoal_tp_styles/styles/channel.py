@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal_dtensor import Placement, Shard
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
 from ..modules.grouped_convolution import ChannelsOfGroups, GroupedChannels
@@ -13,8 +13,6 @@ from ..modules.norm import ChannelGroups, ChannelShards
 from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
-
-__all__ = ["ChannelParallel", "sharded_groups"]
 
 _KINDS: tuple[type[nn.Module], ...] = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
 

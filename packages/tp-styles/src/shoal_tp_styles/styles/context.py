@@ -6,16 +6,13 @@ from typing import Literal
 
 from torch import nn
 
-from shoal_mesh import dataclass
+from shoal_context_parallel import Documents, SequenceLayout
+from shoal_context_parallel.internal import ContextOptions, Method
+from shoal_mesh.internal import dataclass
 
-from ..context_parallel.attention_mask import Documents
-from ..context_parallel.parallel_attention import ContextOptions, Method
-from ..context_parallel.sequence_layout import SequenceLayout
 from ..modules.context_attention import ContextAttention
 from ..sharding.module_sharding import ModuleSharding
 from .style import DeclaredStyle
-
-__all__ = ["ContextParallel"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

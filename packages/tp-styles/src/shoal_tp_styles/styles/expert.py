@@ -10,17 +10,15 @@ from __future__ import annotations
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError
 from ..experts.routed_experts import RoutedExperts
 from ..experts.shared_expert import BlockMembers, OverlappedBlock
 from ..experts.sliced_experts import DividedInput, SlicedExperts
 from ..sharding.expert_parameters import expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
-
-__all__ = ["ExpertParallel", "ExpertTensorParallel", "IdentityExpert", "SharedExpertOverlap"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

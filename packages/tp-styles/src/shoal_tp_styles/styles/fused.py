@@ -15,16 +15,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError, UnsupportedModuleError
 from ..modules.fused_linear import FusedColumn
 from ..sharding.heads import Heads
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of, out_features
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
-
-__all__ = ["PackedColwiseParallel"]
 
 
 @dataclass(kw_only=True, repr=False)

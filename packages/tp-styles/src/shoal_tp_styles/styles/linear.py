@@ -13,9 +13,9 @@ from typing import Any, Self
 from torch import nn
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_mesh.internal import dataclass
 
-from ..errors import LayoutError, UnsupportedModuleError
 from ..lowering.lowered import Lowered
 from ..modules.column_linear import ColumnLinear, OverlappedColumn
 from ..modules.convolution import ColumnChannels, RowChannels
@@ -30,8 +30,6 @@ from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Por
 from .style import DeclaredStyle, LayoutField, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None
-
-__all__ = ["COLWISE", "ROWWISE", "ColwiseParallel", "RowwiseParallel"]
 
 
 @dataclass(frozen=True, slots=True)

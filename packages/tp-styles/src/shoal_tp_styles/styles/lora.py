@@ -15,19 +15,18 @@ import torch
 from torch import nn
 
 from shoal_dtensor import Replicate, Shard
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import takes
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from ..apply.apply import shardings_of
-from ..argument_types import takes
-from ..errors import UnsupportedModuleError
 from ..modules.column_linear import ColumnLinear
 from ..modules.lora_linear import AdapterColumn, AdapterRow
 from ..modules.row_linear import RowLinear
 from ..sharding.module_sharding import Adapter, ModuleSharding
 from .linear import ColwiseParallel, RowwiseParallel
 from .style import DeclaredStyle
-
-__all__ = ["LoRA", "adapter_parameters", "merge_adapters"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate
-from shoal_mesh import dataclass
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_mesh.internal import dataclass
 
-from ..errors import UnsupportedModuleError
 from ..modules.attention import OWN_PROJECTIONS, AttentionHeads
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
-
-__all__ = ["HeadParallel"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

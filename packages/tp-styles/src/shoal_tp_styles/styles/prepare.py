@@ -11,13 +11,11 @@ from dataclasses import field
 from torch import nn
 
 from shoal_dtensor import Placement
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..errors import LayoutCountError
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle
-
-__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal_dtensor import Placement, Shard
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
 from ..modules.dropout import SequenceDropout
@@ -13,9 +13,6 @@ from ..modules.norm import TOKENWISE, Tokenwise, is_norm
 from ..modules.recurrent import RECURRENT, Recurrent
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle
-
-__all__ = ["SequenceParallel"]
-
 
 # By exact type: a subclass may treat tokens otherwise.
 _LOWERINGS: dict[type[nn.Module], type[Lowered]] = {

@@ -15,14 +15,12 @@ from typing import Any, Self
 from torch import nn
 
 from shoal_dtensor import Placement
-from shoal_mesh import DeviceMesh, dataclass
+from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from ..apply.apply import apply_sharding
-from ..errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
 from ..sharding.module_sharding import ModuleSharding
-
-__all__ = ["DeclaredStyle", "LayoutField", "ParallelStyle", "unsupported"]
-
 
 # What torch's styles call on themselves, and their subclasses override.
 _TORCH_HOOKS = {

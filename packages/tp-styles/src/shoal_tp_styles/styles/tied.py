@@ -7,14 +7,12 @@ from dataclasses import replace
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..apply.apply import TIED
 from ..sharding.module_sharding import ModuleSharding
 from .linear import ColwiseParallel, RowwiseParallel
 from .style import DeclaredStyle
-
-__all__ = ["TiedStyle", "style_of_tied"]
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)

@@ -1,1 +1,4 @@
-"""Running a plan on this rank: kernels, packed buffers, async and coalesced collectives."""
+"""Running a plan on this rank: kernels, packed buffers, async and coalesced collectives.
+
+May import: blocks, reductions, steps.
+"""

@@ -16,28 +16,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass, purpose
+from shoal_mesh import purpose
+from shoal_mesh.internal import dataclass
 
 from ...errors import RedistributeError
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 from .execute import bind, closing, comm_of, identity, kernels_of, run
 from .kernels import Collective, Kernel
-
-__all__ = [
-    "CoalescedBatch",
-    "QueuedPlan",
-    "Task",
-    "assemble",
-    "coalesce",
-    "current_batch",
-    "incoming_sizes",
-    "key_of",
-    "merge",
-    "outgoing_blocks",
-    "run_all",
-    "split",
-    "taken_apart",
-]
 
 # What the members' blocks travel as when several tensors share one call.
 _MERGED = {

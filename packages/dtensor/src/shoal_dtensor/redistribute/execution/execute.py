@@ -16,7 +16,6 @@ from torch import Tensor
 from shoal_mesh import (
     Comm,
     DeviceMesh,
-    Pending,
     all_gather,
     all_gather_v,
     all_reduce,
@@ -26,6 +25,7 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
+from shoal_mesh.internal import Pending
 
 from ...layout.symbolic_sizes import remembered
 from ..steps import Plan
@@ -35,7 +35,6 @@ from .memory_format import in_memory_order, memory_order
 if TYPE_CHECKING:
     pass
 
-__all__ = ["InFlight", "bind", "closing", "comm_of", "identity", "kernels_of", "run", "start"]
 
 Stage = Callable[[Tensor], Tensor]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound, contribution, dataclass, pack_blocks, unpack_blocks
+from shoal_mesh.internal import bound, contribution, dataclass, pack_blocks, unpack_blocks
 
 from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import has_symbols
@@ -42,15 +42,6 @@ from .packing import grid_of, join, split
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = [
-    "Collective",
-    "Kernel",
-    "blocks_of",
-    "kernel",
-    "members",
-    "transfer_boxes",
-    "transfer_kernel",
-]
 
 Coordinate = tuple[int, ...]
 

@@ -13,8 +13,6 @@ from ...layout.tensor_meta import contiguous_stride
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = ["in_memory_order", "memory_order"]
-
 
 def memory_order(spec: Spec) -> list[int] | None:
     """Tensor dims from the largest stride to the smallest; None if that is row-major."""

@@ -10,8 +10,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = ["grid_of", "join", "split"]
-
 
 def grid_of(fine: Spec, coarse: Spec, dims: Sequence[int]) -> list[int]:
     """For each of `dims`, how many shards of the finer sharding make one of the coarser."""

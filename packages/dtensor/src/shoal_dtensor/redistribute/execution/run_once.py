@@ -15,7 +15,6 @@ from .execute import run
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = ["run_once", "write_back"]
 
 # Elements of a norm that is remembered: a total, or one for each row of a small weight.
 MAX_ELEMENTS = 256

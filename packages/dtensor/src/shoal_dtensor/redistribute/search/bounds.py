@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..step_cost import Links
     from .costs import Costs, State
 
-__all__ = ["Bounds"]
 
 # latency, that of all but the slowest start, the last speed that must need nothing (-1: none), and for each term
 # (index of a volume, seconds per byte)

@@ -18,7 +18,6 @@ from .tokens import Dims, Tokens, mask_of, shared
 if TYPE_CHECKING:
     from .space import Space
 
-__all__ = ["Costs", "Reshard", "State"]
 
 # axes of the old sharding inside what both have in common, such axes of the new one, fraction of the new shard held
 Pair = tuple[int, int, float]

@@ -12,8 +12,6 @@ from .tokens import Dims
 if TYPE_CHECKING:
     from .costs import Costs, State
 
-__all__ = ["Edge", "edges_between"]
-
 
 class Edge(NamedTuple):
     """One edge of the search: what `plan` makes a step of.

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
     from ..step_cost import Links
 
-__all__ = ["MOST_PRICED", "Route", "routes"]
 
 # Edges priced, about 4 us each, before the search settles: half of them on meshes of more than three axes, a quarter
 # where it looks at some states only.

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
     from ..step_cost import Links
 
-__all__ = [
-    "Space",
-    "spaces",
-]
 
 _LINEAR = frozenset({"sum", "avg"})
 

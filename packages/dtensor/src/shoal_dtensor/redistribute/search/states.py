@@ -18,7 +18,6 @@ from .tokens import Dims, Tokens, valid_tokens
 if TYPE_CHECKING:
     from .space import Space
 
-__all__ = ["MOST_STATES", "States"]
 
 MOST_STATES = 300  # of a mesh whose states are all looked at: 3 axes and 3 dims have 106, 4 axes and 2 dims 261
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["AS_DST", "AS_SRC", "CHUNK", "Dims", "Tokens", "mask_of", "shared", "valid_tokens"]
-
 Tokens = tuple[int, ...]
 Dims = tuple[Tokens, ...]
 

@@ -1,1 +1,4 @@
-"""Moving shards inside an operator: halos, ranges and transposed shards."""
+"""Moving shards inside an operator: halos, ranges and transposed shards.
+
+May import: language.
+"""

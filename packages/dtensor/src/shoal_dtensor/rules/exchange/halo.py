@@ -19,13 +19,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks, dataclass
+from shoal_mesh import all_to_all_blocks
+from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
 from ..language.rows import Traffic
-
-__all__ = ["Halo", "Interval", "SlidingWindows", "Windows", "halo_traffic", "with_halos", "without_halos"]
 
 Interval = tuple[int, int]
 

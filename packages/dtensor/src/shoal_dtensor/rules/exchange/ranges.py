@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks, dataclass
+from shoal_mesh import all_to_all_blocks
+from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
-
-__all__ = ["Run", "relocate"]
 
 Interval = tuple[int, int]
 

@@ -20,8 +20,6 @@ from shoal_mesh import Comm, DeviceMesh, all_gather_v, all_to_all_blocks
 from ...layout.dim_sharding import DimSharding, chunk_sizes
 from ...layout.spec import Spec
 
-__all__ = ["by_columns", "gathered_columns"]
-
 Columnwise = Callable[[Tensor], Sequence[Tensor]]
 
 

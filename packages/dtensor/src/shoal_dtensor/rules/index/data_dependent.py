@@ -17,8 +17,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Tabl
 from ..language.rule_tables import family
 from .gathered_results import assumed_result_bytes, gathered, global_positions, in_global_order
 
-__all__ = ["DATA_DEPENDENT"]
-
 
 def replicated(call: OpCall) -> Iterator[Row]:
     """Every element on every rank."""

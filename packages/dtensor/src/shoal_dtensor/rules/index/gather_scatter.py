@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ...layout.tensor_meta import TensorMeta
 from ..language.index_bounds import local_positions
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
-
-__all__ = ["GATHER_SCATTER", "lookup_partial"]
 
 aten: Any = torch.ops.aten
 

@@ -10,8 +10,6 @@ from shoal_mesh import all_gather, all_gather_v
 from ...layout.spec import Spec
 from ..language.rule import OpCall, Traffic
 
-__all__ = ["assumed_result_bytes", "gathered", "global_positions", "in_global_order"]
-
 
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
     """The results of all ranks along mesh axes, one after the other; their number differs from rank to rank."""

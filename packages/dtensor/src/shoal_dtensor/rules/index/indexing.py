@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
@@ -24,8 +24,6 @@ from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, 
 from ..language.rule_tables import family
 from .gather_scatter import lookup_partial
 from .gathered_results import assumed_result_bytes, global_positions, in_global_order
-
-__all__ = ["INDEXING"]
 
 aten: Any = torch.ops.aten
 

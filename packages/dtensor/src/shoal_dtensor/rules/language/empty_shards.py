@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ...errors import PlacementError
 from .local_ops import in_every_form
@@ -15,8 +15,6 @@ from .rule import LocalCall, LocalFunction, OpCall, Rule, flatten
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
-
-__all__ = ["empty_shard", "local_function", "neutral_value", "nothing_of"]
 
 
 def local_function(rule: Rule, decided: LocalCall, communicates: bool) -> LocalFunction | None:

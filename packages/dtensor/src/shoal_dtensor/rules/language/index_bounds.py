@@ -12,8 +12,6 @@ from ..._torch import TRACED
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = ["check_bounds", "from_the_front", "local_positions"]
-
 
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
     """Refuse indices into `length` elements that are out of range.

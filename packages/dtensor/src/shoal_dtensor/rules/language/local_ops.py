@@ -17,18 +17,6 @@ from .rows import P, R, Row, Traffic
 if TYPE_CHECKING:
     from ...layout.spec import Spec
 
-__all__ = [
-    "all_reduce_traffic",
-    "all_reduced",
-    "drop_dims",
-    "in_every_form",
-    "mean_of_sums",
-    "mean_rows",
-    "sharding_axes",
-    "with_arguments",
-    "zeros",
-]
-
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
     """The mesh axes that shard any of the tensor dims `dims` (all of them when left out), ascending."""

@@ -15,24 +15,11 @@ from math import prod
 
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
 from ...layout.tensor_meta import TensorMeta
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
-
-__all__ = [
-    "NotationError",
-    "Partials",
-    "Pattern",
-    "factor_rows",
-    "keeps_digits",
-    "linear_rows",
-    "parse",
-    "pointwise",
-    "product",
-    "unrounded",
-]
 
 ELLIPSIS = "..."
 Dim = tuple[str, ...]

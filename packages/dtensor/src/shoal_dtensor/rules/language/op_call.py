@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shoal_mesh import cached_property, dataclass
+from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload
 from ...errors import ShoalTensorError
@@ -20,8 +20,6 @@ from .rows import ANY_NORM, Entry, P, R, Row, Traffic
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
-
-__all__ = ["LocalCall", "LocalFunction", "OpCall", "RowError", "flatten"]
 
 
 class RowError(ShoalTensorError, ValueError):

@@ -7,11 +7,9 @@ from functools import cache
 
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..._torch import OpOverload, unmarked_writes
-
-__all__ = ["OpSchema", "schema_of"]
 
 _TENSOR_KINDS = ("TensorType", "ListType")
 

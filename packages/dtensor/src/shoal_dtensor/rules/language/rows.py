@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Partial, Replicate
-
-__all__ = ["ANY_NORM", "Entry", "P", "R", "Row", "S", "ShardingMap", "Traffic", "with_norms"]
-
 
 ShardingMap = Callable[[DimSharding], DimSharding]
 

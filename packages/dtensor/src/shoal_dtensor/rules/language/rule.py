@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..._torch import OpOverload
 from .op_call import LocalCall, LocalFunction, OpCall, RowError, flatten

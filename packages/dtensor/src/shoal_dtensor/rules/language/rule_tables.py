@@ -14,8 +14,6 @@ from ...errors import ShoalTensorError
 from ...scopes import current, entered
 from .rule import Rule, Table
 
-__all__ = ["DuplicateRuleError", "family", "merge", "overlay"]
-
 
 class DuplicateRuleError(ShoalTensorError, ValueError):
     """Two tables give a rule for one operator."""

@@ -1,1 +1,4 @@
-"""Rules of arithmetic: pointwise, products, reductions, sorting, creation and random numbers."""
+"""Rules of arithmetic: pointwise, products, reductions, sorting, creation and random numbers.
+
+May import: exchange, language.
+"""

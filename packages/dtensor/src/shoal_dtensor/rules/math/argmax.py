@@ -20,8 +20,6 @@ from ..language.local_ops import in_every_form, sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["ARGMAX"]
-
 
 def argmax(call: OpCall) -> Iterator[Row]:
     source, keepdim = call["self"], bool(call["keepdim"])

@@ -10,8 +10,6 @@ from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["CREATION"]
-
 
 def zeros_like(call: OpCall) -> Iterator[Row]:
     """Sharded like the original; new where the original is partial."""

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_gather, bound, dataclass
+from shoal_mesh import all_gather
+from shoal_mesh.internal import bound, dataclass
 
 from ...layout.spec import Spec
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
-
-__all__ = ["CUMULATIVE"]
 
 aten: Any = torch.ops.aten
 

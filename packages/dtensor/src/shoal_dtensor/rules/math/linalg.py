@@ -17,8 +17,6 @@ from ..language.notation import product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["LINALG"]
-
 
 def batched(call: OpCall) -> Iterator[Row]:
     """Rows for leading dims that all operands share; the last two dims of the inputs are matrices.

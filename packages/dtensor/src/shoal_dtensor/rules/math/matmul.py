@@ -12,15 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ..language.local_ops import in_every_form
 from ..language.notation import Pattern, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, Table
 from ..language.rule_tables import family
-
-__all__ = ["MATMUL"]
-
 
 # --- a product and an added operand -----------------------------------------------------------------------------------
 

@@ -20,8 +20,6 @@ from ..language.notation import keeps_digits, pointwise
 from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["ELEMENT_BY_ELEMENT", "POINTWISE"]
-
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
 

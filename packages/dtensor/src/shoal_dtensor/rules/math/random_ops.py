@@ -28,8 +28,6 @@ from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["RANDOM"]
-
 
 def fill(call: OpCall) -> Iterator[Row]:
     """Sharded as the first input, which is all that is read of it; a partial tensor that is written to stays one."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import sums_are_in_tree
+from shoal_mesh.internal import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
 from ...layout.placements import Partial
@@ -22,8 +22,6 @@ from ..language.local_ops import all_reduced, drop_dims, in_every_form, mean_of_
 from ..language.notation import unrounded
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
-
-__all__ = ["REDUCTION", "reduced_dims"]
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:

@@ -13,8 +13,6 @@ from ..language.local_ops import all_reduced, sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 
-__all__ = ["SEARCHING"]
-
 
 def searchsorted(call: OpCall) -> Iterator[Row]:
     """How many boundaries are below a value is the sum over shards of the boundaries; a sorter has global indices."""

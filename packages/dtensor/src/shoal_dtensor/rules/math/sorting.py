@@ -20,8 +20,6 @@ from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["SORTING"]
-
 
 def _bytes(call: OpCall) -> int:
     """Of input and outputs: what all ranks together send when shards become columns and results shards."""

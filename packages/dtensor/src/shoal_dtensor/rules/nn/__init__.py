@@ -1,1 +1,4 @@
-"""Rules of neural network operators: normalisation, convolution, pooling, attention, losses, optimizers."""
+"""Rules of neural network operators: normalisation, convolution, pooling, attention, losses, optimizers.
+
+May import: exchange, language.
+"""

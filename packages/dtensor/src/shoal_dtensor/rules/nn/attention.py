@@ -18,8 +18,6 @@ from ..language.local_ops import sharding_axes
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["ATTENTION"]
-
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
 KEY_SIDE = ("key", "value")
 MASKS = ("attn_mask", "attn_bias", "dropout_mask")

@@ -17,8 +17,6 @@ from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form,
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 
-__all__ = ["BATCH_NORM"]
-
 
 def _is_training(call: OpCall) -> bool:
     """Whether the batch's own statistics are used."""

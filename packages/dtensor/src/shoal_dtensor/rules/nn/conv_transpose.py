@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound, dataclass
+from shoal_mesh.internal import bound, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
 from ..exchange.halo import Halo, Interval, with_halos, without_halos
 from ..language.local_ops import sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Traffic
-
-__all__ = ["TransposedWindows", "conv_transpose", "conv_transpose_backward", "conv_transpose_windows"]
 
 
 @dataclass(frozen=True, slots=True)

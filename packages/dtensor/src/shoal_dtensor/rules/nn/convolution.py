@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import contiguous_stride
@@ -21,8 +21,6 @@ from ..language.local_ops import in_every_form, sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 from .conv_transpose import conv_transpose, conv_transpose_backward, conv_transpose_windows
-
-__all__ = ["CONVOLUTION"]
 
 PARAMETERS = ("stride", "padding", "dilation")
 Case = dict[str, Any]

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ..language.index_bounds import check_bounds
 from ..language.local_ops import in_every_form, sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
-
-__all__ = ["EMBEDDING"]
-
 
 MAX = 2  # the mode of `embedding_bag`
 

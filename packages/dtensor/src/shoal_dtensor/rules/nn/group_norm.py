@@ -17,8 +17,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, T
 from ..language.rule_tables import family
 from .layer_norm import accumulation_dtype
 
-__all__ = ["GROUP_NORM"]
-
 SPATIAL = 2  # the first dim behind the channels
 
 

@@ -18,8 +18,6 @@ from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form,
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["LAYER_NORM", "accumulation_dtype"]
-
 
 def _free(call: OpCall) -> int:
     """How many leading dims are not normalised."""

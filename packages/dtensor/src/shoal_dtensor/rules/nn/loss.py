@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound
+from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ..language.index_bounds import check_bounds
@@ -30,8 +30,6 @@ from ..language.local_ops import (
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
-
-__all__ = ["LOSS"]
 
 NONE, MEAN, SUM = 0, 1, 2
 

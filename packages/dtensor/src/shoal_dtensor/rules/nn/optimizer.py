@@ -13,8 +13,6 @@ from ..language.local_ops import all_reduce_traffic, sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["OPTIMIZER"]
-
 
 def fused_optimizer(call: OpCall) -> Iterator[Row]:
     """A parameter, its gradient and its state are sharded alike; step counts, rates and scales are replicated."""

@@ -8,8 +8,6 @@ from typing import Any
 from ..language.rule import OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["PLANES", "RowFunction", "planes"]
-
 RowFunction = Callable[[OpCall], Iterator[Row]]
 
 

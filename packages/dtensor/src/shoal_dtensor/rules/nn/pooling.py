@@ -20,8 +20,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Tabl
 from ..language.rule_tables import family
 from .planes import RowFunction, planes
 
-__all__ = ["POOLING"]
-
 
 def _per_dim(call: OpCall, name: str, count: int) -> list[int]:
     value = call.get(name, [1])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound, dataclass
+from shoal_mesh.internal import bound, dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
@@ -24,8 +24,6 @@ from ..language.local_ops import sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
 from .planes import RowFunction, planes
-
-__all__ = ["RESAMPLING"]
 
 # With float32 scales a nearest neighbour is exact up to a factor of 40; 41 / 41 rounds down.
 LARGEST = 16

@@ -13,8 +13,6 @@ from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form,
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
 
-__all__ = ["SOFTMAX"]
-
 
 def _every_dim(call: OpCall, reductions: int, *names: str) -> Iterator[Row]:
     """All operands sharded alike; along the normalised dim `reductions` values per row are all-reduced."""

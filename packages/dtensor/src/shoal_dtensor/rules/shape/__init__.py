@@ -1,1 +1,4 @@
-"""Rules of operators that change the shape or the place of elements."""
+"""Rules of operators that change the shape or the place of elements.
+
+May import: exchange, language.
+"""

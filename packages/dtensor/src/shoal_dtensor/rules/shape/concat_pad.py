@@ -17,8 +17,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, T
 from .slice_maps import PadMap
 from .views import same_dims
 
-__all__ = ["CONCAT_PAD"]
-
 aten: Any = torch.ops.aten
 
 

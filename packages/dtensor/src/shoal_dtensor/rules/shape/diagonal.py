@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ..language.local_ops import with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
 from .slice_maps import SliceMap
 from .views import rearrangement, same_dims, with_input_sizes
-
-__all__ = ["DIAGONAL"]
 
 aten: Any = torch.ops.aten
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from math import lcm, prod
 from typing import NamedTuple
 
-__all__ = ["DimMapping", "groups", "reshape_mappings"]
-
 
 class DimMapping(NamedTuple):
     """Dim `source`, sharded at multiples of `unit`, becomes dim `target`, sharded at multiples of `steps`.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..exchange.ranges import Run, relocate
@@ -21,8 +21,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Tabl
 from ..language.rule_tables import family
 from .slice_maps import chunk_sharding
 from .views import same_dims
-
-__all__ = ["ROLL_REPEAT"]
 
 aten: Any = torch.ops.aten
 

@@ -10,21 +10,10 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import ClassVar
 
-from shoal_mesh import dataclass
+from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..language.rule import OpCall
-
-__all__ = [
-    "PadMap",
-    "SelectGradMap",
-    "SelectMap",
-    "SliceGradMap",
-    "SliceMap",
-    "chunk_sharding",
-    "local_bounds",
-    "slice_map",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal_mesh import bound, broadcast
+from shoal_mesh import broadcast
+from shoal_mesh.internal import bound
 
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
 from .slice_maps import SelectGradMap, SelectMap, SliceGradMap, SliceMap, local_bounds, slice_map
 from .views import same_dims
-
-__all__ = ["SLICING"]
 
 aten: Any = torch.ops.aten
 

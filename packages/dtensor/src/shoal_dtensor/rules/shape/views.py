@@ -16,8 +16,6 @@ from torch import Tensor
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from .dim_maps import reshape_mappings
 
-__all__ = ["VIEWS", "rearrangement", "same_dims", "with_input_sizes"]
-
 aten: Any = torch.ops.aten
 Rows = Callable[[OpCall], Iterable[Row]]
 

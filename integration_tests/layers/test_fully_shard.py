@@ -1,0 +1,202 @@
+"""`fully_shard` of modules with styles against one device, on real gloo ranks.
+
+Covers: shoal_data_parallel/{fully_shard,sharded_parameters,unit}.py, with shoal_tp_styles/plan/parallelize.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from integration_tests.layers.styled_model import PLAN, models, styled
+from torch import nn
+
+from data_parallel_checks import (
+    full_state_dicts_load,
+    units_keep_gradients,
+    units_load_on_other_degrees,
+    units_load_their_state,
+    units_outlive_a_fault,
+    units_start_as_one_device,
+)
+from data_parallel_model import (
+    Block,
+    Model,
+    adapted,
+    backward_of_each,
+    batch,
+    full,
+    loss_of,
+    mesh_of,
+    own,
+    same_gradients,
+    train_alike,
+    units,
+)
+from shoal_data_parallel import fully_shard, replicate
+from shoal_dtensor import DTensor
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh.testing import counts, on_ranks
+from shoal_tp_styles import ColwiseParallel, LayoutError, LoRA, RowwiseParallel, merge_adapters, parallelize_module
+
+
+def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model) -> tuple[Any, Any]:
+    """A model on one device, and the same sharded over "data" and "tensor"."""
+    plain, model = models(mesh, make)
+    return plain, units(model, mesh["data"])
+
+
+def build(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return Model(6, 2).double()
+
+
+@on_ranks(4)
+def test_training_is_that_of_one_device() -> None:
+    mesh = mesh_of(2, 2)
+    plain, model = pair(mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    train_alike(plain, model, mesh, optimizers)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(4)
+def test_checkpointed_units(reentrant: bool) -> None:
+    mesh = mesh_of(2, 2)
+    plain, model = pair(mesh, lambda: Model(recompute=reentrant))
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_gradients_are_kept_until_a_pass_that_reduces_them() -> None:
+    mesh = mesh_of(2, 2)
+    units_keep_gradients(*pair(mesh), mesh)
+
+
+@on_ranks(4)
+def test_one_gather_forward_one_backward_one_reduction() -> None:
+    mesh = mesh_of(2, 2)
+    _, model = pair(mesh)
+    with CommDebugMode() as forward:
+        loss = loss_of(model, *own(mesh, *batch(0)))
+    with CommDebugMode() as backward:
+        loss.backward()
+    # Four units; the outermost stays gathered. Three blocks reduce along "tensor", and one parameter is a number.
+    assert counts(forward) == {"all_gather": 4, "all_reduce": 3}
+    assert counts(backward) == {"all_gather": 3, "reduce_scatter": 4, "all_reduce": 1 + 3}
+
+
+@on_ranks(4)
+def test_state_dicts_hold_shards_and_load_again() -> None:
+    mesh = mesh_of(2, 2)
+    units_load_their_state(*pair(mesh), mesh)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate", "ZeRO-1"])
+@on_ranks(4, timeout=120)
+def test_full_state_dicts_go_to_one_device_and_to_other_degrees(kind: str) -> None:
+    full_state_dicts_load(kind, styled)
+
+
+@on_ranks(4)
+def test_checkpoints_are_loaded_on_other_degrees() -> None:
+    mesh = mesh_of(2, 2)
+    tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    others = [units(build(1), mesh_of(4, 1)["data"]), units(build(1), replicated), build(1), styled(build(1), tensor)]
+    units_load_on_other_degrees(units(styled(build(), mesh), mesh["data"]), mesh, others)
+
+
+@on_ranks(4)
+def test_initialization_on_the_meta_device_is_that_of_one_device() -> None:
+    mesh = mesh_of(2, 2)
+    plain = Model(6, 2)
+    with torch.device("meta"):
+        model = Model(6, 2)
+    units_start_as_one_device(plain, units(styled(model, mesh), mesh["data"]))
+
+
+@on_ranks(4)
+def test_hooks_that_parameters_have_before_they_are_sharded() -> None:
+    mesh = mesh_of(2, 2)
+    plain, model = build(), build()
+    for one in (plain, model):
+        one.head.weight.register_hook(lambda grad: grad * 3)
+        one.head.weight.tag = "kept"
+    parallelize_module(model, mesh["tensor"], PLAN)
+    fully_shard(model, mesh["data"])
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+    assert isinstance(model.head.weight, DTensor)
+    assert model.head.weight.tag == "kept"  # type: ignore[attr-defined]  # set above
+    other: Any = parallelize_module(build(), mesh["tensor"], PLAN)
+    other.blocks[0].up.weight.register_hook(lambda grad: grad * 3)
+    with pytest.raises(LayoutError, match="after fully_shard"):
+        fully_shard(other, mesh["data"])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(4)
+def test_a_step_that_raises_leaves_parameters_and_gradients(where: str) -> None:
+    mesh = mesh_of(2, 2)
+    units_outlive_a_fault(*pair(mesh), mesh, where)
+
+
+@on_ranks(4)
+def test_an_axis_of_styles_is_refused() -> None:
+    mesh = mesh_of(4, 1)
+    placed = parallelize_module(Block(4), mesh["data"], {"up": ColwiseParallel()})
+    with pytest.raises(LayoutError, match="can do one of both"):
+        fully_shard(placed, mesh["data"])
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+ADAPTED = {
+    "blocks.*.up.base": ColwiseParallel(),
+    "blocks.*.up.b": ColwiseParallel(),
+    "blocks.*.down.base": RowwiseParallel(),
+    "blocks.*.down.a": RowwiseParallel(),
+}
+
+
+@pytest.mark.parametrize("shard", [units, replicate])
+@on_ranks(4)
+def test_adapters_of_a_frozen_model_train_as_on_one_device(shard: Any) -> None:
+    mesh = mesh_of(2, 2)
+    plain, model = adapted(), adapted()
+    parallelize_module(model, mesh["tensor"], ADAPTED)
+    shard(model, mesh["data"])
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, model)]
+    assert len(optimizers[1].param_groups[0]["params"]) == 8
+    train_alike(plain, model, mesh, optimizers)
+
+
+@on_ranks(4)
+def test_adapters_of_a_style_are_merged_after_they_were_sharded() -> None:
+    mesh = mesh_of(2, 2)
+    plain = adapted()
+    torch.manual_seed(0)
+    model: Any = Model(6, 2).double().requires_grad_(False)
+    bases: dict[str, ColwiseParallel | RowwiseParallel] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    plan = {f"blocks.*.{name}": LoRA(base=base, rank=3, alpha=6.0) for name, base in bases.items()}
+    units(parallelize_module(model, mesh["tensor"], plan), mesh["data"])
+    pairs = [(getattr(b, n), getattr(p, n)) for b, p in zip(model.blocks, plain.blocks, strict=True) for n in bases]
+    with torch.no_grad():
+        for ours, other in pairs:
+            ours.lora_B.add_(0.3)
+            other.a.weight.copy_(full(ours.lora_A))
+            other.b.weight.copy_(full(ours.lora_B))
+            other.base.load_state_dict({"weight": full(ours.weight), "bias": full(ours.bias)})
+    backward_of_each(plain, model, mesh)
+    for ours, other in pairs:
+        torch.testing.assert_close(full(ours.lora_A.grad), other.a.weight.grad)
+        torch.testing.assert_close(full(ours.lora_B.grad), other.b.weight.grad)
+    merge_adapters(model)
+    torch.testing.assert_close(model(batch(1)[0]), plain(batch(1)[0]))
+    for ours, other in pairs:
+        torch.testing.assert_close(full(ours.weight), other.base.weight + 2 * other.b.weight @ other.a.weight)

@@ -1,0 +1,296 @@
+"""Random numbers between styles, against one device.  Covers: random_layouts/."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal_dtensor import Replicate, Shard, random_mode
+from shoal_dtensor.random_layouts.local_layout import current_watch
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import (
+    ColwiseParallel,
+    LayoutError,
+    PackedColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    unparallelize_module,
+)
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(h, 0.4),
+    "inplace": lambda h: F.dropout(h * 2, 0.4, inplace=True),
+    "torch": lambda h: torch.dropout(h, 0.4, True),
+    "channels": lambda h: F.dropout1d(h, 0.4),
+    "alpha": lambda h: F.alpha_dropout(h, 0.4, training=True),
+    "rrelu": lambda h: F.rrelu(h, training=True),
+    "noise": lambda h: h + torch.rand_like(h) * torch.randn_like(h),
+    "fill": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
+    "detached": lambda h: h * torch.bernoulli(h.detach().sigmoid()),
+    "gumbel": lambda h: F.gumbel_softmax(h.reshape(*h.shape[:2], -1, 2), dim=-1).flatten(-2),
+    "transposed": lambda h: F.dropout(h.transpose(1, 2), 0.4).transpose(1, 2),
+    "heads": lambda h: F.dropout(h.view(*h.shape[:2], -1, 2).transpose(1, 2), 0.4).transpose(1, 2).flatten(2),
+    "module": nn.Dropout(0.4),
+    "modules": nn.Sequential(nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.RReLU()),
+}
+
+
+class Between(nn.Module):
+    """Two projections, and something that draws between them."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor], hidden: int = 12) -> None:
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(6, hidden), nn.Linear(hidden, 6), draw
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.draw(self.up(x)))
+
+
+def compare(model: nn.Module, plan: Any, x: Tensor) -> None:
+    """Two training steps' outputs, gradients and generators are those of one device."""
+    parallel = parallelize_module(copy.deepcopy(model), all_ranks(), plan)
+    for _ in range(2):
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        torch.manual_seed(3)
+        expected = model(a)
+        expected.square().sum().backward()
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        out = parallel(b)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(b.grad, a.grad)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert_same_parameters(parallel, model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("hidden", [16, 8, 10])
+def test_draws_between_styles_are_those_of_one_device(kind: str, hidden: int) -> None:
+    model = Between(DRAWS[kind], hidden).double()
+    compare(
+        model, {"up": ColwiseParallel().aligned(2), "down": RowwiseParallel().aligned(2)}, torch.randn(3, 5, 6).double()
+    )
+
+
+class Attention(nn.Module):
+    """Attention with dropout of its weights and of its output."""
+
+    def __init__(self, heads: int, kv_heads: int, by: str) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(8, heads * 4, bias=False), nn.Linear(heads * 4, 8)
+        self.k, self.v = nn.Linear(8, kv_heads * 4), nn.Linear(8, kv_heads * 4)
+        self.by, self.drop = by, nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Any:
+        b, t, _ = x.shape
+        q, k, v = (f(x).view(b, t, -1, 4).transpose(1, 2) for f in (self.q, self.k, self.v))
+        if self.by == "sdpa":
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=0.3, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        else:
+            k, v = (z.repeat_interleave(q.shape[1] // k.shape[1], 1) for z in (k, v))
+            mask = torch.ones(t, t, dtype=torch.bool).triu(1)
+            y = self.drop((q @ k.transpose(-1, -2) / 2).masked_fill(mask, -torch.inf).softmax(-1)) @ v
+        return self.o(F.dropout(y.transpose(1, 2).reshape(b, t, -1), 0.1))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("heads", [(4, 4), (8, 4), (8, 8), (6, 6)])
+@pytest.mark.parametrize("by", ["sdpa", "hand"])
+def test_attention_drops_as_on_one_device(heads: tuple[int, int], by: str) -> None:
+    model = Attention(*heads, by).double()
+    query, key = heads
+    columns = {"q": ColwiseParallel().heads(query, 4), "[kv]": ColwiseParallel().heads(key, 4)}
+    plan = {**columns, "o": RowwiseParallel().heads(query, 4)}
+    compare(model, plan, torch.randn(3, 5, 8).double())
+
+
+class Checkpointed(nn.Module):
+    """A block whose forward is run again in backward."""
+
+    def __init__(self, block: Any, how: str) -> None:
+        super().__init__()
+        self.block: Any = block
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        reentrant = self.how.startswith("reentrant")
+        if self.how.endswith("function"):
+            return x + checkpoint(
+                lambda y: self.block.down(F.dropout(self.block.up(y), 0.4)), x, use_reentrant=reentrant
+            )
+        return x + checkpoint(self.block, x * 2, use_reentrant=reentrant)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("how", ["reentrant", "kept"])
+def test_recomputation_draws_again_what_the_forward_drew(how: str) -> None:
+    for draw in (DRAWS["dropout"], nn.Dropout(0.4)):
+        model = Checkpointed(Between(draw), how).double()
+        compare(model, {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}, torch.randn(3, 5, 6).double())
+
+
+class Residual(nn.Module):
+    """A stream of activations that is sharded along the sequence, with dropout on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.drop = nn.LayerNorm(6), Between(DRAWS["dropout"]), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.drop(self.inner(self.norm(x)))
+        return self.drop(x)
+
+
+SEQUENCE: dict[str, Any] = {
+    "": PrepareModuleInputOutput(
+        input_layouts=Replicate(),
+        desired_input_layouts=Shard(1),
+        use_local_input=True,
+        output_layouts=Shard(1),
+        desired_output_layouts=Replicate(),
+    ),
+    "norm": SequenceParallel(),
+    "inner.up": ColwiseParallel(input_layouts=Shard(1)),
+    "inner.down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+@on_ranks(4)
+def test_dropout_along_the_sequence() -> None:
+    compare(Residual().double(), SEQUENCE, torch.randn(3, 8, 6).double())
+
+
+def batch(dim: int = 0) -> PrepareModuleInput:
+    """The style that says that a plain input is this rank's shard of the batch."""
+    return PrepareModuleInput(input_layouts=Shard(dim), desired_input_layouts=Shard(dim), use_local_output=True)
+
+
+HEADS: Any = {"[qkv]": ColwiseParallel(), "o": RowwiseParallel()}
+BATCHED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "residual": (Residual, {"inner.up": ColwiseParallel(), "inner.down": RowwiseParallel()}),
+    "attention": (lambda: Attention(4, 4, "sdpa"), HEADS),
+    "grouped": (lambda: Attention(4, 2, "hand"), HEADS),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", BATCHED)
+def test_dropout_over_the_shards_of_a_batch(kind: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    make, plan = BATCHED[kind]
+    single = make().double()
+    parallel = parallelize_module(copy.deepcopy(single), mesh["tensor"], plan)
+    parallelize_module(parallel, mesh["data"], batch())
+    x = torch.randn(4, 5, 8 if isinstance(single, Attention) else 6).double()
+    own = mesh.get_local_rank("data")
+    torch.manual_seed(3)
+    expected = single(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(parallel(x.chunk(2)[own]), expected.chunk(2)[own])
+
+
+class Part(nn.Module):
+    """Part of a fused projection, of its features, or noise of sizes of its own."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.draw = nn.Linear(6, 16), draw
+
+    def forward(self, x: Tensor) -> Any:
+        return self.draw(self.up(x))
+
+
+UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "part": (lambda h: F.dropout(h[..., :2], 0.4), "takes a part of a sharded dim"),
+    "sizes": (lambda h: F.dropout(h.view(*h.shape[:2], 1, 4), 0.4), "write -1"),
+    "noise": (lambda h: h + torch.rand(h.shape), "drew alike"),
+    "own sizes": (lambda h: h * h.new_empty(h.shape).bernoulli_(0.4), "sizes of its own"),
+    "summands": (lambda h: F.dropout(h @ h.transpose(1, 2), 0.4), "summands"),
+    "passed by": (lambda h: F.dropout(torch.jit.script(_scripted)(h), 0.4), "no torch function"),
+}
+
+
+def _scripted(h: Tensor) -> Tensor:
+    return h * 2
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_draws_of_unknown_layout_are_refused(kind: str) -> None:
+    draw, message = UNKNOWN[kind]
+    model = parallelize_module(Part(draw), all_ranks(), {"up": ColwiseParallel()})
+    with pytest.raises(LayoutError, match=message):
+        model(torch.randn(3, 5, 6))
+    with random_mode("local"):
+        model(torch.randn(3, 5, 6))
+    model.eval()
+    model(torch.randn(3, 5, 6))
+
+
+@on_ranks(2)
+def test_checkpointed_functions_that_draw_are_refused() -> None:
+    for how in ("reentrant function", "kept function"):
+        model = Checkpointed(Between(DRAWS["dropout"]), how)
+        plan = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
+        parallel = parallelize_module(model, all_ranks(), plan)
+        with pytest.raises(LayoutError, match="checkpoint"):
+            parallel(torch.randn(3, 5, 6).requires_grad_())
+
+
+class Fused(nn.Module):
+    """A gated projection whose two blocks drop on their own; dropout without a style beside them is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(6, 20), nn.Linear(10, 6), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.up(x).chunk(2, -1)
+        y = self.down(F.dropout(gate.sigmoid(), 0.2) * self.drop(up))
+        return checkpoint(self.drop, y, use_reentrant=False)
+
+
+@on_ranks(4)
+def test_blocks_of_a_fused_projection_drop_as_on_one_device() -> None:
+    plan = {"up": PackedColwiseParallel(blocks=2), "down": RowwiseParallel()}
+    compare(Fused().double(), plan, torch.randn(3, 5, 6).double())
+
+
+@on_ranks(2)
+def test_modules_that_do_not_draw_are_not_watched() -> None:
+    class Quiet(nn.Module):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.up, self.dropout = nn.Linear(6, 8), nn.Dropout(p)
+
+        def forward(self, x: Tensor) -> Any:
+            seen.append(current_watch())
+            return self.dropout(torch.relu(F.gelu(self.up(x))))
+
+    seen: list[object] = []
+    for p, training in ((0.0, True), (0.5, False), (0.5, True)):
+        model = parallelize_module(Quiet(p), all_ranks(), {"up": ColwiseParallel()}).train(training)
+        model(torch.randn(3, 6))
+    assert [watch is not None for watch in seen] == [False, False, True]
+    plain = parallelize_module(nn.Sequential(nn.Linear(6, 8)), all_ranks(), {"0": ColwiseParallel()})
+    assert "forward" not in vars(plain), "nothing in it can draw"
+    copied = copy.deepcopy(model)
+    copied(torch.randn(3, 6))
+    unparallelize_module(copied)
+    assert "forward" not in vars(copied) and seen[-1] is not None

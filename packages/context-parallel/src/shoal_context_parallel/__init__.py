@@ -1,0 +1,36 @@
+"""Attention of a sequence that is sharded over an axis of a mesh: ring, all-gather and Ulysses."""
+
+from typing import Never
+
+from shoal_dtensor.errors import LayoutError, LayoutTypeError, SecondOrderError, StyleError
+from shoal_mesh.internal import no_such_name
+
+from .__about__ import __version__
+from .attention_mask import Documents
+from .buffers import context_parallel, context_parallel_unshard, set_rotate_method
+from .errors import UnsupportedAttentionError
+from .parallel_attention import context_parallel_attention
+from .sequence_layout import SequenceLayout
+
+__all__ = [
+    "Documents",
+    "LayoutError",
+    "LayoutTypeError",
+    "SecondOrderError",
+    "SequenceLayout",
+    "StyleError",
+    "UnsupportedAttentionError",
+    "__version__",
+    "context_parallel",
+    "context_parallel_attention",
+    "context_parallel_unshard",
+    "set_rotate_method",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Never:
+    raise no_such_name(__name__, name, {})

@@ -1,0 +1,206 @@
+"""`AttentionMask`: which keys a query reads, and the tiles of queries and keys that this leaves to compute.
+
+A mask is never a tensor of queries times keys: a document, a causal or a windowed mask splits ranges of positions into
+tiles of which most are full; only the edges of a window need a mask inside a tile.
+
+May import: sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shoal_dtensor.errors import LayoutError
+from shoal_mesh.internal import dataclass
+
+from .sequence_layout import Range, SequenceLayout
+
+_BAND_ROWS = 512  # queries of one tile at a window's edge; its mask has 512 x (512 + window) elements
+
+
+class TileKind(Enum):
+    """What a query of a tile reads: every key, those up to its own index, or those of a band around it."""
+
+    FULL = 0
+    CAUSAL = 1
+    BAND = 2
+
+
+class Tile(NamedTuple):
+    """Local queries and keys of one block of keys, none of them without a partner.
+
+    Attributes:
+        row: batch row; None for all.
+        queries: slice of the rank's queries.
+        keys: slice of the block's keys.
+        kind: which keys each query reads.
+        offset: position of the first query less that of the first key.
+        first_key: global position of the first key.
+    """
+
+    row: int | None
+    queries: slice
+    keys: slice
+    kind: TileKind
+    offset: int
+    first_key: int
+
+
+class _Segment(NamedTuple):
+    start: int
+    stop: int
+    document: int
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Which document each position of a packed sequence belongs to; queries read keys of their own document only.
+
+    Attributes:
+        rows: for each batch row, or once for all of them, runs of positions: (start, stop, document).
+
+    Example:
+        >>> Documents.from_cu_seqlens([0, 3, 8]) == Documents.from_ids([7, 7, 7, 9, 9, 9, 9, 9])
+        True
+    """
+
+    rows: tuple[tuple[_Segment, ...], ...]
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Sequence[int] | Tensor) -> Documents:
+        """From cumulative lengths, as flash-attention's variable-length calls take them: 0, ..., the full length.
+
+        Raises:
+            LayoutError: if they do not start with 0 or go down.
+        """
+        bounds = [int(bound) for bound in cu_seqlens]
+        if bounds[:1] != [0] or any(a > b for a, b in pairwise(bounds)):
+            raise LayoutError(f"cumulative lengths of documents start with 0 and do not go down, got {bounds}")
+        spans = [span for span in pairwise(bounds) if span[0] < span[1]]
+        return cls((tuple(_Segment(*span, number) for number, span in enumerate(spans)),))
+
+    @classmethod
+    def from_ids(cls, ids: Sequence[int] | Tensor) -> Documents:
+        """From the document of each position: (length,), or (batch, length) of global length, the same on all ranks.
+
+        Raises:
+            LayoutError: if it has other dims.
+        """
+        if isinstance(ids, Tensor):
+            if ids.ndim not in (1, 2):
+                raise LayoutError(f"ids of documents are (length,) or (batch, length), got {tuple(ids.shape)}")
+            lists = ids.tolist() if ids.ndim == 2 else [ids.tolist()]
+        else:
+            lists = [list(ids)]
+        return cls(tuple(_runs(row) for row in lists))
+
+    @property
+    def length(self) -> int:
+        """Positions of the sequence."""
+        return self.rows[0][-1].stop if self.rows and self.rows[0] else 0
+
+
+def _runs(ids: Sequence[int]) -> tuple[_Segment, ...]:
+    numbers: dict[int, int] = {}
+    segments, at = [], 0
+    for document, run in groupby(ids):
+        count = sum(1 for _ in run)
+        segments.append(_Segment(at, at + count, numbers.setdefault(document, len(numbers))))
+        at += count
+    return tuple(segments)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMask:
+    """Which keys a query reads, by global positions.
+
+    Attributes:
+        causal: keys up to the query's own position.
+        window: (left, right): so many keys before and behind the query's own position; None: no bound.
+        documents: keys of the query's own document.
+
+    Raises:
+        LayoutError: if a window has a negative side.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    documents: Documents | None = None
+
+    def __post_init__(self) -> None:
+        if any(side is not None and side < 0 for side in self.window):
+            raise LayoutError(f"a window is (left, right), each None or at least 0, got {self.window}")
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """Keys before and behind the query's own position that it may read."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
+
+@lru_cache(maxsize=1024)
+def tiles(layout: SequenceLayout, rank: int, owner: int, mask: AttentionMask) -> tuple[Tile, ...]:
+    """What the queries of `rank` have to do with the keys of `owner`.
+
+    Example:
+        >>> layout = SequenceLayout.head_tail(8, ranks=2)
+        >>> [(t.queries, t.keys, t.kind.name) for t in tiles(layout, 0, 1, AttentionMask(causal=True))]
+        [(slice(2, 4, None), slice(0, 2, None), 'FULL'), (slice(2, 4, None), slice(2, 4, None), 'FULL')]
+    """
+    rows = mask.documents.rows if mask.documents is not None else (None,)
+    found = []
+    for number, segments in enumerate(rows):
+        row = number if len(rows) > 1 else None
+        queries, keys = (list(_local(layout.ranges[holder], segments)) for holder in (rank, owner))
+        for q_span, q_at, q_document in queries:
+            for k_span, k_at, k_document in keys:
+                if q_document == k_document:
+                    for q, k, kind in _pairs(q_span, k_span, *mask.reach):
+                        at = slice(q[0] - q_span[0] + q_at, q[1] - q_span[0] + q_at)
+                        to = slice(k[0] - k_span[0] + k_at, k[1] - k_span[0] + k_at)
+                        found.append(Tile(row, at, to, kind, q[0] - k[0], k[0]))
+    return tuple(found)
+
+
+def _local(own: Sequence[Range], segments: Sequence[_Segment] | None) -> Iterator[tuple[Range, int, int]]:
+    """What a rank holds of each document: positions, index of the first one on the rank, document."""
+    at = 0
+    for start, stop in own:
+        if segments is None:
+            yield (start, stop), at, 0
+        for segment in segments or ():
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low < high:
+                yield (low, high), at + low - start, segment.document
+        at += stop - start
+
+
+def _pairs(queries: Range, keys: Range, left: int | None, right: int | None) -> Iterator[tuple[Range, Range, TileKind]]:
+    """The tiles of a range of queries and one of keys, every query with a key to read."""
+    (a, b), (c, d) = queries, keys
+    if right is not None:
+        a = max(a, c - right)
+    if left is not None:
+        b = min(b, d + left)
+    if a >= b:
+        return
+    if left is None and right is None:
+        yield (a, b), keys, TileKind.FULL
+    elif left is None and right == 0:
+        if c < min(a, d):
+            yield (a, b), (c, min(a, d)), TileKind.FULL
+        if a < d:
+            yield (a, b), (a, min(b, d)), TileKind.CAUSAL
+    else:
+        for start in range(a, b, _BAND_ROWS):
+            stop = min(start + _BAND_ROWS, b)
+            low = c if left is None else max(c, start - left)
+            high = d if right is None else min(d, stop + right)
+            inside = (left is None or stop - 1 - left <= low) and (right is None or start + right >= high - 1)
+            yield (start, stop), (low, high), TileKind.FULL if inside else TileKind.BAND

@@ -1,0 +1,221 @@
+"""`context_parallel` and `context_parallel_unshard`: buffers sharded along the sequence for a block, and back.
+
+May import: attention_mask, errors, parallel_attention, routing, sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import LayoutError, LayoutTypeError
+from shoal_mesh import Comm, DeviceMesh, all_gather, all_gather_v
+
+from .attention_mask import Documents
+from .errors import UnsupportedAttentionError
+from .parallel_attention import ContextOptions, Method, axis_of
+from .routing import RoutedAttention
+from .sequence_layout import SequenceLayout
+
+T = TypeVar("T")
+
+_ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
+_default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
+_active: ContextVar[SequenceLayout | None] = ContextVar("shoal_context_parallel_layout", default=None)
+
+
+@contextmanager
+def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[Tensor] | None = None,
+    layout: SequenceLayout | Literal["head_tail", "contiguous"] = "head_tail",
+    method: Method | None = None,
+    window: tuple[int | None, int | None] = (None, None),
+    documents: Documents | None = None,
+) -> Iterator[SequenceLayout | None]:
+    """A block in which buffers are this rank's shards, and `F.scaled_dot_product_attention` is that of the sequence.
+
+    Run forward and backward inside: what backward needs of a buffer is gone after the block (an error says so).
+
+    Args:
+        mesh: with one axis.
+        buffers: the same on all ranks: inputs, labels, positions, tables of rotary embeddings. They are sharded in
+            place, and get their contents back after the block.
+        buffer_seq_dims: the dim of each buffer that is the sequence.
+        no_restore_buffers: those of `buffers` that stay sharded.
+        layout: which positions each rank holds. By default early and late ones, so that a causal mask leaves all ranks
+            equal work.
+        method: "allgather", "ring" or "ulysses", see `context_parallel_attention`; if left out, what
+            `set_rotate_method` said.
+        window: (left, right): keys before and behind the query's own position that it may read; None: no bound.
+        documents: of packed sequences, of this batch.
+
+    Yields:
+        The layout: `layout.positions(mesh.get_local_rank())` are this rank's global positions. None where there are no
+        buffers and `layout` is a name.
+
+    Raises:
+        LayoutError: before anything is changed, if the mesh has several axes, lists have different lengths, sequences
+            have, or a buffer needs a gradient.
+        UnsupportedAttentionError: at an attention with dropout, and at `nn.MultiheadAttention`.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     tokens = torch.arange(16).view(1, 16)
+        ...     with context_parallel(init_device_mesh("cpu", (4,)), buffers=[tokens], buffer_seq_dims=[1]):
+        ...         print(tokens)
+        tensor([[ 0,  1, 14, 15]])
+        >>> tokens.shape
+        torch.Size([1, 16])
+    """
+    comm = axis_of(mesh)
+    held = _listed("context_parallel: buffers", buffers, Tensor)
+    dims = _listed("context_parallel: buffer_seq_dims", buffer_seq_dims, int)
+    _check(held, dims, no_restore_buffers or set())
+    if held and isinstance(layout, str):
+        layout = getattr(SequenceLayout, layout)(held[0].shape[dims[0]], comm.size)
+    options = ContextOptions(method or _default[0], layout, window, documents)
+    known = layout if isinstance(layout, SequenceLayout) else None
+    shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in zip(held, dims, strict=True)] if known else []
+    with _replaced(held, shards, no_restore_buffers or set()), _held(known), RoutedAttention(comm, options):
+        yield known
+
+
+@contextmanager
+def _held(layout: SequenceLayout | None) -> Iterator[None]:
+    """Inside the block, `context_parallel_unshard` knows the layout."""
+    token = _active.set(layout)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextmanager
+def _replaced(buffers: Sequence[Tensor], shards: Sequence[Tensor], unrestored: set[Tensor]) -> Iterator[None]:
+    """Inside the block, buffers have other contents."""
+    originals = [buffer.data for buffer in buffers]
+    for buffer, shard in zip(buffers, shards, strict=True):
+        _replace(buffer, shard)
+    try:
+        yield
+    finally:
+        for buffer, original in zip(buffers, originals, strict=True):
+            if not any(buffer is other for other in unrestored):
+                _replace(buffer, original)
+
+
+def _replace(buffer: Tensor, contents: Tensor) -> None:
+    """Give a tensor other contents, of another shape; a backward that saved it finds that out."""
+    buffer.data = contents
+    torch.autograd.graph.increment_version(buffer)
+
+
+def _listed(what: str, values: Any, kind: type[T]) -> list[T]:
+    """The values as a list, each of a type."""
+    if values is None:
+        return []
+    if not isinstance(values, Sequence) or not all(isinstance(value, kind) for value in values):
+        raise LayoutTypeError(f"{what} is a list of {kind.__name__}, got {type(values).__name__} {values!r:.60}")
+    return list(values)
+
+
+def _check(buffers: list[Tensor], dims: list[int], unrestored: set[Tensor]) -> None:
+    if len(buffers) != len(dims):
+        raise LayoutError(
+            f"context_parallel: one of buffer_seq_dims for each buffer; got {len(dims)} for {len(buffers)} buffers"
+        )
+    if any(all(buffer is not other for other in buffers) for buffer in unrestored):
+        raise LayoutError("context_parallel: no_restore_buffers are some of the buffers")
+    for buffer, dim in zip(buffers, dims, strict=True):
+        if type(buffer) is not Tensor or buffer.requires_grad:
+            raise LayoutError(
+                "context_parallel: buffers are plain tensors without gradients (inputs, labels, tables of positions); "
+                f"got a {type(buffer).__name__} of shape {tuple(buffer.shape)}. Shard a tensor that needs a gradient "
+                "with SequenceLayout.shard"
+            )
+        if not -buffer.ndim <= dim < buffer.ndim or buffer.shape[dim] != buffers[0].shape[dims[0]]:
+            raise LayoutError(
+                f"context_parallel: dim {dim} of a buffer of shape {tuple(buffer.shape)} is no sequence of as many "
+                f"positions as dim {dims[0]} of the first buffer, of shape {tuple(buffers[0].shape)}"
+            )
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: SequenceLayout | None = None,
+) -> list[Tensor]:
+    """The global tensors of which the ranks hold shards, with positions in order.
+
+    Args:
+        mesh: with one axis.
+        buffers: this rank's shards; all of the same positions.
+        seq_dims: the dim of each that is the sequence.
+        load_balancer: the layout of the sequence; if left out that of the `context_parallel` block around the call,
+            and the default of such a block where there is none.
+
+    Raises:
+        LayoutError: on all ranks, if the ranks' shards are none of the layout.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     context_parallel_unshard(init_device_mesh("cpu", (1,)), [torch.arange(3)], [0])
+        [tensor([0, 1, 2])]
+    """
+    comm = axis_of(mesh)
+    buffers = _listed("context_parallel_unshard: buffers", buffers, Tensor)
+    seq_dims = _listed("context_parallel_unshard: seq_dims", seq_dims, int)
+    if len(buffers) != len(seq_dims):
+        raise LayoutError(
+            f"context_parallel_unshard: one dim for each buffer; got {len(seq_dims)} for {len(buffers)} buffers"
+        )
+    if not buffers:
+        return []
+    lengths = torch.tensor([[x.shape[dim] for x, dim in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
+    sizes = all_gather(lengths, comm).tolist()
+    layout = load_balancer or _active.get() or SequenceLayout.head_tail(sum(row[0] for row in sizes), comm.size)
+    if sizes != [[size] * len(buffers) for size in layout.sizes]:
+        raise LayoutError(
+            f"context_parallel_unshard: the ranks hold {[row[0] if len({*row}) == 1 else row for row in sizes]} "
+            f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they were sharded by as "
+            "load_balancer"
+        )
+    return [_unshard(x, dim, layout, comm) for x, dim in zip(buffers, seq_dims, strict=True)]
+
+
+def _unshard(shard: Tensor, dim: int, layout: SequenceLayout, comm: Comm) -> Tensor:
+    gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
+    return layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim)
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Nothing; `context_parallel` blocks without a method use this one from now on.
+
+    Args:
+        rotate_method: "allgather", or "alltoall" for the ring, as torch names them.
+
+    Raises:
+        UnsupportedAttentionError: for another name.
+
+    Example:
+        >>> set_rotate_method("alltoall")
+        >>> set_rotate_method("allgather")
+    """
+    if rotate_method not in (*_ROTATE_METHODS,):  # a list cannot be looked up
+        raise UnsupportedAttentionError(f"rotate methods are {', '.join(_ROTATE_METHODS)}; got {rotate_method!r}")
+    _default[0] = _ROTATE_METHODS[rotate_method]

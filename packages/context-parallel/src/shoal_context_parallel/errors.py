@@ -1,0 +1,11 @@
+"""The error of the context-parallel layer alone; those that it shares with its siblings are in `shoal_dtensor`."""
+
+from __future__ import annotations
+
+from shoal_dtensor.errors import StyleError
+
+__all__ = ["UnsupportedAttentionError"]
+
+
+class UnsupportedAttentionError(StyleError, NotImplementedError):
+    """Attention of a sharded sequence does not compute this; the message names what it does."""

@@ -1,0 +1,10 @@
+"""For authors of layers: names of this package that the packages above use beside its facade.
+
+They may change with any release; all packages are released together.
+
+May import: _torch, parallel_attention, routing.
+"""
+
+from ._torch import flash_attention as flash_attention
+from .parallel_attention import ContextOptions as ContextOptions, Method as Method
+from .routing import RoutedAttention as RoutedAttention

@@ -1,0 +1,244 @@
+"""`context_parallel_attention`: scaled dot-product attention of a sequence that is sharded over an axis.
+
+May import: attention_mask, block_attention, errors, head_exchange, rotated_attention, sequence_layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import check_device_mesh
+from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh.internal import dataclass
+
+from .attention_mask import AttentionMask, Documents
+from .block_attention import BlockKernel
+from .errors import UnsupportedAttentionError
+from .head_exchange import HeadExchange
+from .rotated_attention import Task, rotated_attention
+from .sequence_layout import SequenceLayout
+
+Method = Literal["allgather", "ring", "ulysses"]
+_METHODS = ("allgather", "ring", "ulysses")
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    """How attention of a sharded sequence is computed.
+
+    Attributes:
+        method: how keys and values reach the queries.
+        layout: the positions of each rank; or the name of one for sequences whose ranks hold equally many.
+        window: (left, right): keys before and behind the query's own that it may read; None: no bound.
+        documents: of a packed sequence.
+
+    Raises:
+        LayoutError: if there is no such method, or the documents are not as long as the layout.
+    """
+
+    method: Method = "allgather"
+    layout: SequenceLayout | Literal["contiguous", "head_tail"] = "contiguous"
+    window: tuple[int | None, int | None] = (None, None)
+    documents: Documents | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in _METHODS:
+            raise LayoutError(f"methods of context parallelism are {', '.join(_METHODS)}; got {self.method!r}")
+        if isinstance(self.layout, str) and self.layout not in ("contiguous", "head_tail"):
+            raise LayoutError(f"layouts with a name are contiguous and head_tail, got {self.layout!r}")
+        AttentionMask(window=self.window)
+
+    def layout_of(self, local_length: int, comm: Comm) -> SequenceLayout:
+        """The layout of a sequence of which this rank holds so many positions.
+
+        Raises:
+            LayoutError: if the layout has others for this rank, another number of ranks, or other documents.
+        """
+        layout = self.layout
+        if isinstance(layout, str):
+            layout = getattr(SequenceLayout, layout)(local_length * comm.size, comm.size)
+        axis = f"the {comm.size} ranks along {'x'.join(comm.axes)}"
+        if layout.ranks != comm.size:
+            raise LayoutError(f"a sequence layout for {layout.ranks} ranks does not fit {axis}")
+        if layout.sizes[comm.rank] != local_length:
+            raise LayoutError(
+                f"attention of a sequence of {layout.length} positions over {axis}: this rank holds "
+                f"{layout.sizes[comm.rank]} of them, but its queries are {local_length}. Attention of other tensors "
+                "(cross-attention, another sequence) belongs outside of context parallelism"
+            )
+        if self.documents is not None and self.documents.length != layout.length:
+            raise LayoutError(f"documents of {self.documents.length} positions in a sequence of {layout.length}")
+        return layout
+
+
+def context_parallel_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention, and what is sharded
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: Method = "allgather",
+    layout: SequenceLayout | Literal["contiguous", "head_tail"] = "contiguous",
+    window: tuple[int | None, int | None] = (None, None),
+    documents: Documents | None = None,
+) -> Tensor:
+    """This rank's rows of `F.scaled_dot_product_attention` of the global sequence, forward and backward.
+
+    "allgather" moves keys and values, gathered once; a rank holds those of the sequence. "ring" moves them too, one
+    rank's block at a time beside the computation; a rank holds two blocks. "ulysses" moves queries, keys, values and
+    outputs, heads for positions, all to all; a rank holds the sequence of its heads.
+
+    Args:
+        query: (..., heads, local length, width): this rank's positions, in the order of the layout.
+        key: (..., heads, local length, width).
+        value: (..., heads, local length, width of values).
+        mesh: with one axis.
+        attn_mask: broadcastable to (..., heads, local length, length of the sequence): this rank's rows of a mask
+            whose columns are in global order; True, or what is added to the scores. Without a gradient of its own.
+        is_causal: queries read keys up to their own global position.
+        scale: of the scores; `1 / sqrt(width)` if left out.
+        enable_gqa: several query heads may share a head of keys.
+        method: how keys and values reach the queries.
+        layout: which positions each rank holds. The name of one, for ranks that hold equally many.
+        window: (left, right): keys before and behind the query's own position that it may read; None: no bound.
+        documents: of a packed sequence; queries read keys of their own document only.
+
+    Raises:
+        LayoutError: if shapes, layout and mesh do not fit each other.
+        UnsupportedAttentionError: `attn_mask` that requires grad, or with `method="ulysses"`.
+
+    Example:
+        >>> import torch
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     q, k, v = torch.randn(3, 1, 2, 5, 4)
+        ...     out = context_parallel_attention(q, k, v, init_device_mesh("cpu", (1,)), is_causal=True, method="ring")
+        >>> torch.allclose(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+        True
+    """
+    options = ContextOptions(method, layout, window, documents)
+    return sharded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, axis_of(mesh), options)
+
+
+def axis_of(mesh: DeviceMesh) -> Comm:
+    """The communicator of a mesh with one axis.
+
+    Raises:
+        LayoutError: if it has several.
+    """
+    check_device_mesh("context parallelism", mesh)
+    if mesh.ndim != 1:
+        raise LayoutError(
+            f"context parallelism acts on one mesh axis, the mesh has "
+            f"{dict(zip(mesh.axis_names or (), mesh.shape, strict=False)) or mesh.shape}; pass the sub-mesh of one axis"
+        )
+    return mesh.comm(0)
+
+
+def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    comm: Comm,
+    options: ContextOptions,
+) -> Tensor:
+    """`context_parallel_attention` on a communicator, with its options as one value."""
+    _check(query, key, value, enable_gqa)
+    layout = options.layout_of(query.shape[-2], comm)
+    mask = AttentionMask(is_causal, options.window, options.documents)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    added = None if attn_mask is None else _added(attn_mask, query, layout, options.method)
+    q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    _check_rows(options.documents, q.shape[0])
+    if options.method == "ulysses":
+        exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
+        q, k, v = exchange.to_heads(q, k, v)
+        whole = Task(
+            SequenceLayout.contiguous(layout.length, 1), None, mask, BlockKernel(scale, mask.reach, None), "ring"
+        )
+        # Without heads the product is empty, and takes part in the exchanges of backward.
+        out = exchange.to_positions(_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
+    else:
+        kernel = BlockKernel(scale, mask.reach, None if added is None else fold_mask(added, q, k))
+        out = _attention(q, k, v, Task(layout, comm, mask, kernel, options.method))
+    return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    out = rotated_attention(*fold(q, k, v), replace(task, batch=q.shape[0]))
+    return out.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, heads, length, width) -> (batch * heads of keys, group, length, width), group 1 for keys and values."""
+    heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
+    keys, values = (x.reshape(x.shape[0] * heads, 1, *x.shape[2:]) for x in (k, v))
+    return q.reshape(q.shape[0] * heads, group, *q.shape[2:]).contiguous(), keys, values
+
+
+def fold_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask of (batch or 1, heads or 1, ...) for folded tensors."""
+    if mask.shape[0] == mask.shape[1] == 1:
+        return mask
+    batch, heads, keys = q.shape[0], q.shape[1], k.shape[1]
+    if mask.shape[1] == 1:
+        return mask.expand(batch, keys, -1, -1).reshape(batch * keys, 1, *mask.shape[2:])
+    return mask.expand(batch, -1, -1, -1).reshape(batch * keys, heads // keys, *mask.shape[2:])
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
+    fits = (
+        query.ndim == key.ndim == value.ndim >= 3
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[:-3] == key.shape[:-3]
+        and query.shape[-2:] == key.shape[-2:]
+    )
+    grouped = heads == shared or (enable_gqa and shared > 0 and heads % shared == 0)
+    if not (fits and grouped):
+        raise LayoutError(
+            "attention of a sharded sequence takes query, key and value of (..., heads, local length, width) with one "
+            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor of them; got "
+            f"{shapes[0]}, {shapes[1]}, {shapes[2]}{'' if enable_gqa else ' without enable_gqa'}"
+        )
+
+
+def _check_rows(documents: Documents | None, batch: int) -> None:
+    if documents is not None and len(documents.rows) not in (1, batch):
+        raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
+
+
+def _added(mask: Tensor, query: Tensor, layout: SequenceLayout, method: Method) -> Tensor:
+    """What a user's mask adds to the scores, with 4 dims."""
+    if method == "ulysses" or mask.requires_grad:
+        raise UnsupportedAttentionError(
+            "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of its heads; use "
+            "method='ring' and a constant mask, or say what the mask means: is_causal, window=, documents="
+        )
+    rows, columns = query.shape[-2], layout.length
+    if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != columns:
+        raise LayoutError(
+            f"attn_mask has this rank's {rows} rows and all {columns} columns in global order, got "
+            f"{tuple(mask.shape)}; shard its rows as the queries are"
+        )
+    if mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
+    shape = (*(query.shape[:-3] if mask.ndim > 3 else ()), *mask.shape[-3:-2], rows, columns)
+    mask = mask.to(query.dtype).expand(shape)
+    return mask.reshape(-1, *shape[-3:]) if mask.ndim > 3 else mask.reshape(1, -1, rows, columns)

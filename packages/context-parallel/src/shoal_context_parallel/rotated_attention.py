@@ -1,0 +1,163 @@
+"""Attention of this rank's queries to the keys and values of all ranks, block by block.
+
+q, k, v: S(sequence) -> S(sequence).  What is saved for backward is the rank's own; blocks come again in backward.
+
+May import: _torch, attention_mask, block_attention, rotation, sequence_layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor.errors import SecondOrderError
+from shoal_dtensor.internal import unwatched
+from shoal_mesh import Comm
+from shoal_mesh.internal import dataclass
+
+from ._torch import apply
+from .attention_mask import AttentionMask, Tile, tiles
+from .block_attention import BlockKernel, merge
+from .rotation import Blocks, Rotation, around_ring, gathered, gathered_gradients, ring_gradients
+from .sequence_layout import SequenceLayout
+
+_ROTATIONS: dict[str, Rotation] = {
+    "ring": (around_ring, ring_gradients),
+    "allgather": (gathered, gathered_gradients),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What all blocks of one attention share.
+
+    Attributes:
+        layout: positions of each rank.
+        comm: the axis; None where this rank holds the whole sequence, alone in the layout.
+        mask: which keys a query reads.
+        kernel: attention inside a tile.
+        rotation: "ring" or "allgather".
+        batch: number of batch rows; the first dim of folded tensors is `batch * heads of keys`.
+    """
+
+    layout: SequenceLayout
+    comm: Comm | None
+    mask: AttentionMask
+    kernel: BlockKernel
+    rotation: str
+    batch: int = 1
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the layout."""
+        return self.comm.rank if self.comm is not None else 0
+
+    def tiles(self, owner: int) -> tuple[Tile, ...]:
+        """What this rank's queries have to do with a rank's keys."""
+        return tiles(self.layout, self.rank, owner, self.mask)
+
+    def rows(self, tile: Tile, folded: Tensor) -> Tensor:
+        """The batch row of a tile, of a folded tensor."""
+        if tile.row is None:
+            return folded
+        heads = folded.shape[0] // self.batch
+        return folded[tile.row * heads : (tile.row + 1) * heads]
+
+
+class _Sizes:
+    """Shapes of the ranks' blocks of keys and values, as flat tensors."""
+
+    def __init__(self, k: Tensor, v: Tensor, layout: SequenceLayout) -> None:
+        self.heads, self.widths = k.shape[0], (k.shape[-1], v.shape[-1])
+        self.lengths = layout.sizes
+        self.flat = [self.heads * length * sum(self.widths) for length in self.lengths]
+
+    def keys_and_values(self, flat: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """Views of a flat block: (n, 1, length, width) each."""
+        counts = [self.heads * self.lengths[owner] * width for width in self.widths]
+        k, v = torch.split_with_sizes(flat, counts)
+        shape = self.heads, 1, self.lengths[owner]
+        return k.view(*shape, self.widths[0]), v.view(*shape, self.widths[1])
+
+
+def _blocks(task: Task, block: Tensor, sizes: _Sizes) -> Blocks:
+    if task.comm is None or task.comm.size == 1:
+        return iter([(task.rank, block)])
+    return _ROTATIONS[task.rotation][0](block, sizes.flat, task.comm)
+
+
+class _RotatedAttention(Function):
+    """q, k, v: S -> S."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+        sizes = ctx.sizes = _Sizes(k, v, task.layout)
+        own_block = torch.cat([k.reshape(-1), v.reshape(-1)])
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=exact)
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=exact)
+        for owner, block in _blocks(task, own_block, sizes):
+            keys, values = sizes.keys_and_values(block, owner)
+            for tile in task.tiles(owner):
+                rows, block_k, block_v = (task.rows(tile, x) for x in (q, keys, values))
+                own = rows[..., tile.queries, :], block_k[..., tile.keys, :], block_v[..., tile.keys, :]
+                found, total = task.kernel.forward(*own, tile)
+                into, sums = task.rows(tile, out), task.rows(tile, lse)
+                merge(into[..., tile.queries, :], sums[..., tile.queries], found, total)
+        result = out.to(q.dtype)
+        # A query that reads nothing has the output 0, and no gradient: exp(-inf - 0).
+        ctx.save_for_backward(q, own_block, result, lse.masked_fill_(lse == -torch.inf, 0))
+        ctx.task = task
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise SecondOrderError("attention of a sharded sequence has first derivatives only")
+        q, own_block, out, lse = ctx.saved_tensors
+        task: Task = ctx.task
+        sizes: _Sizes = ctx.sizes
+        grad = grad.contiguous()
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+
+        def gradient(owner: int, block: Tensor) -> Tensor:
+            flat = torch.zeros_like(block, dtype=lse.dtype)
+            keys, values = sizes.keys_and_values(block, owner)
+            into = sizes.keys_and_values(flat, owner)
+            for tile in task.tiles(owner):
+                g, rows, o = (task.rows(tile, x)[..., tile.queries, :] for x in (grad, q, out))
+                block_k, block_v = (task.rows(tile, x)[..., tile.keys, :] for x in (keys, values))
+                sums = task.rows(tile, lse)[..., tile.queries]
+                found = task.kernel.backward(g, rows, block_k, block_v, o, sums, tile)
+                task.rows(tile, dq)[..., tile.queries, :] += found[0]
+                for target, part in zip(into, found[1:], strict=True):
+                    task.rows(tile, target)[..., tile.keys, :] += part
+            return flat
+
+        blocks = _blocks(task, own_block, sizes)
+        if task.comm is None or task.comm.size == 1:
+            own = gradient(*next(blocks))
+        else:
+            own = _ROTATIONS[task.rotation][1](gradient, blocks, sizes.flat, task.comm)
+        dk, dv = sizes.keys_and_values(own, task.rank)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
+
+
+def rotated_attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+    """The rank's rows of the attention.
+
+    Args:
+        q: (n, group, local length, width): heads of keys and batch rows in `n`.
+        k: (n, 1, local length, width).
+        v: (n, 1, local length, width of values).
+        task: everything else.
+
+    Returns:
+        (n, group, local length, width of values).
+    """
+    with unwatched():
+        out: Tensor = apply(_RotatedAttention, q, k, v, task)
+    return out

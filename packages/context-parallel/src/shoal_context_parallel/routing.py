@@ -1,0 +1,125 @@
+"""`RoutedAttention`: a block in which `F.scaled_dot_product_attention` is that of a sharded sequence.
+
+May import: errors, parallel_attention, sequence_layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched_functions
+from shoal_mesh import Comm
+
+from .errors import UnsupportedAttentionError
+from .parallel_attention import ContextOptions, sharded_attention
+from .sequence_layout import SequenceLayout
+
+
+class RoutedAttention(ReplacedAttention):
+    """Inside, `F.scaled_dot_product_attention` takes and returns this rank's positions.
+
+    Attributes:
+        comm: the axis over which the sequence is sharded.
+        options: method, layout, window and documents.
+    """
+
+    def __init__(self, comm: Comm, options: ContextOptions) -> None:
+        super().__init__(self.attend)
+        self.comm = comm
+        self.options = options
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is functional.multi_head_attention_forward:
+            raise UnsupportedAttentionError(
+                "nn.MultiheadAttention inside of context parallelism: its attention is no call of "
+                "F.scaled_dot_product_attention from outside of torch. Project queries, keys and values with Linear "
+                "modules and call F.scaled_dot_product_attention"
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def attend(  # noqa: PLR0913  # the signature of scaled_dot_product_attention
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention of the global sequence, at this rank's positions.
+
+        Raises:
+            UnsupportedAttentionError: with dropout.
+            LayoutError: if shapes or layouts of the arguments do not fit.
+        """
+        if dropout_p:
+            raise UnsupportedAttentionError(
+                f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
+                "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
+            )
+        tensors = query, key, value
+        options = self.options
+        spec = query.spec if isinstance(query, DTensor) else None
+        if spec is not None or any(isinstance(x, DTensor) for x in (*tensors, attn_mask)):
+            options = self._options_of(tensors, attn_mask)
+            query, key, value = (x.to_local(grad_placements=x.placements) for x in tensors)  # type: ignore[attr-defined]  # DTensors all
+        with unwatched_functions():
+            out = sharded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, self.comm, options)
+            if spec is not None:
+                shape = torch.Size((*spec.shape[:-1], out.shape[-1]))
+                stride = torch.empty(shape, device="meta").stride()
+                placed = spec.mesh, spec.placements
+                return DTensor.from_local(out, *placed, run_check=False, shape=shape, stride=stride)
+        layout = layout_of(query)
+        if layout is not None and out.shape == query.shape:
+            note_layout(out, layout)
+        return out
+
+    def _options_of(self, tensors: Sequence[Any], attn_mask: object) -> ContextOptions:
+        """The options for DTensors: sharded along the sequence on the axis of the sequence, if their mesh has it.
+
+        Raises:
+            LayoutError: for other layouts.
+        """
+        specs = [x.spec if isinstance(x, DTensor) else None for x in tensors]
+        first = specs[0]
+        if (
+            first is None
+            or isinstance(attn_mask, DTensor)
+            or any(spec is None or (spec.mesh, spec.placements) != (first.mesh, first.placements) for spec in specs)
+        ):
+            raise LayoutError(
+                "attention of a sharded sequence takes query, key and value all plain or all DTensors of one layout, "
+                f"and a plain attn_mask; got {', '.join(str(spec or 'a plain tensor') for spec in specs)}"
+            )
+        sequence = len(first.shape) - 2
+        options = self.options
+        for axis, placement in enumerate(first.placements):
+            own = tuple(first.mesh.comm(axis).line) == tuple(self.comm.line)
+            along = isinstance(placement, Shard) and placement.dim >= sequence
+            if own and placement == Shard(sequence):
+                layout = SequenceLayout.contiguous(first.shape[sequence], self.comm.size)
+                if options.layout not in ("contiguous", layout):
+                    raise LayoutError(
+                        f"DTensors that are {placement} hold contiguous positions, this block has the layout "
+                        f"{options.layout}; pass plain local tensors"
+                    )
+                options = replace(options, layout=layout)
+            elif own or along or not isinstance(placement, Shard | Replicate):
+                raise LayoutError(
+                    f"attention of a sharded sequence takes DTensors that are Shard({sequence}) on the axis of the "
+                    f"sequence and sharded by batch or heads, or replicated, on others; got {first}"
+                )
+        return options

@@ -1,0 +1,122 @@
+"""Covers: buffers.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import get_rank
+from torch.nn import functional
+
+from dense_attention import dense_mask, sample
+from shoal_context_parallel import (
+    Documents,
+    LayoutError,
+    SequenceLayout,
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+from shoal_context_parallel.parallel_attention import Method
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import all_ranks, fake_world, on_ranks
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("method", [None, "ring", "ulysses"])
+def test_a_program_for_one_device_in_a_block(method: Method | None) -> None:
+    for length, ids in ((16, None), (13, None), (13, torch.tensor([0] * 5 + [1] * 8))):
+        whole = sample(length, dense_mask(length, True, (None, None), ids))
+        q, k, v = (x.clone() for x in whole.tensors)
+        positions, seed = torch.arange(length), whole.seed.clone()
+        documents = None if ids is None else Documents.from_ids(ids)
+        buffers = [q, k, v, positions, seed]
+        with context_parallel(
+            all_ranks(), buffers=buffers, buffer_seq_dims=[2, -2, 2, 0, 2], method=method, documents=documents
+        ) as layout:
+            assert layout == SequenceLayout.head_tail(length, 4)
+            assert torch.equal(positions, layout.positions(get_rank()))
+            leaves = query, key, value = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            grads = torch.autograd.grad(out, leaves, seed)
+            full = context_parallel_unshard(all_ranks(), [out, *grads], [2] * 4)
+        for got, expected in zip(full, (whole.out, *whole.grads), strict=True):
+            torch.testing.assert_close(got, expected)
+        assert torch.equal(q, whole.tensors[0]) and torch.equal(positions, torch.arange(length))
+
+
+def shards_at(rank: int, **options: Any) -> torch.Tensor:
+    with fake_world(4, rank=rank) if rank else fake_world(4):
+        tokens = torch.arange(10).view(1, 10)
+        with context_parallel(init_device_mesh("cpu", (4,)), buffers=[tokens], buffer_seq_dims=[1], **options):
+            return tokens.clone()
+
+
+def test_layouts_of_buffers() -> None:
+    assert shards_at(0).tolist() == [[0, 8, 9]] or shards_at(0).shape[1] in (2, 3)
+    assert shards_at(0, layout="contiguous").tolist() == [[0, 1, 2]]
+    assert shards_at(0, layout=SequenceLayout.per_document([5, 5], 4)).shape[1] == len(
+        SequenceLayout.per_document([5, 5], 4).positions(0)
+    )
+
+
+def test_buffers_come_back_also_after_an_error_and_the_same_memory() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        kept, dropped = torch.arange(8), torch.arange(16).view(2, 8)
+        address = kept.data_ptr()
+        with (
+            pytest.raises(ZeroDivisionError),
+            context_parallel(mesh, buffers=[kept, dropped], buffer_seq_dims=[0, 1], no_restore_buffers={dropped}),
+        ):
+            assert kept.tolist() == [0, 7]
+            raise ZeroDivisionError
+        assert kept.tolist() == list(range(8)) and kept.data_ptr() == address
+        assert dropped.tolist() == [[0, 7], [8, 15]]
+
+
+def test_backward_after_the_block_is_an_error() -> None:
+    with fake_world(4):
+        table, weight = torch.arange(8.0), torch.ones(2, requires_grad=True)
+        with context_parallel(init_device_mesh("cpu", (4,)), buffers=[table], buffer_seq_dims=[0]):
+            out = (table * weight).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, weight)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,))
+        x = torch.arange(8)
+        wrong: dict[str, dict[str, Any]] = {
+            "got 0 for 1 buffers": {"buffers": [x]},
+            "some of the buffers": {"no_restore_buffers": {x}},
+            "without gradients": {"buffers": [torch.zeros(8, requires_grad=True)], "buffer_seq_dims": [0]},
+            "no sequence of as many positions": {"buffers": [x, torch.zeros(7)], "buffer_seq_dims": [0, 0]},
+            "dim 1 of a buffer": {"buffers": [x, x], "buffer_seq_dims": [0, 1]},
+            "no sequence of 9": {"buffers": [x], "buffer_seq_dims": [0], "layout": SequenceLayout.contiguous(9, 4)},
+            "methods of context": {"buffers": [x], "buffer_seq_dims": [0], "method": "other"},
+        }
+        for message, options in wrong.items():
+            with pytest.raises(LayoutError, match=message), context_parallel(mesh, **options):
+                raise AssertionError("the block runs")
+            assert x.shape == (8,)
+        with pytest.raises(NotImplementedError, match="allgather, alltoall"):
+            set_rotate_method("other")
+
+
+@on_ranks(2)
+def test_unsharding_outside_of_a_block() -> None:
+    full = torch.arange(14).view(2, 7)
+    for layout in (SequenceLayout.head_tail(7, 2), SequenceLayout.contiguous(7, 2)):
+        shard = layout.shard(full, 1, get_rank())
+        (got,) = context_parallel_unshard(all_ranks(), [shard], [1], layout)
+        assert torch.equal(got, full)
+    (default,) = context_parallel_unshard(all_ranks(), [SequenceLayout.head_tail(7, 2).shard(full, 1, get_rank())], [1])
+    assert torch.equal(default, full)
+    with pytest.raises(LayoutError, match="the ranks hold"):
+        context_parallel_unshard(all_ranks(), [full], [1], SequenceLayout.contiguous(7, 2))
+    assert context_parallel_unshard(all_ranks(), [], []) == []
+    with pytest.raises(LayoutError, match="one dim for each"):
+        context_parallel_unshard(all_ranks(), [full], [])

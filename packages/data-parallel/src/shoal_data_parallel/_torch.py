@@ -1,0 +1,11 @@
+"""The seam to torch: every private or unstable torch name that this package alone uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Inside the block, writes to these tensors do not count: autograd takes what it saved of them for unchanged.
+preserving_versions: Callable[..., Any] = torch.autograd.grad_mode._unsafe_preserve_version_counter

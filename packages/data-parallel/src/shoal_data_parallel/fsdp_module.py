@@ -1,0 +1,211 @@
+"""What users call on sharded modules: `FSDPModule`, as torch names it, and functions for other forwards and stages.
+
+May import: backward_pass, unit, unit_forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.internal import submodule_of, takes
+
+from .backward_pass import in_backward, reduce_kept
+from .unit import Unit
+from .unit_forward import STATE, as_forward, state_of, states_of
+
+
+class UnshardHandle:
+    """Parameters that are being gathered; `wait()` returns when the module sees them."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Have the module see the gathered parameters."""
+        self._unit.enter()
+
+
+class FSDPModule(nn.Module):
+    """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # no hooks: a module compiled in place would trace them
+        """The module's forward with its hooks, compiled or not, between gathering and freeing."""
+        forward = super().__call__
+        return as_forward(self, forward, args, kwargs) if STATE in vars(self) else forward(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
+
+        They are for reading: what is written to them is lost, and `reshard()` says so.
+        """
+        unit = state_of(self).unit
+        if async_op:
+            unit.start()
+            return UnshardHandle(unit)
+        unit.enter()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's gathered parameters; the module holds its shards again.
+
+        Raises:
+            StyleError: if something was written to the gathered parameters.
+        """
+        state_of(self).unit.leave()
+
+    @takes(requires_gradient_sync=bool)
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
+        for state in states_of(self, recurse):
+            state.unit.syncs = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
+        units = [state.unit for state in states_of(self)]
+        before = [unit.syncs for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs in zip(units, before, strict=True):
+                unit.syncs = syncs
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that were kept, without another backward."""
+        if in_backward():
+            raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
+        reduce_kept(state.unit for state in states_of(self))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, also those that were kept."""
+        super().zero_grad(set_to_none)
+        for state in states_of(self):
+            state.unit.kept.clear()
+            state.unit.spoiled = False
+
+    @takes(reshard_after_forward=bool)
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether gathered parameters are freed after a forward, between it and a backward or the next forward."""
+        for state in states_of(self, recurse):
+            state.free_after_forward(reshard_after_forward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Set the modules whose parameters start to be gathered when this one's forward begins.
+
+        Without it, and in a copy of the module, it is the one whose forward came next the last time; with
+        an empty list, none.
+
+        Args:
+            modules: that `fully_shard` was called on.  All ranks give the same ones in one order.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        state_of(self).unit.next_forward = _units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """The same for backward: by default, the module whose forward came before this one's.
+
+        Raises:
+            StyleError: if one of them is not sharded.
+        """
+        state_of(self).unit.next_backward = _units(modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what this unit's summed gradients are divided by: the number of ranks on the data axes by default.
+
+        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
+        1 here.
+        """
+        state_of(self).unit.divisor = float(factor)
+
+
+def _units(modules: Sequence[nn.Module]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise StyleError(f"expected modules that fully_shard was called on, got {type(module).__name__}")
+    return [state_of(module).unit for module in modules]
+
+
+@takes(module=nn.Module, method_name=str)
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit count as its forward: parameters are gathered before it and freed after it.
+
+    Args:
+        module: a module; nothing is done unless it is an `FSDPModule`.
+        method_name: for example "generate" or "encode".
+
+    Raises:
+        LayoutError: if there is no such method.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_data_parallel import fully_shard
+        >>> class Encoder(nn.Linear):
+        ...     def encode(self, x: torch.Tensor) -> torch.Tensor:
+        ...         return x @ self.weight.T
+        >>> with fake_world(4):
+        ...     model = fully_shard(Encoder(8, 8), init_device_mesh("cpu", (4,)))
+        ...     register_fsdp_forward_method(model, "encode")
+        ...     model.encode(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise LayoutError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return as_forward(module, method, args, kwargs)
+
+    vars(module)[method_name] = forward
+
+
+def reduce_after_last_microbatch(stage: Any) -> None:
+    """Have a stage of `torch.distributed.pipelining` reduce gradients once per step: after its last microbatch.
+
+    Backwards keep gradients on each rank.  Without this call they are reduced for every microbatch, to the same values.
+
+    Args:
+        stage: a pipeline stage whose `submod` is an `FSDPModule`; changed in place.
+
+    Raises:
+        LayoutError: if its module is not sharded.
+
+    Example:
+        >>> from torch.distributed.pipelining import PipelineStage
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_data_parallel import fully_shard
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "data"))
+        ...     half = fully_shard(nn.Linear(8, 8), mesh["data"])
+        ...     stage = PipelineStage(half, 0, 2, torch.device("cpu"), group=mesh.get_group("pipe"))
+        ...     reduce_after_last_microbatch(stage)
+    """
+    module = submodule_of("reduce_after_last_microbatch", stage)
+    if not isinstance(module, FSDPModule):
+        raise LayoutError(
+            f"reduce_after_last_microbatch: expected a stage whose submod fully_shard was called on, got a stage of "
+            f"{type(module).__name__}"
+        )
+    scale = stage.perform_reduce_grad
+
+    def perform_reduce_grad(grad_scale_factor: int) -> None:
+        module.reduce_gradients()
+        scale(grad_scale_factor)
+
+    module.set_requires_gradient_sync(False)
+    for state in states_of(module):
+        state.unit.stands_in = True
+    stage.perform_reduce_grad = perform_reduce_grad

@@ -1,0 +1,149 @@
+"""`fully_shard`: parameters sharded over data axes, under torch's name and arguments.
+
+    fully_shard(block, mesh["data"]) for every block, then fully_shard(model, mesh["data"])
+
+A module and its descendants that are no unit of their own are one unit.
+
+May import: fsdp_module, policies, sharded_parameters, unit, unit_forward, unit_parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from shoal_dtensor import Shard
+from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.internal import complete_forms, owners_of, takes, watch_draws
+from shoal_mesh import DeviceMesh, init_device_mesh
+
+from .fsdp_module import FSDPModule
+from .policies import MixedPrecisionPolicy, OffloadPolicy
+from .sharded_parameters import DataAxes, check_plain_tensors
+from .unit import Unit
+from .unit_forward import STATE, UnitState, states_of
+from .unit_parameters import UnitParameters
+
+M = TypeVar("M", nn.Module, list[nn.Module])
+
+
+@takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
+def fully_shard(  # noqa: PLR0913  # torch's signature
+    module: M,
+    mesh: DeviceMesh | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # an immutable value, as in torch's signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
+    ignored_params: set[nn.Parameter] | None = None,
+) -> M:
+    """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
+
+    Parameters become DTensors whose gradients are averaged over the data axes; those that styles have placed on other
+    axes of the same mesh stay so there, and are sharded over the data axes too. Styles may also come afterwards: each
+    unit that they concern is gathered for them, and sharded again. Make the optimizer when all of this is done.
+
+    Args:
+        module: changed in place; its class becomes a subclass that is an `FSDPModule` too. Descendants that were
+            passed before are units of their own: call it on blocks first, and on the model last. Several modules that
+            run one after another can be one unit, as a list.
+        mesh: the data axes: one, over which parameters are sharded; or two, over the first of which they are
+            replicated. The whole world when left out.
+        reshard_after_forward: free the gathered parameters after the forward, and gather them again in backward. By
+            default all units do but the outermost.
+        shard_placement_fn: given a parameter, the `Shard` over the data axes, or None for the first dim.
+        mp_policy: the dtypes of computation, reduction and outputs.
+        offload_policy: where the shards are kept.
+        ignored_params: parameters that stay as they are.
+
+    Raises:
+        LayoutError: if the mesh has more than two axes, the module is sharded already or has no forward, or a parameter
+            is placed on a data axis, partial, or replicated by `replicate`.
+        StyleError: if parameters have gradients, or are tensors of tensors, as quantized weights are.
+        TiedWeightError: if a parameter is shared with a module outside of this unit that is a unit already.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        ...     model = fully_shard(model, init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
+        ...     model[0].weight.placements, model[0].weight.to_local().shape
+        ((Shard(dim=0),), torch.Size([2, 8]))
+    """
+    given: Any = module
+    modules: list[nn.Module] = given if isinstance(given, list) else [given]
+    _check(modules, reshard_after_forward)
+    axes = _data_axes(mesh)
+    complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
+    name = "+".join(type(one).__name__ for one in modules)
+    state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
+    ignored = [*(ignored_params or ())]
+    state.source = source = UnitParameters(state, axes, ignored, shard_placement_fn, (mp_policy, offload_policy))
+    _check_own(modules, [param for param, _ in source.own()])
+    source.take()
+    state.lead([inner for module in modules for inner in states_of(module)])
+    _attach(modules, state)
+    for one in modules:
+        watch_draws(one, axes.mesh)
+    return module
+
+
+def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
+    """Make modules those of a unit."""
+    for module in modules:
+        kind = type(module)
+        vars(module)[STATE] = state
+        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+
+
+def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise LayoutError(
+            f"fully_shard: reshard_after_forward is True, False or None, got {reshard_after_forward!r}; to shard over "
+            "fewer ranks after the forward is not offered"
+        )
+    for module in modules:
+        kind = type(module).__name__
+        if isinstance(module, FSDPModule):
+            raise LayoutError(f"fully_shard: this {kind} is sharded already; it can be one unit only")
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            raise LayoutError(
+                f"fully_shard: {kind} has no forward, so nothing would gather its parameters; pass the modules in it"
+            )
+
+
+def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
+    if mesh is None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"fully_shard: expected a shoal_mesh.DeviceMesh of one or two data axes, got {type(mesh).__name__}; "
+            "shoal_dtensor.interop converts torch's"
+        )
+    if mesh.ndim > 2:
+        raise LayoutError(
+            f"fully_shard: expected one or two data axes, got {mesh!r}; pass a slice such as mesh['data']"
+        )
+    return DataAxes(mesh)
+
+
+def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
+    owners = [owner for module in modules for owner in owners_of(module) if owner.owner == "replicate"]
+    replicated = {id(param) for owner in owners for param in owner.held()}
+    if any(id(param) in replicated for param in params):
+        raise LayoutError(
+            "fully_shard: a parameter is replicated by `replicate` already; fully_shard averages gradients itself, and "
+            "over two axes replicates over the first"
+        )
+    check_plain_tensors("fully_shard", params)
+    if any(param.grad is not None for param in params):
+        raise StyleError(
+            "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
+            "axes; drop them first, with zero_grad()"
+        )

@@ -1,0 +1,8 @@
+"""For authors of layers: names of this package that the packages above use beside its facade.
+
+They may change with any release; all packages are released together.
+
+May import: unit_forward.
+"""
+
+from .unit_forward import states_of as states_of

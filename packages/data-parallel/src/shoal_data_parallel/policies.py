@@ -1,0 +1,40 @@
+"""How a unit computes and where its shards are kept, as data: the policies of `fully_shard`."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal_mesh.internal import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a unit; the shards themselves, which the optimizer sees, keep theirs.
+
+    Attributes:
+        param_dtype: of the gathered parameters, so of the computation; that of the shards when None.
+        reduce_dtype: in which gradients are reduced; that of the computation when None.
+        output_dtype: to which floating outputs of the unit's forward are cast; None leaves them.
+        cast_forward_inputs: whether floating inputs of the unit's forward are cast to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPolicy:
+    """Shards stay on the device of the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and so the optimizer's state are kept in the memory of the host.
+
+    Attributes:
+        pin_memory: whether that memory is pinned, where the mesh is of CUDA devices.
+    """
+
+    pin_memory: bool = True

@@ -1,0 +1,375 @@
+"""`replicate`: data parallelism with a replica of every parameter on each rank, under torch's name.
+
+    replicate(model, mesh["data"])
+
+Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
+in `.grad` is the mean over the data axes.
+
+May import: gradient_buckets, optimizer_shards, reduction, sharded_parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import LayoutError, StyleError
+from shoal_dtensor.internal import (
+    complete_forms,
+    is_compiling,
+    local_shard,
+    owners_of,
+    pytree,
+    register_owner,
+    takes,
+    watch_draws,
+)
+from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
+
+from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
+from .optimizer_shards import OptimizerShards, ShardedReplica
+from .reduction import in_groups
+from .sharded_parameters import DataAxes, Site, check_plain_tensors, whole_parameters
+
+_STATE = "_shoal_replicated"
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool)
+def replicate(  # noqa: PLR0913  # options that exclude one another in no way
+    module: Module,
+    mesh: DeviceMesh | str,
+    *,
+    bucket_bytes: int = 25 * 2**20,
+    reduce_dtype: torch.dtype | None = None,
+    src_data_rank: int | None = 0,
+    ignored_params: Iterable[nn.Parameter] = (),
+    shard_optimizer: bool = False,
+) -> Module:
+    """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
+
+    It is called before or after styles, and before or after the optimizer is made.  All of a pass's
+    gradients are delivered when it ends, so one that raises leaves every `.grad` as it was.  A parameter that only some
+    ranks have used gets the mean of their gradients and zeros; one that no rank has used gets none.  Tensor hooks of a
+    parameter see the gradient of this rank's rows.
+
+    Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count their rank's rows.
+
+    Args:
+        module: changed in place; its class becomes a subclass that is a `ReplicateModule` too.  Descendants that were
+            passed before reduce their parameters themselves.
+        mesh: the data axes, one or several; or the name of an axis of the mesh of the enclosing `with mesh:`.
+        bucket_bytes: gradients are reduced together, last registered first, until they are this many bytes.
+        reduce_dtype: in which gradients are reduced; by default their own.
+        src_data_rank: the rank along the data axes whose parameters and buffers all get; None leaves every rank its
+            own, which then must be equal.
+        ignored_params: parameters whose gradients stay this rank's own.
+        shard_optimizer: shard what the optimizer updates, and so its state, over the data axes (ZeRO-1). Then
+            `module.parameters()` are DTensors that are sharded over them too, and so are gradients; make the optimizer
+            afterwards. The forward sees replicas, of which every rank keeps all; it gathers those that were updated.
+
+    Raises:
+        LayoutError: if the module is replicated already, or a parameter is placed on a data axis (by `fully_shard`).
+        StyleError: if an axis is named without a mesh, `bucket_bytes` is not positive, or a parameter is quantized.
+        LockstepError: on all ranks, if they have other parameters.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+        ...     model = replicate(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh["data"])
+        ...     type(model).__name__, type(model[0].weight).__name__
+        ('ReplicateSequential', 'Parameter')
+    """
+    if _STATE in vars(module):
+        raise LayoutError(f"replicate: this {type(module).__name__} is replicated already")
+    if bucket_bytes <= 0:
+        raise StyleError(f"replicate: bucket_bytes must be positive, got {bucket_bytes}")
+    state = Replicas(module, _data_axes(mesh, shard_optimizer), bucket_bytes, reduce_dtype, ignored_params)
+    state.check(module)
+    _agree(module, state.axes)
+    if src_data_rank is not None:
+        _broadcast(state.tensors(module), state.axes, src_data_rank)
+    if shard_optimizer:
+        state.shard(module)
+    _install(state, module)
+    watch_draws(module, state.axes.mesh)
+    return module
+
+
+def _install(state: Replicas, module: nn.Module) -> None:
+    complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
+    register_owner(state)
+    state.attach(module)
+    vars(module)[_STATE] = state
+    kind = type(module)
+    module.__class__ = type(f"Replicate{kind.__name__}", (ReplicateModule, kind), {"__module__": kind.__module__})
+    module.register_forward_pre_hook(state.before, prepend=True)
+    module.register_forward_hook(state.after, always_call=True)
+
+
+def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
+    if isinstance(mesh, str):
+        around = current_mesh()
+        if around is None:
+            raise StyleError(f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with mesh:`")
+        mesh = around[mesh]
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"replicate: expected a shoal_mesh.DeviceMesh of the data axes, got {type(mesh).__name__}; "
+            "shoal_dtensor.interop converts torch's"
+        )
+    return DataAxes(mesh, sharded=mesh.ndim if shards else 0)
+
+
+def _agree(module: nn.Module, axes: DataAxes) -> None:
+    """Raise on all ranks unless they have parameters of the same names, shapes and dtypes."""
+    comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
+    if "fake" in comm.backend:
+        return
+    rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).digest()
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    check_replicas(own.to(axes.mesh.device_type), comm, "names, shapes and dtypes of parameters")
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
+    """Give all ranks the values of one."""
+    comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
+    for tensor in tensors:
+        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        if not local.is_meta:
+            local.copy_(broadcast(local.contiguous(), comm, source))
+
+
+class Replicas:
+    """What a replicated module knows.
+
+    Attributes:
+        owner: the function that made it, for messages.
+        module: the module.
+        axes: the data axes.
+        ignored: the parameters that it leaves alone.
+        gradients: the buckets of its trained parameters.
+        dtype: in which gradients are reduced; None for their own.
+        divisor: what summed gradients are divided by.
+        syncs: whether backward reduces gradients.
+        shards: what the optimizer updates instead of the parameters; None if it updates them.
+    """
+
+    owner = "replicate"
+    shards: OptimizerShards | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        axes: DataAxes,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        ignored: Iterable[nn.Parameter],
+    ) -> None:
+        self.module = module
+        self.axes = axes
+        self.divisor: float = float(axes.mesh.size())
+        self.syncs: bool = True
+        self._bucket_bytes = bucket_bytes
+        self.dtype = dtype
+        self.ignored: list[nn.Parameter] = list(ignored)
+        self.gradients: GradientBuckets = GradientBuckets([])
+        self._attached: list[tuple[Any, ...]] = []
+        self._depth = 0  # of forwards that are running
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """For a copy of the module, whose own parameters are attached at its first forward."""
+        module, ignored = copy.deepcopy((self.module, self.ignored), memo)
+        copied = Replicas(module, self.axes, self._bucket_bytes, self.dtype, ignored)
+        copied.divisor, copied.syncs = self.divisor, self.syncs
+        copied.shards = self.shards and self.shards.copied(memo)
+        register_owner(copied)
+        return copied
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """That of the data axes."""
+        return self.axes.mesh
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps gradients for a later reduction."""
+        return any(bucket.kept for bucket in self.gradients.buckets)
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters that it replicates, or their shards."""
+        return [*self._parameters(self.module)]
+
+    def give_back(self) -> None:
+        """Have the module hold whole parameters without hooks."""
+        self.gradients.remove()
+        self.gradients, self._attached = GradientBuckets([]), []
+        if self.shards:
+            sharded = [replica.sharded for replica in self.shards.replicas]
+            for parameter in sharded:
+                parameter.adopt()
+            for parameter, param in zip(sharded, whole_parameters(sharded), strict=True):
+                parameter.put(param)
+
+    def take(self) -> None:
+        """Replicate the parameters that the module holds now."""
+        if self.shards:
+            self.shard(self.module)
+
+    def tensors(self, module: nn.Module) -> Iterator[Tensor]:
+        """The parameters and buffers of a module that this replicates."""
+        yield from self._parameters(module)
+        yield from module.buffers()
+
+    def _parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        others = set(map(id, self.ignored))
+        for child in module.modules():
+            if child is not module and _STATE in vars(child):
+                others.update(map(id, child.parameters()))
+        return (param for param in module.parameters() if id(param) not in others)
+
+    def check(self, module: nn.Module) -> None:
+        """Raise StyleError if a parameter is placed on a data axis, sharded by `fully_shard`, or quantized."""
+        data = set(self.axes.mesh.axis_names)
+        of_units = {id(param) for owner in owners_of(module) if owner.owner == "fully_shard" for param in owner.held()}
+        check_plain_tensors("replicate", self._parameters(module))
+        for param in self._parameters(module):
+            if isinstance(param, DTensor) and (data & set(param.spec.mesh.axis_names) or id(param) in of_units):
+                raise LayoutError(
+                    f"replicate: a parameter is placed on {param.spec!r} already; its gradients are to be averaged "
+                    f"over {self.axes.mesh.axis_names}. fully_shard averages those of its parameters itself (over two "
+                    "axes to replicate too); others can be passed in ignored_params"
+                )
+
+    def shard(self, module: nn.Module) -> None:
+        """Give the module shards of its parameters, for the optimizer."""
+        own = {id(param): param for param in self._parameters(module)}
+        sites: dict[int, list[Site]] = {key: [] for key in own}
+        for owner in module.modules():
+            for name, param in owner._parameters.items():
+                if id(param) in own:
+                    sites[id(param)].append((owner, name))
+        replicas = [ShardedReplica.of(param, sites[key], self.axes, self.dtype) for key, param in own.items()]
+        self.shards = OptimizerShards(replicas, self._bucket_bytes)
+
+    def attach(self, module: nn.Module) -> None:
+        """Have the gradients of the module's trained parameters as they are now averaged.
+
+        Raises:
+            LayoutError: if one is placed on a data axis.
+            StyleError: if they have changed while gradients were kept, or cannot be sharded.
+        """
+        held = self._parameters(module)
+        trained: list[Any] = self.shards.trained(held) if self.shards else [p for p in held if p.requires_grad]
+        leaves = [replica.leaf for replica in trained] if self.shards else trained
+        attached = [(leaf, leaf.dtype, leaf.device) for leaf in leaves]
+        if len(attached) == len(self._attached) and all(
+            one[0] is other[0] and one[1:] == other[1:] for one, other in zip(attached, self._attached, strict=True)
+        ):
+            return
+        if self.keeps_gradients:
+            raise StyleError(
+                "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
+                "for the next one that reduces; run that one first"
+            )
+        if self.shards is None:
+            self.check(module)
+            trained = [ReplicatedParameter.of(leaf, self.axes, self.dtype) for leaf in leaves]
+        self.gradients.remove()
+        self.gradients, self._attached = GradientBuckets(self._buckets(trained), self._around), attached
+
+    def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
+        """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
+
+        def size(parameter: Replica) -> int:
+            local: Any = local_shard(parameter.leaf) if isinstance(parameter.leaf, DTensor) else parameter.leaf
+            return parameter.reduced.dtype.itemsize * int(local.numel())
+
+        groups = in_groups(reversed(trained), size, self._bucket_bytes)
+        return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Hook: parameters may have been updated, replaced, frozen or added since the last forward."""
+        if is_compiling():
+            return
+        self._depth += 1
+        if self._depth > 1 or self.gradients.running:
+            return
+        if self.shards:
+            self.shards.gather()
+        self.attach(module)
+        self.gradients.syncs = self.syncs
+        for bucket in self.gradients.buckets:
+            bucket.divisor = self.divisor
+        if self.shards:
+            self.shards.show(True)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook, also of a forward that raised: a backward through the output begins there."""
+        if is_compiling():
+            return
+        self._depth -= 1
+        self._around(self.gradients.running)
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                self.gradients.watch(tensor)
+
+    def _around(self, running: bool) -> None:
+        """Have modules see replicas in forwards and in backward passes, which may run forwards again."""
+        if self.shards:
+            self.shards.show(running or self._depth > 0)
+
+
+class ReplicateModule:
+    """What `replicate` adds to a module's class: control over the reduction of gradients, as torch names it."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
+        for state in _states(self, recurse):
+            state.syncs = state.gradients.syncs = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
+        states = _states(self, recurse=True)
+        before = [state.syncs for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, syncs in zip(states, before, strict=True):
+                state.syncs = state.gradients.syncs = syncs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, also those that are kept for a pass that reduces."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's class
+        for state in _states(self, recurse=True):
+            for bucket in state.gradients.buckets:
+                bucket.kept = {}
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Set what summed gradients are divided by: the number of ranks on the data axes by default.
+
+        With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
+        1 here.
+        """
+        for state in _states(self, recurse=True):
+            state.divisor = float(factor)
+            for bucket in state.gradients.buckets:
+                bucket.divisor = float(factor)
+
+
+def _states(module: Any, recurse: bool) -> list[Replicas]:
+    owners = module.modules() if recurse else [module]
+    return [vars(owner)[_STATE] for owner in owners if _STATE in vars(owner)]

@@ -1,0 +1,373 @@
+"""One parameter of a unit: its leaf on all axes, what modules see of it, and the layouts between which it moves.
+
+With data axes of 2 ranks and a tensor-parallel axis of 2, a column-parallel weight of shape (8, 6):
+
+    at rest      Shard(0) over (data, tensor), the tensor axis outermost     local (2, 6), a leaf
+    gathered     Replicate over data, Shard(0) over tensor                   local (4, 6), a DTensor of the tensor axis
+    gradient     Partial over data, Shard(0) over tensor                     local (4, 6), reduced to the layout at rest
+
+May import: policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_dtensor.internal import (
+    carry_gradient,
+    carry_over,
+    grad_hooked,
+    holds_tensors,
+    local_shard,
+    note_replaced,
+    redistribute_shards,
+    shard_sizes,
+)
+from shoal_mesh import DeviceMesh, purpose
+from shoal_mesh.internal import dataclass
+
+from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+Site = tuple[nn.Module, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DataAxes:
+    """The axes of data parallelism.
+
+    Attributes:
+        mesh: the mesh of these axes alone.
+        sharded: how many of them, the last ones, shard parameters; over the others parameters are replicated.
+    """
+
+    mesh: DeviceMesh
+    sharded: int = 1
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Over how many ranks a parameter is sharded."""
+        return prod(self.mesh.shape[self.mesh.ndim - self.sharded :])
+
+    def placements(self, shard: Placement) -> list[Placement]:
+        """One placement per data axis of a parameter that `shard` shards."""
+        return [Replicate()] * (self.mesh.ndim - self.sharded) + [shard] * self.sharded
+
+
+@dataclass(slots=True, eq=False)
+class ShardedParameter:
+    """A parameter of a unit.
+
+    Attributes:
+        sites: the modules that hold it, and under which name.
+        leaf: the sharded parameter: what optimizers and checkpoints see.
+        resting: the leaf's layout, in the dtype of the computation: from where it is gathered.
+        gathered: the layout in which it is used.
+        inner: the spec of the DTensor that modules see, on the axes of their styles; None if they see a plain tensor.
+        reduced: the leaf's layout in the dtype of the reduction: where gradients arrive.
+        precision: the dtypes of computation and reduction, where they are not the leaf's.
+    """
+
+    sites: tuple[Site, ...]
+    leaf: nn.Parameter
+    resting: Spec
+    gathered: Spec
+    inner: Spec | None
+    reduced: Spec
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
+
+    def shard(self) -> Tensor:
+        """This rank's shard in the dtype of the computation, on the device of the mesh."""
+        held = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        return held.detach().to(self.gathered.mesh.device_type, self.resting.dtype)
+
+    def version(self) -> tuple[object, ...]:
+        """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
+        shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
+        return self.leaf._version, shard._version, shard.data_ptr(), shard.dtype
+
+    def empty(self) -> Tensor:
+        """A gathered local tensor without values."""
+        return torch.empty(self.gathered.local_shape, dtype=self.gathered.dtype, device=self.gathered.mesh.device_type)
+
+    def zeros(self) -> Tensor:
+        """A gradient of the leaf that changes nothing."""
+        leaf: Any = self.leaf
+        zeros: Tensor = DTensor(torch.zeros_like(local_shard(leaf)), leaf.spec)
+        return zeros
+
+    def view(self, local: Tensor) -> Tensor:
+        """What modules see of a gathered local tensor; shares its memory."""
+        if self.inner is None:
+            return local.detach()
+        seen: Tensor = DTensor(local.detach(), self.inner)
+        return seen
+
+    def put(self, tensor: Tensor) -> None:
+        """Have the modules hold a tensor."""
+        for module, name in self.sites:
+            module._parameters[name] = tensor  # type: ignore[assignment]  # a gathered parameter is no nn.Parameter
+
+    def adopt(self) -> None:
+        """Take the parameter that the first module holds now, should somebody have put another into its place.
+
+        `module.to(...)`, `to_empty` and `load_state_dict(assign=True)` do, or give it another dtype.
+
+        Raises:
+            LayoutError: if it is not sharded as this one.
+        """
+        module, name = self.sites[0]
+        held: Any = module._parameters.get(name)
+        if held is not self.leaf:
+            asked = self.resting
+            if not isinstance(held, DTensor) or not held.spec.with_(dtype=asked.dtype).same_layout(asked):
+                got = repr(held.spec) if isinstance(held, DTensor) else f"a plain {type(held).__name__}"
+                raise LayoutError(
+                    f"fully_shard: {name!r} of {type(module).__name__} was replaced by {got}; it must stay sharded as "
+                    f"{asked!r}"
+                )
+            self.leaf = held  # type: ignore[assignment]  # a Parameter that holds a DTensor
+        computed, reduced = _dtypes(self.leaf, self.precision)
+        if (computed, reduced) != (self.resting.dtype, self.reduced.dtype):
+            self.resting, self.gathered = self.resting.with_(dtype=computed), self.gathered.with_(dtype=computed)
+            self.inner = self.inner.with_(dtype=computed) if self.inner else None
+            self.reduced = self.reduced.with_(dtype=reduced)
+
+    def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
+        """The local gradient of what modules saw, in the dtype of the reduction, and its layout on all axes.
+
+        Args:
+            grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
+        """
+        dtype = self.reduced.dtype
+        own = self.inner.placements if self.inner is not None else ()
+        if grad is None:
+            device = self.gathered.mesh.device_type
+            grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=device)
+        elif isinstance(grad, DTensor):
+            own, grad = grad.placements, local_shard(grad)
+        elif grad.is_sparse:
+            raise LayoutError(
+                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is sparse; gradients are averaged "
+                "dense: make the embedding with sparse=False, or pass its weight in ignored_params"
+            )
+        return grad.to(dtype).contiguous(), _partial_over_data(self.reduced, own)
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
+        leaf: Any = self.leaf
+        dtype = leaf.grad_dtype or leaf.dtype
+        grad = DTensor(reduced.to(local_shard(leaf).device, dtype), leaf.spec.with_(dtype=dtype))
+        if grad_hooked(leaf):
+            torch.autograd.backward([leaf], [grad])
+        elif leaf.grad is None:
+            leaf.grad = grad
+        else:
+            leaf.grad += grad
+
+
+def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
+    """Refuse parameters that no collective can send.
+
+    Args:
+        name: of the function that got them.
+        params: plain, or DTensors.
+
+    Raises:
+        UnsupportedModuleError: if one is a tensor of tensors.
+    """
+    for param in params:
+        if holds_tensors(param):
+            raise UnsupportedModuleError(
+                f"{name}: a parameter of shape {tuple(param.shape)} is a {type(param).__name__}, a tensor of tensors "
+                "(as quantized weights are), of which only its library knows shards. Pass it in ignored_params: it "
+                "stays whole on every rank, and is not trained"
+            )
+
+
+def shard_parameter(
+    param: nn.Parameter,
+    sites: Sequence[Site],
+    axes: DataAxes,
+    placement: Callable[[nn.Parameter], Shard | None] | None,
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    *,
+    view: bool = False,
+) -> ShardedParameter:
+    """The parameter, sharded over the data axes too; every rank keeps its shard of what it holds.
+
+    Args:
+        param: plain, or a DTensor on axes that are no data axes.
+        sites: where it is held.
+        axes: the data axes.
+        placement: which dim to shard; the first by default.
+        policies: dtypes, and where the shards are kept.
+        view: whether the shard may share the parameter's memory; by default it is a tensor of its own.
+
+    Raises:
+        LayoutError: if the parameter is on the data axes already, or partial.
+    """
+    precision, offload = policies
+    inner = param.spec if isinstance(param, DTensor) else None
+    mesh, placements, order = _joined(axes, inner, _data_shard(param, placement))
+    dtype, reduce_dtype = _dtypes(param, precision)
+    resting = Spec(mesh, placements, param.shape, None, param.dtype, order)
+    own = [*[Replicate()] * axes.mesh.ndim, *(inner.placements if inner else ())]
+    inner_order = (
+        tuple((dim, tuple(a + axes.mesh.ndim for a in over)) for dim, over in inner.shard_order) if inner else ()
+    )
+    gathered = Spec(mesh, own, param.shape, None, dtype, inner_order)
+
+    def rows(tensor: Tensor) -> DTensor:
+        held = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+        shard = _narrowed(held.detach(), gathered, resting)
+        shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
+        if isinstance(offload, CPUOffloadPolicy):
+            pinned = offload.pin_memory and mesh.device_type == "cuda"
+            shard = shard.cpu().pin_memory() if pinned else shard.cpu()
+        return DTensor(shard, resting)
+
+    leaf = nn.Parameter(rows(param), requires_grad=param.requires_grad)
+    carry_gradient(param, leaf, None if param.grad is None else rows(param.grad))
+    _carry(param, leaf)
+    return ShardedParameter(
+        tuple(sites),
+        leaf,
+        resting.with_(dtype=dtype),
+        gathered,
+        inner.with_(dtype=dtype) if inner else None,
+        resting.with_(dtype=reduce_dtype),
+        precision,
+    )
+
+
+@torch.no_grad()
+def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Parameter]:
+    """The parameters as they were before data axes sharded them, with their gradients: one collective for all."""
+    moving = [(p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta]
+    moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
+    shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
+    with purpose("styles after data parallelism"):
+        arrived = iter(redistribute_shards(shards, moves).wait() if moving else ())
+
+    def whole(parameter: ShardedParameter, tensor: Tensor) -> Tensor:
+        spec = parameter.gathered
+        local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta") if tensor.is_meta else next(arrived)
+        return local if parameter.inner is None else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
+
+    found = []
+    for parameter in parameters:
+        leaf = parameter.leaf
+        param = nn.Parameter(whole(parameter, leaf), requires_grad=leaf.requires_grad)
+        carry_gradient(leaf, param, None if leaf.grad is None else whole(parameter, leaf.grad))
+        if parameter.inner is None:
+            carry_over(leaf, param)
+        else:
+            vars(param).update(vars(leaf))
+            note_replaced(leaf)
+        found.append(param)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _partial_over_data(reduced: Spec, own: tuple[Placement, ...]) -> Spec:
+    """The layout of a gradient before its reduction, of what it is on the axes of the styles."""
+    data: list[Placement] = [Partial()] * (reduced.mesh.ndim - len(own))
+    return Spec(reduced.mesh, (*data, *own), reduced.shape, None, reduced.dtype)
+
+
+def _carry(param: nn.Parameter, leaf: nn.Parameter) -> None:
+    """Give the leaf the attributes and hooks of the parameter that it replaces."""
+    if isinstance(param, DTensor):
+        if grad_hooked(param):
+            raise LayoutError(
+                "fully_shard: a parameter that a style has placed has gradient hooks, which would not see the reduced "
+                "gradient; register them after fully_shard, on the parameter that it leaves"
+            )
+        vars(leaf).update(vars(param))
+        note_replaced(param)
+        return
+    carry_over(param, leaf)
+
+
+def _dtypes(param: Tensor, precision: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    """In which a parameter is used, and in which its gradient is reduced."""
+    computed = precision.param_dtype if precision.param_dtype and param.is_floating_point() else param.dtype
+    chosen = param.grad_dtype if param.grad_dtype is not param.dtype else None  # by the user, to sum gradients in
+    return computed, precision.reduce_dtype or chosen or computed
+
+
+def _data_shard(param: nn.Parameter, placement: Callable[[nn.Parameter], Shard | None] | None) -> Placement:
+    """How the data axes shard a parameter; a number stays replicated."""
+    if param.ndim == 0:
+        return Replicate()
+    asked = placement(param) if placement else None
+    if asked is not None and not isinstance(asked, Shard):
+        raise LayoutError(f"shard_placement_fn: expected a Shard or None for each parameter, got {asked!r}")
+    return asked or Shard(0)
+
+
+def _joined(
+    axes: DataAxes, inner: Spec | None, shard: Placement
+) -> tuple[DeviceMesh, list[Placement], tuple[tuple[int, tuple[int, ...]], ...] | None]:
+    """Mesh, placements and shard order at rest: the data axes shard what the axes of the style have left."""
+    placements = axes.placements(shard)
+    if inner is None:
+        return axes.mesh, placements, None
+    if inner.partials:
+        raise LayoutError(f"a parameter that is still to be reduced cannot be sharded over data axes: {inner!r}")
+    shared = set(axes.mesh.axis_names) & set(inner.mesh.axis_names)
+    if shared:
+        raise LayoutError(
+            f"the parameter is placed on axes {inner.mesh.axis_names} already and is to be sharded over the data axes "
+            f"{axes.mesh.axis_names}; an axis can do one of both"
+        )
+    mesh = DeviceMesh.concatenate([axes.mesh, inner.mesh])
+    first = axes.mesh.ndim - axes.sharded
+    over = {dim: tuple(a + axes.mesh.ndim for a in held) for dim, held in inner.shard_order}
+    if isinstance(shard, Shard):
+        dim = shard.dim % len(inner.shape)
+        over[dim] = (*over.get(dim, ()), *range(first, axes.mesh.ndim))
+        placements[first:] = _within(inner.placements, shard.on_dim(dim), axes)
+    return mesh, [*placements, *inner.placements], tuple(sorted(over.items()))
+
+
+def _within(inner: Sequence[Placement], shard: Shard, axes: DataAxes) -> list[Placement]:
+    """The placements on the sharding data axes of a parameter that styles have placed: within its runs if it has some.
+
+    3 runs of 8 rows, 4 of each on a rank of the style's axis: data axes shard the 4, so that every rank has 3 runs.
+    """
+    shape = axes.mesh.shape[axes.mesh.ndim - axes.sharded :]
+    runs = next((p for p in inner if isinstance(p, StridedShard) and p.dim == shard.dim), None)
+    if runs is None or runs.sizes is None:
+        return [shard] * axes.sharded
+    if shard.sizes is not None:
+        raise LayoutError(
+            f"{shard!r} over data axes: a parameter that styles have placed in runs takes no sizes: {runs!r}"
+        )
+    placements: list[Placement] = []
+    sizes = list(runs.sizes)
+    for ranks in shape:
+        sizes = [n for size in sizes for n in shard_sizes(size, Shard(0, multiple_of=shard.multiple_of), ranks)]
+        placements.append(StridedShard(shard.dim, split_factor=runs.split_factor, sizes=sizes))
+    return placements
+
+
+def _narrowed(local: Tensor, source: Spec, target: Spec) -> Tensor:
+    """This rank's shard of a tensor that the data axes hold replicated, as a view."""
+    if target.coordinate is None:
+        return local.new_empty(target.local_shape)
+    if target.is_strided:
+        (shard,) = redistribute_shards([local], [(source, target)]).wait()  # every rank has all that it is to have
+        return shard
+    start = source.box(target.coordinate)
+    for dim, ((low, high), (base, _)) in enumerate(zip(target.box(target.coordinate), start, strict=True)):
+        local = local.narrow(dim, low - base, high - low)
+    return local

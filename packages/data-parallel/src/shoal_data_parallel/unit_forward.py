@@ -1,0 +1,223 @@
+"""The forward of a unit: its parameters are gathered before it and freed after it, and backward is prepared.
+
+Hooks of autograd's nodes do the same in backward.
+
+May import: backward_pass, policies, unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import eager_only, local_shard, pytree
+from shoal_mesh.internal import dataclass
+
+from .backward_pass import in_backward, running_pass
+from .policies import MixedPrecisionPolicy
+from .unit import Forward, Unit
+
+STATE = "_shoal_fully_sharded"
+"""The attribute of a module that is a unit, or one of a unit's modules."""
+
+
+class Schedule:
+    """The units below one outermost module, and the order in which their forwards run.
+
+    Attributes:
+        states: of all of them, the outermost first.
+        order: of the forward that is running, or was last.
+        running: whether the outermost module's forward is running.
+    """
+
+    def __init__(self, outermost: UnitState) -> None:
+        self.states: list[UnitState] = [outermost]
+        self.order: list[Unit] = []
+        self._previous: list[Unit] = []
+        self.running: bool = False
+
+    @property
+    def units(self) -> list[Unit]:
+        """Those of all states, in one order on all ranks."""
+        return [state.unit for state in self.states]
+
+    def enter(self, unit: Unit) -> Forward:
+        """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
+        recomputes, is_outermost = in_backward(), unit is self.states[0].unit
+        if not recomputes and (is_outermost or not self.running):
+            self._previous, self.order, self.running = self.order, [], is_outermost
+        at = len(self.order)
+        if recomputes:
+            at = self.order.index(unit) if unit in self.order else 0
+        else:
+            self.order.append(unit)
+        forward = unit.enter()
+        forward.units, forward.before = self.units, self.order[:at]
+        follows = self._previous[at + 1 : at + 2] if self._previous[at : at + 1] == [unit] else ()
+        for ahead in () if recomputes else follows if unit.next_forward is None else unit.next_forward:
+            ahead.start()
+        return forward
+
+
+class UnitState:
+    """What the modules of a unit know: how it runs, and the schedule that it shares with the units around it.
+
+    Attributes:
+        unit: its parameters.
+        modules: those that were passed together; gathered from the forward of the first to that of the last.
+        precision: its dtypes.
+        schedule: of the outermost module.
+        source: where its parameters are from.
+    """
+
+    source: Any  # it stands above, and is kept here
+
+    def __init__(
+        self, unit: Unit, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, frees: bool | None
+    ) -> None:
+        self.unit = unit
+        self.modules: list[nn.Module] = list(modules)
+        self.precision = precision
+        self._frees = frees
+        self.schedule: Schedule = Schedule(self)
+        self._forward: Forward | None = None
+        self._waiting: set[nn.Module] = set()  # the modules whose forward is still to come in this forward of the unit
+        self._guards: list[AbstractContextManager[Any]] = []
+        unit.receive = _receive
+
+    def lead(self, inner: Sequence[UnitState]) -> None:
+        """Become the outermost of these units."""
+        self.unit.frees = bool(self._frees)
+        for state in inner:
+            state.schedule = self.schedule
+            state.unit.frees = state._frees is not False
+        self.schedule.states += inner
+
+    def free_after_forward(self, frees: bool) -> None:
+        """Free what was gathered after a forward, or keep it, from now on."""
+        self._frees = self.unit.frees = frees
+
+    @eager_only
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather before the forward."""
+        continues = self._forward is not None and self.unit.shows_gathered and module in self._waiting
+        self._guards.append(nullcontext())
+        if not continues:
+            self._forward, self._waiting = None, set(self.modules)
+            self._forward = self.schedule.enter(self.unit)
+        if torch.is_grad_enabled() and self._forward is not None:
+            self._guards[-1] = _guard(self._forward)
+            self._guards[-1].__enter__()
+        dtype = self.precision.param_dtype
+        if dtype is None or not self.precision.cast_forward_inputs:
+            return args, kwargs
+        cast: tuple[Any, Any] = pytree.tree_map_only(Tensor, lambda t: _cast(t, dtype), (args, kwargs))
+        return cast
+
+    @eager_only
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Free after the forward, also after one that raised; prepare the backward."""
+        if self._guards:
+            self._guards.pop().__exit__(None, None, None)
+        forward = self._forward
+        if self.precision.output_dtype is not None:
+            output = pytree.tree_map_only(Tensor, lambda t: _cast(t, self.precision.output_dtype), output)
+        if forward is not None:
+            _prepare_backward(output, forward)
+        self._waiting.discard(module)
+        if not self._waiting and not self._guards:
+            self.leave()
+        if not in_backward() and self.schedule.states[0] is self and not self._guards:
+            self.schedule.running = False
+            for state in self.schedule.states:
+                if state._forward is not None:
+                    state.leave()  # not all of its modules have run
+        return output
+
+    def leave(self) -> None:
+        """The forward of the unit's modules is over."""
+        self._forward = None
+        if self.unit.open:
+            return  # recomputed in a backward that needs the parameters
+        if in_backward() and torch.is_grad_enabled():
+            running_pass().borrow(self.unit)  # a backward of what was recomputed follows
+            return
+        self.unit.show()
+        if self.unit.frees or (self._frees is None and not torch.is_grad_enabled()):
+            self.unit.free()
+
+
+def as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a method of a unit's module returns; it counts as the unit's forward."""
+    state, output = state_of(module), None
+    try:
+        args, kwargs = state.before(module, args, kwargs)
+        output = method(*args, **kwargs)
+    finally:
+        output = state.after(module, output)
+    return output
+
+
+def _prepare_backward(output: Any, forward: Forward) -> None:
+    """Have the parameters of a forward gathered when its backward begins."""
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+            node: Any = tensor.grad_fn
+            node.register_prehook(lambda grads: running_pass().open(forward))
+
+
+def _receive(forward: Forward, grads: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Any]:
+    return running_pass().receive(forward, grads, nodes)
+
+
+@dataclass(slots=True, eq=False)
+class _OfUnit:
+    """A saved tensor that may have no memory."""
+
+    tensor: Tensor
+
+
+def _guard(forward: Forward) -> saved_tensors_hooks:
+    """A block in which what autograd saves of gathered parameters is gathered again before it is read.
+
+    Usually the unit's outputs have seen to that.  What leaves a unit otherwise (an auxiliary loss kept in an
+    attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
+    given back.
+    """
+    gathered = forward.gathered
+    own = {tensor.untyped_storage().data_ptr() for tensor in gathered.tensors}
+
+    def pack(tensor: Tensor) -> Tensor | _OfUnit:
+        local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+        return _OfUnit(tensor) if type(local) is Tensor and local.untyped_storage().data_ptr() in own else tensor
+
+    def unpack(saved: Tensor | _OfUnit) -> Tensor:
+        if not isinstance(saved, _OfUnit):
+            return saved
+        if not gathered.filled:
+            running_pass().open(forward)
+        return saved.tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def state_of(module: Any) -> UnitState:
+    """The state of a module that is a unit, or one of a unit's."""
+    state: UnitState = vars(module)[STATE]
+    return state
+
+
+def states_of(module: nn.Module, recurse: bool = True) -> list[UnitState]:
+    """The states of the units in a module, each once, those of outer modules first."""
+    owners = module.modules() if recurse else [module]
+    return list(dict.fromkeys(vars(owner)[STATE] for owner in owners if STATE in vars(owner)))

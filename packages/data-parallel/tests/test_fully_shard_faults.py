@@ -1,0 +1,18 @@
+"""A rank alone that raises in a step of `fully_shard` or `replicate`, and the step after; on ranks of their own.
+
+Covers: backward_pass.py, gradient_buckets.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lone_faults import fails_alone
+from shoal_mesh import launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate", "replicate, sharded state"])
+def test_the_other_ranks_end_too_and_nothing_has_changed(kind: str, where: str) -> None:
+    launch(fails_alone, 2, kind, where, timeout=120)

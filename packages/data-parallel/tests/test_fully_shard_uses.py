@@ -1,0 +1,476 @@
+"""`fully_shard` in uses beyond one forward, one backward and one step; on real gloo ranks, against one device.
+
+Covers: unit_forward.py, fsdp_module.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from data_parallel_model import (
+    Block,
+    Model,
+    backward_of_each,
+    batch,
+    full,
+    loss_of,
+    mesh_of,
+    own,
+    same_gradients,
+    same_weights,
+    twins,
+)
+from shoal_data_parallel import FSDPModule, LayoutError, StyleError, fully_shard, register_fsdp_forward_method
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor.errors import SecondOrderError
+from shoal_dtensor.internal import local_shard
+from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
+from shoal_mesh.testing import counts, on_ranks
+
+
+def pair(mesh: DeviceMesh, *, blocks: bool = True, root: bool = True, **options: Any) -> tuple[Any, Any]:
+    """A model on one device, and the same with these units."""
+    plain, model = twins(lambda: Model(6, 2))
+    for block in model.blocks if blocks else ():
+        fully_shard(block, mesh["data"], **options)
+    return plain, fully_shard(model, mesh["data"], **options) if root else model
+
+
+# --- several modules and passes ---------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_two_models_in_one_backward() -> None:
+    mesh = mesh_of(4, 1)
+    (plain, model), (other_plain, other) = pair(mesh), pair(mesh)
+    tokens, targets = batch(0)
+    (loss_of(plain, tokens, targets) + loss_of(other_plain, targets, tokens)).backward()
+    mine = own(mesh, tokens, targets)
+    (loss_of(model, *mine) + loss_of(other, *reversed(mine))).backward()
+    same_gradients(plain, model)
+    same_gradients(other_plain, other)
+
+
+@on_ranks(4)
+def test_units_without_an_outermost_one() -> None:
+    mesh = mesh_of(4, 1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(6), Block(6), Block(6)).double()
+    model = copy.deepcopy(plain)
+    for block in model:
+        fully_shard(block, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    model(*own(mesh, x)).square().mean().backward()
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_a_list_of_modules_is_one_unit() -> None:
+    mesh = mesh_of(4, 1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(6), nn.LayerNorm(6), nn.Linear(6, 5)).double()
+    model = copy.deepcopy(plain)
+    fully_shard(model[0], mesh["data"])
+    fully_shard([model[1], model[2]], mesh["data"])
+    fully_shard(model, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64)
+    for _ in range(2):
+        (plain(x).square().mean() + plain(-x).square().mean()).backward()
+        with CommDebugMode() as counted:
+            loss = model(*own(mesh, x)).square().mean()
+        assert sum(counted.get_comm_counts().values()) == 2
+        (loss + model(*own(mesh, -x)).square().mean()).backward()
+        same_gradients(plain, model)
+    with torch.no_grad():
+        model[:2](x)  # the last module of the unit does not run
+        torch.testing.assert_close(model(x), plain(x))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@on_ranks(4)
+def test_forwards_before_backwards() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, reshard_after_forward=True)
+    batches = [batch(i) for i in range(3)]
+    losses = [loss_of(model, *own(mesh, *one)) for one in batches]
+    for loss, one in zip(losses, batches, strict=True):
+        loss_of(plain, *one).backward()
+        loss.backward()
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_inputs_first_and_parameters_later() -> None:
+    mesh = mesh_of(4, 1)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(6), Block(6)).double()
+    model = copy.deepcopy(plain)
+    for block in model:
+        fully_shard(block, mesh["data"])
+    fully_shard(model, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_(), own(mesh, x)[0].requires_grad_()]
+    losses = [one(rows).square().sum() for one, rows in zip((plain, model), inputs, strict=True)]
+    grads = [torch.autograd.grad(loss, rows, retain_graph=True)[0] for loss, rows in zip(losses, inputs, strict=True)]
+    torch.testing.assert_close(grads[1], own(mesh, grads[0])[0])
+    assert all(param.grad is None for param in model.parameters())
+    losses[0].div(4).backward()
+    losses[1].backward()
+    same_gradients(plain, model)
+
+
+# --- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@on_ranks(4)
+def test_evaluation_between_steps(mode: Any) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    for number in range(2):
+        with mode():
+            torch.testing.assert_close(model(batch(9)[0]), plain(batch(9)[0]))
+        backward_of_each(plain, model, mesh, number)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_parameters_frozen_and_released_later() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, blocks=False, root=False)
+    for one in (plain, model):
+        one.embedding.requires_grad_(False)
+    fully_shard(model, mesh["data"])
+    for number, (frozen, trained) in enumerate([("blocks.0", "embedding"), ("head", "blocks.0"), ("blocks.1", "head")]):
+        for one in (plain, model):
+            one.zero_grad()
+            one.get_submodule(frozen).requires_grad_(False)
+            one.get_submodule(trained).requires_grad_(True)
+        backward_of_each(plain, model, mesh, number)
+        same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_a_second_derivative_is_refused() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh)
+    loss = loss_of(model, *own(mesh, *batch(0)))
+    with pytest.raises(SecondOrderError):
+        torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+
+
+# --- copies and other ways to call ------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_copies_of_a_trained_model_train() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    backward_of_each(plain, model, mesh)
+    for one in (plain, model):
+        one.zero_grad()
+    copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.zero_()
+    backward_of_each(plain_copy, copied, mesh, 1)
+    same_gradients(plain_copy, copied)
+    same_weights(plain_copy, copied)
+    assert full(model.head.weight).abs().sum() == 0
+
+
+@on_ranks(4)
+def test_an_average_of_the_weights() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    averages = [
+        torch.optim.swa_utils.AveragedModel(one, avg_fn=lambda a, b, n: a * 0.9 + b * 0.1) for one in (plain, model)
+    ]
+    for number in range(3):
+        backward_of_each(plain, model, mesh, number)
+        for one, average in zip((plain, model), averages, strict=True):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+            one.zero_grad()
+            average.update_parameters(one)
+    same_weights(*averages)
+    with torch.no_grad():
+        torch.testing.assert_close(averages[1](batch(0)[0]), averages[0](batch(0)[0]))
+
+
+class Encoder(nn.Module):
+    """A module with a second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(6)
+
+    def encode(self, x: Tensor) -> Any:
+        return self.inner(x) * 2
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+@on_ranks(4)
+def test_methods_that_count_as_forward() -> None:
+    mesh = mesh_of(4, 1)
+    torch.manual_seed(0)
+    plain = Encoder().double()
+    model: Any = fully_shard(copy.deepcopy(plain), mesh["data"], reshard_after_forward=True)
+    register_fsdp_forward_method(model, "encode")
+    x = torch.randn(8, 6, dtype=torch.float64)
+    plain.encode(x).mean().backward()
+    model.encode(*own(mesh, x)).mean().backward()
+    same_gradients(plain, model)
+    with pytest.raises(LayoutError, match="no method 'decode'"):
+        register_fsdp_forward_method(model, "decode")
+
+
+@on_ranks(4)
+def test_what_is_freed_is_chosen_later() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins(lambda: Model(6, 2))
+    for block in model.blocks:
+        fully_shard(block, mesh["data"])
+    model.blocks[0].set_reshard_after_forward(False)
+    fully_shard(model, mesh["data"])
+    tokens, targets = batch(0)
+    mine = own(mesh, tokens, targets)
+    expected = loss_of(plain, tokens, targets)
+    expected.backward()
+
+    def gathers(*, backward: bool) -> int:
+        with CommDebugMode() as mode, torch.set_grad_enabled(backward):
+            loss = loss_of(model, *mine)
+            if backward:
+                loss.backward()
+        return counts(mode).get("all_gather", 0)
+
+    assert gathers(backward=True) == 3 + 1, "of the outermost unit and two blocks; again of the second one"
+    same_gradients(plain, model)
+    model.set_reshard_after_forward(True)
+    assert gathers(backward=True) == 3 + 3
+    model.set_reshard_after_forward(False)
+    assert [gathers(backward=False) for _ in range(2)] == [3, 0], "an evaluation of several batches gathers once"
+    assert gathers(backward=True) == 0
+    assert gathers(backward=True) == 3, "a backward frees"
+    with pytest.raises(TypeError, match="expected reshard_after_forward to be a bool, got int 2"):
+        model.set_reshard_after_forward(2)
+
+
+# --- gradients that are kept ------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_kept_gradients_of_a_unit_that_the_last_pass_leaves_out() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    tokens, targets = batch(0)
+    loss_of(plain, tokens, targets).backward()
+    with model.no_sync():
+        loss_of(model, *own(mesh, tokens, targets)).backward()
+    assert all(param.grad is None for param in model.parameters())
+    for one, rows in ((plain, tokens), (model, *own(mesh, tokens))):
+        kept, one.blocks = one.blocks, nn.ModuleList([one.blocks[0]])
+        one(rows).mean().backward()
+        one.blocks = kept
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_kept_gradients_are_reduced_on_request_and_dropped_by_zero_grad() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    seen: list[Any] = []
+    model.head.bias.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))
+    for number in range(2):
+        with model.no_sync():
+            backward_of_each(plain, model, mesh, number)
+    model.reduce_gradients()
+    same_gradients(plain, model)
+    assert [grad is None for grad in seen] == [True, True, False]
+    with model.no_sync():
+        loss_of(model, *own(mesh, *batch(7))).backward()
+    for one in (plain, model):
+        one.zero_grad()
+    backward_of_each(plain, model, mesh, 3)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_half_a_backward_that_keeps_gradients_is_not_used() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    model.set_requires_gradient_sync(False)
+    handle = model.blocks[0].register_full_backward_hook(stop)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    handle.remove()
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(StyleError, match="zero_grad"):
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    model.zero_grad()
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+# --- what would be lost -----------------------------------------------------------------------------------------------
+
+
+class Sliced(nn.Module):
+    """A unit whose loss is kept in an attribute, and reads a slice of a weight in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = F.linear(x * x, self.weight[2:]).sum()
+        return x
+
+
+@on_ranks(4)
+def test_a_slice_of_a_gathered_parameter_is_read_after_it_was_freed() -> None:
+    mesh = mesh_of(4, 1)
+    plain: Any = Sliced()
+    model: Any = fully_shard(Sliced(), mesh["data"], reshard_after_forward=True)
+    grads = []
+    for one in (plain, model):
+        x = torch.ones(2, 3, requires_grad=True)
+        one(x)
+        one.kept.backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_writes_to_gathered_parameters_are_an_error() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh)
+    block: FSDPModule = model.blocks[0]
+    block.unshard()
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    with pytest.raises(StyleError, match="written to"):
+        block.reshard()
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+
+    def scale(module: Any, _: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    handle = model.blocks[1].up.register_forward_pre_hook(scale)
+    with pytest.raises(StyleError, match="written to"):
+        model(batch(0)[0])
+    handle.remove()
+    model(batch(0)[0])
+
+
+@on_ranks(4)
+def test_containers_and_partial_resharding_are_refused() -> None:
+    mesh = mesh_of(4, 1)
+    with pytest.raises(LayoutError, match="no forward"):
+        fully_shard(nn.ModuleList([Block(4)]), mesh["data"])
+    with pytest.raises(LayoutError, match="True, False or None"):
+        fully_shard(Block(4), mesh["data"], reshard_after_forward=2)  # type: ignore[arg-type]  # on purpose
+
+
+# --- experts, recomputation -------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Two experts whose weights are one parameter, one of them on each rank of an axis of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if not isinstance(weight, DTensor):
+            return torch.einsum("eij,rj->ri", weight, x)
+        rows = DTensor.from_local(x, weight.device_mesh, [Replicate()])
+        out: Any = torch.einsum("eij,rj->ri", weight, rows)
+        return out.full_tensor()  # type: ignore[no-any-return]  # of a DTensor
+
+
+@on_ranks(4)
+def test_experts_on_axes_of_their_own() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 6), Experts()).double()
+    model: Any = copy.deepcopy(plain)
+    model[1].weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh["expert"], [Shard(0)]))
+    fully_shard(model[1], mesh["data"])
+    assert model[1].weight.placements == (Shard(0), Shard(0))
+    fully_shard(model, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    rows = x.chunk(2)[mesh.get_local_rank("data")]
+    model(rows).square().mean().backward()
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_recomputation_gathers_no_more_than_backward_does() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh)
+    counts = []
+    for reentrant in (None, False, True):
+        model.recompute = reentrant
+        with CommDebugMode() as counted:
+            loss_of(model, *own(mesh, *batch(0))).backward()
+        counts.append({str(op): n for op, n in counted.get_comm_counts().items()})
+    assert counts[0] == counts[1] == counts[2]
+
+
+@on_ranks(4)
+def test_a_function_inside_of_a_unit_is_recomputed() -> None:
+    mesh = mesh_of(4, 1)
+
+    class Recomputed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return out
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Recomputed(6), Recomputed(6)).double()
+    model: Any = copy.deepcopy(plain)
+    for block in model:
+        fully_shard(block, mesh["data"])
+    fully_shard(model, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64)
+    plain(x).square().mean().backward()
+    model(*own(mesh, x)).square().mean().backward()
+    same_gradients(plain, model)
+    assert all(local_shard(p).numel() for p in model[0].up.parameters() if isinstance(p, DTensor))
+
+
+@on_ranks(4)
+def test_gradients_asked_for_by_name_are_those_of_one_pass() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    with model.no_sync():
+        backward_of_each(plain, model, mesh)
+    for syncs in (False, True):
+        model.set_requires_gradient_sync(syncs)
+        tokens, targets = batch(1)
+        expected = torch.autograd.grad(loss_of(plain, tokens, targets), [plain.head.weight])
+        got = torch.autograd.grad(loss_of(model, *own(mesh, tokens, targets)), [model.head.weight])
+        torch.testing.assert_close(full(got[0]), expected[0])
+        assert model.head.bias.grad is None
+    model.reduce_gradients()
+    same_gradients(plain, model)

@@ -1,0 +1,393 @@
+"""`replicate` against one device, on real gloo ranks: values, gradients, collectives, faults.
+
+Covers: replicate.py, gradient_buckets.py, optimizer_shards.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data_parallel_checks import (
+    OPTIMIZERS,
+    buckets,
+    replicas_are_copied,
+    replicas_are_filled,
+    replicas_freeze,
+    replicas_grow,
+    replicas_keep_gradients,
+    replicas_outlive_a_fault,
+)
+from data_parallel_model import (
+    Block,
+    Model,
+    backward_of_each,
+    batch,
+    loss_of,
+    mesh_of,
+    own,
+    same_gradients,
+    train_alike,
+    twins,
+)
+from shoal_data_parallel import LayoutError, StyleError, fully_shard, replicate
+from shoal_dtensor import Shard
+from shoal_dtensor.internal import local_shard
+from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
+from shoal_mesh.testing import counts, observed, on_ranks
+
+SMALL = 1000  # bytes: of the model's 17,000 in float64, about one weight each
+
+
+def pair(mesh: DeviceMesh, make: Callable[[], nn.Module] = Model, **options: Any) -> tuple[Any, Any]:
+    plain, model = twins(make)
+    return plain, replicate(model, mesh["data"], **({"bucket_bytes": SMALL} | options))
+
+
+SHARDED = pytest.mark.parametrize("shard_optimizer", [False, True])
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, SMALL, 2**20])
+@on_ranks(4)
+def test_training_is_that_of_one_device(bucket_bytes: int) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins()
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (plain, model)]
+    replicate(model, mesh["data"], bucket_bytes=bucket_bytes)  # after the optimizer was made: parameters stay
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    train_alike(plain, model, mesh, optimizers)
+
+
+@on_ranks(4)
+def test_several_data_axes_and_an_axis_by_name() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "data"))
+    rank = torch.distributed.get_rank()
+    tokens, targets = batch(0)
+    plain, model = twins()
+    replicate(model, mesh)
+    loss_of(plain, tokens, targets).backward()
+    loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
+    same_gradients(plain, model)
+    with mesh_of(4, 1):
+        model = replicate(twins()[1], "data")
+    loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
+    same_gradients(plain, model)
+
+
+@SHARDED
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_checkpointed_blocks_and_shared_parameters(reentrant: bool, tied: bool, shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, lambda: Model(recompute=reentrant, tied=tied), shard_optimizer=shard_optimizer)
+    for _ in range(2):  # the second pass adds to what is there
+        backward_of_each(plain, model, mesh)
+        same_gradients(plain, model)
+
+
+class Repeated(nn.Module):
+    """One layer in two reentrant recomputations and outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return self.layer(self.last(x))
+
+
+@SHARDED
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+@on_ranks(4)
+def test_gradients_that_arrive_in_several_turns(bucket_bytes: int, shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, Repeated, bucket_bytes=bucket_bytes, shard_optimizer=shard_optimizer)
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    plain(x).square().mean().backward()
+    model(*own(mesh, x)).square().mean().backward()
+    same_gradients(plain, model)
+
+
+class Branching(nn.Module):
+    """A block that odd ranks leave out, one that all do, and one that is used outside of the module's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6) for _ in range(4))
+
+    def forward(self, x: Tensor, odd: bool) -> Any:
+        out = self.blocks[0](self.blocks[0](x))
+        return out if odd else out + self.blocks[1].up(x).sum()  # type: ignore[operator]  # a Block
+
+
+@on_ranks(4)
+def test_parameters_that_some_ranks_or_none_use_or_outside_of_the_forward() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, Branching)
+    x = torch.randn(4, 2, 6, dtype=torch.float64)
+    rank = torch.distributed.get_rank()
+    for one, rows in ((plain, range(4)), (model, [rank])):
+        losses = [one(x[r], r % 2 == 1).sum() + one.blocks[3](x[r]).square().sum() for r in rows]
+        (sum(losses) / len(losses)).backward()
+    same_gradients(plain, model)
+    assert model.blocks[2].up.weight.grad is None
+    for one in (plain, model):
+        one.zero_grad()
+        one.blocks[3](x[0]).sum().backward()  # no forward of the module at all
+    same_gradients(plain, model)
+
+
+@SHARDED
+@on_ranks(4)
+def test_gradients_are_kept_until_a_pass_that_reduces_them(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    replicas_keep_gradients(*pair(mesh, shard_optimizer=shard_optimizer), mesh, shard_optimizer)
+
+
+@SHARDED
+@on_ranks(4)
+def test_zero_grad_drops_what_is_kept(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, shard_optimizer=shard_optimizer)
+    with model.no_sync():
+        loss_of(model, *own(mesh, *batch(1))).backward()
+    model.zero_grad()
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+@SHARDED
+@on_ranks(4)
+def test_batches_of_different_sizes_with_a_divisor_of_one(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, shard_optimizer=shard_optimizer)
+    model.set_gradient_divide_factor(1)
+    for step in range(2):  # gradients are added to those of a pass before
+        tokens, targets = batch(step, rows=7)  # 2, 2, 2 and 1 rows
+        loss_of(plain, tokens, targets).backward()
+        mine = own(mesh, tokens, targets)
+        loss: Any = F.cross_entropy(model(mine[0]).flatten(0, 1), mine[1].flatten(), reduction="sum")
+        (loss / targets.numel()).backward()
+    same_gradients(plain, model)
+
+
+@SHARDED
+@on_ranks(4)
+def test_frozen_parameters_now_and_later(shard_optimizer: bool) -> None:
+    plain, model = twins()
+    replicas_freeze(plain, model, mesh_of(4, 1), shard_optimizer)
+
+
+@on_ranks(4)
+def test_gradients_asked_for_by_name() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    tokens, targets = batch(0)
+    with CommDebugMode() as counted:
+        loss = loss_of(model, *own(mesh, tokens, targets))
+        torch.autograd.grad(loss, [model.head.weight])
+    assert not counts(counted)
+    for one, data in ((plain, (tokens, targets)), (model, own(mesh, tokens, targets))):
+        loss_of(one, *data).backward(inputs=[one.head.weight])
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_a_module_inside_reduces_its_own_parameters() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins()
+    replicate(model.blocks[0], mesh["data"])
+    replicate(model, mesh["data"])
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_reduced_in_another_dtype() -> None:
+    mesh = mesh_of(4, 1)
+    model = replicate(Model().bfloat16(), mesh["data"], reduce_dtype=torch.float32)
+    with observed() as events:
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    assert {tensor.dtype for event in events for tensor in event.tensors} == {torch.float32}
+    assert all(param.grad is not None and param.grad.dtype == torch.bfloat16 for param in model.parameters())
+
+
+# --- sharded optimizer state ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(4)
+def test_sharded_state_trains_as_one_device(name: str) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, shard_optimizer=True)
+    optimizers = [OPTIMIZERS[name](one) for one in (plain, model)]
+    train_alike(plain, model, mesh, optimizers)
+    torch.testing.assert_close(model(batch(3)[0]), plain(batch(3)[0]))
+
+
+@on_ranks(4)
+def test_state_and_gradients_are_sharded_and_parameters_are_views() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh, shard_optimizer=True)
+    seen: list[Tensor] = []
+    model.head.register_forward_hook(lambda module, args, out: seen.append(module.weight))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_of(model, *own(mesh, *batch(0))).backward()
+    optimizer.step()
+    weight = model.head.weight  # 13 rows on 4 ranks
+    assert weight.placements == weight.grad.placements == (Shard(0),)
+    shards = [weight, weight.grad, optimizer.state[weight]["exp_avg"]]
+    rows = 4 if mesh.get_local_rank("data") < 3 else 1
+    assert all(local_shard(shard).shape == (rows, 10) for shard in shards)
+    assert seen[0].shape == (13, 10)
+    assert local_shard(weight).untyped_storage().data_ptr() == seen[0].untyped_storage().data_ptr()
+
+
+@on_ranks(4)
+def test_updated_parameters_are_gathered_once() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh, shard_optimizer=True, bucket_bytes=2**20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for gathers in (0, 1):
+        for again in (False, True):
+            with CommDebugMode() as counted:
+                loss = loss_of(model, *own(mesh, *batch(0)))
+            assert counts(counted) == ({"all_gather": 1} if gathers and not again else {})
+        with CommDebugMode() as counted:
+            loss.backward()
+        assert counts(counted) == {"reduce_scatter": 1, "all_reduce": 1}  # a number is not sharded
+        optimizer.step()
+
+
+@on_ranks(4)
+def test_a_model_made_without_memory_is_filled_later() -> None:
+    with torch.device("meta"):
+        model = Model().double()
+    replicas_are_filled(twins()[0], model, mesh_of(4, 1))
+
+
+@on_ranks(4)
+def test_what_sharded_state_refuses() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh, shard_optimizer=True)
+    data = own(mesh, *batch(0))
+    handle = model.head.bias.register_hook(lambda grad: grad * 3)
+    with pytest.raises(StyleError, match="gradient hook"):
+        loss_of(model, *data).backward()
+    handle.remove()
+    model.extra = nn.Linear(4, 4)
+    with pytest.raises(StyleError, match="another parameter"):
+        model(data[0])
+
+
+# --- parameters and copies --------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_all_ranks_get_the_values_of_one() -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(torch.distributed.get_rank())
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean += torch.rand(4)
+    replicate(model, mesh["data"], src_data_rank=1)
+    expected = model.state_dict()
+    for data in range(2):
+        torch.manual_seed(mesh.get_local_rank("tensor") + 2)  # the ranks with coordinate 1 along "data"
+        same: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        same[1].running_mean += torch.rand(4)
+        assert all(torch.equal(value, expected[name]) for name, value in same.state_dict().items()), data
+
+
+@SHARDED
+@on_ranks(4)
+def test_a_copy_is_replicated_too(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh)
+
+
+@on_ranks(4)
+def test_parameters_that_are_replaced_or_added() -> None:
+    mesh = mesh_of(4, 1)
+    replicas_grow(*pair(mesh), mesh)
+
+
+@pytest.mark.parametrize(("inside", "shard_optimizer"), [(False, False), (True, False), (True, True)])
+@on_ranks(2)
+def test_compiled_as_one_or_inside(inside: bool, shard_optimizer: bool) -> None:
+    mesh = mesh_of(2, 1)
+    plain, model = pair(mesh, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), shard_optimizer=shard_optimizer)
+    for child in model if inside else ():
+        child.compile(backend="aot_eager")
+    compiled: Any = model if inside else torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 6, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]
+    for _ in range(2):
+        plain(x).square().mean().backward()
+        compiled(*own(mesh, x)).square().mean().backward()
+        same_gradients(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_one_reduction_for_each_bucket_beside_backward() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh)
+    began: list[int] = []
+    counted = CommDebugMode()
+    model.embedding.register_full_backward_pre_hook(lambda *_: began.append(counted.get_total_counts()))
+    with counted:
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    sizes = [sum(p.leaf.nbytes for p in bucket.parameters) for bucket in buckets(model)]
+    assert all(size <= SMALL or len(b.parameters) == 1 for size, b in zip(sizes, buckets(model), strict=True))
+    assert counted.get_total_counts() == len(sizes) > 10
+    assert began[0] >= len(sizes) - 3  # before the first layer's backward all but its own and the number's
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@SHARDED
+@pytest.mark.parametrize("kept", [False, True])
+@on_ranks(4)
+def test_a_backward_that_raises_leaves_gradients_as_they_were(kept: bool, shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    replicas_outlive_a_fault(*pair(mesh, shard_optimizer=shard_optimizer), mesh, kept)
+
+
+@on_ranks(4)
+def test_what_is_refused() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    with pytest.raises(LayoutError, match="replicated already"):
+        replicate(model, mesh["data"])
+    with pytest.raises(LayoutError, match="fully_shard averages"):
+        replicate(nn.Sequential(fully_shard(nn.Linear(4, 4), mesh["data"])), mesh["data"])
+    with pytest.raises(StyleError, match="axis 'data' of which mesh"):
+        replicate(plain, "data")
+    with pytest.raises(StyleError, match="must be positive"):
+        replicate(plain, mesh["data"], bucket_bytes=0)
+    with pytest.raises(LockstepError, match="parameters"):
+        replicate(nn.Linear(4, 4 + torch.distributed.get_rank() % 2), mesh["data"])
+    sparse = replicate(nn.Embedding(4, 4, sparse=True), mesh["data"])
+    with pytest.raises(LayoutError, match="is sparse"):
+        sparse(torch.tensor([1])).sum().backward()
+    model.head.weight.register_post_accumulate_grad_hook(lambda leaf: None)
+    with pytest.raises(StyleError, match="post-accumulate-grad hook"):
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    assert all(param.grad is None for param in model.parameters())

@@ -1,0 +1,67 @@
+"""For authors of layers: names of this package that the packages above use beside its facade.
+
+They may change with any release; all packages are released together.
+
+May import: _torch, arithmetic, layout, modules, random_layouts, redistribute, tensor.
+"""
+
+from ._torch import (
+    FakeTensor as FakeTensor,
+    ReplacedAttention as ReplacedAttention,
+    TorchDispatchMode as TorchDispatchMode,
+    at_end_of_backward as at_end_of_backward,
+    backward_number as backward_number,
+    disabled_torch_function as disabled_torch_function,
+    dispatch_modes as dispatch_modes,
+    eager_only as eager_only,
+    is_compiling as is_compiling,
+    is_tracing as is_tracing,
+    make_wrapper as make_wrapper,
+    pytree as pytree,
+    saving_state as saving_state,
+    selectively_checkpointed as selectively_checkpointed,
+    unwatched as unwatched,
+    unwatched_functions as unwatched_functions,
+    whole_when_compiled as whole_when_compiled,
+    will_run as will_run,
+)
+from .arithmetic import (
+    arithmetic as arithmetic,
+    complete_forms as complete_forms,
+    current_arithmetic as current_arithmetic,
+)
+from .layout.dim_sharding import shard_sizes as shard_sizes
+from .modules.checked_arguments import (
+    check_device_mesh as check_device_mesh,
+    submodule_of as submodule_of,
+    takes as takes,
+)
+from .modules.forwards import ModuleForward as ModuleForward, forward_of as forward_of, set_forward as set_forward
+from .modules.gradient_routes import (
+    GradRoute as GradRoute,
+    first_order_only as first_order_only,
+    grad_hooked as grad_hooked,
+    grad_route as grad_route,
+)
+from .modules.owners import (
+    check_styled as check_styled,
+    given_back as given_back,
+    in_turns as in_turns,
+    owners_of as owners_of,
+    register_owner as register_owner,
+)
+from .modules.parameter_state import (
+    carry_gradient as carry_gradient,
+    carry_over as carry_over,
+    has_hooks as has_hooks,
+    holds_tensors as holds_tensors,
+    note_replaced as note_replaced,
+)
+from .random_layouts.local_layout import (
+    current_watch as current_watch,
+    layout_of as layout_of,
+    note_layout as note_layout,
+)
+from .random_layouts.region import unwatch_draws as unwatch_draws, watch_draws as watch_draws
+from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
+from .tensor.shard_access import local_shard as local_shard

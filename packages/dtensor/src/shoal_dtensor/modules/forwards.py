@@ -1,0 +1,127 @@
+"""`ModuleForward`: the callable that stands in for a module's forward.
+
+Its bound `__call__` is stored in the instance (`module.forward`), so `nn.Module.__call__`, hooks and `state_dict` work
+as before and calls pay for no extra hook.  Of a bound method a compiler guards the function and not the object, so
+blocks of equal structure share one graph.  It refers to the module weakly, so that there is no reference cycle and a
+model that is dropped is freed at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from types import FunctionType, MethodType
+from typing import Any, ClassVar, Literal, Self
+
+from torch import nn
+
+from shoal_mesh import DeviceMesh
+
+from ..layout.placements import Placement
+
+
+class ModuleForward(ABC):
+    """Base of what stands in for forwards.
+
+    Attributes:
+        mesh: the axes on which it acts.
+        inner: the callable that was the module's forward before; None for its class's forward.
+        sampling: who sees to it that random numbers are those of one device.  `own`: the callable draws as one device.
+            `watched`: it runs the module's code, whose functions are watched.  `refused`: it runs code that draws for
+            rows that one device has in another order.
+        one_axis: whether it draws as one device on its own axis alone.
+    """
+
+    __slots__ = ("_module", "inner", "mesh")
+
+    sampling: ClassVar[Literal["own", "watched", "refused"]] = "own"
+    one_axis: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
+        self._module = weakref.ref(module)
+        self.mesh: DeviceMesh = mesh
+        self.inner: ModuleForward | None = inner
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What messages call it, such as the name of a style."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's forward returns."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module this stands in for."""
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        return module
+
+    # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh -------------------------
+
+    def input_layouts(self) -> Sequence[Placement | None]:
+        """The layout of each plain positional input; None where it passes through."""
+        return ()
+
+    def output_layouts(self) -> Sequence[Placement | None]:
+        """The layout of each plain output; None where it passes through."""
+        return ()
+
+    def output_sizes(self, index: int, size: int) -> Sequence[int] | None:
+        """The sizes of all ranks' shards of an output, of which this rank's has `size`; None where only inputs know."""
+        return None
+
+    def output_blocks(self) -> Sequence[Sequence[int]] | None:
+        """Of an output that is shards of several blocks behind each other: each block's sizes on all ranks.
+
+        None for other outputs; no block where several ranks hold the same elements.
+        """
+        return None
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = copy.copy(self)
+        memo[id(self)] = clone
+        clone._module = weakref.ref(copy.deepcopy(self.module, memo))
+        clone.inner = copy.deepcopy(self.inner, memo)
+        return clone
+
+    def __copy__(self) -> Self:
+        clone = object.__new__(type(self))
+        for kind in type(self).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                setattr(clone, name, getattr(self, name))
+        return clone
+
+
+def forward_of(module: nn.Module) -> ModuleForward | None:
+    """What stands in for a module's forward; None if that is its class's, or another one."""
+    owner = getattr(module.__dict__.get("forward"), "__self__", None)
+    return owner if isinstance(owner, ModuleForward) else None
+
+
+def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
+    """Have a callable stand in for a module's forward; None gives it that of its class back."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = MethodType(_call_with_signature(type(forward), type(module).forward), forward)
+
+
+@lru_cache(maxsize=1024)
+def _call_with_signature(kind: type[ModuleForward], forward: Any) -> FunctionType:
+    """`kind.__call__` with the signature of the forward stood in for, which libraries inspect for the inputs it takes.
+
+    The same function for all modules of one class: a compiler guards it, so they share a graph.
+    """
+    call: Any = kind.__call__
+    function = FunctionType(call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__)
+    function.__kwdefaults__, function.__qualname__ = call.__kwdefaults__, call.__qualname__
+    function.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]  # what `inspect` looks for
+    return function

@@ -1,0 +1,145 @@
+"""Who has parameters on data axes, and gives them back while styles are applied: styles and data axes in either order.
+
+A style places whole parameters.  An owner puts them in place of the shards that it has made of them, and shards what
+the style leaves again; modules that have nothing to do with a style keep theirs, and units of them come one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from shoal_mesh import DeviceMesh
+
+from ..errors import LayoutError, StyleError
+from .parameter_state import has_own_hooks
+
+Item = TypeVar("Item")
+
+
+class Owner(Protocol):
+    """Who averages the gradients of parameters over data axes, and may shard them there.
+
+    Attributes:
+        owner: the function that made it, for messages.
+        data_mesh: the data axes.
+        ignored: parameters in its modules that it leaves alone.
+        keeps_gradients: whether this rank keeps gradients for a later reduction.
+    """
+
+    owner: str
+
+    @property
+    def ignored(self) -> Sequence[nn.Parameter]: ...
+
+    @property
+    def data_mesh(self) -> DeviceMesh: ...
+
+    @property
+    def keeps_gradients(self) -> bool: ...
+
+    def held(self) -> Iterable[Tensor]:
+        """The parameters that its modules hold now."""
+
+    def give_back(self) -> None:
+        """Have the modules hold whole parameters, as far as data axes are concerned."""
+
+    def take(self) -> None:
+        """Take the parameters that the modules hold now."""
+
+
+_OWNERS: WeakSet[Owner] = WeakSet()
+
+
+def register_owner(owner: Owner) -> None:
+    """Have an owner be asked for its parameters, as long as it lives."""
+    _OWNERS.add(owner)
+
+
+def owners_of(module: nn.Module) -> list[Owner]:
+    """The owners of a module's parameters, in the order of the parameters: the same on all ranks."""
+    if not _OWNERS:
+        return []
+    owner_of = {id(param): owner for owner in _OWNERS for param in (*owner.held(), *owner.ignored)}
+    return list(dict.fromkeys(owner_of[id(p)] for p in module.parameters() if id(p) in owner_of))
+
+
+def check_styled(module: nn.Module, mesh: DeviceMesh | None = None) -> list[Owner]:
+    """The owners of a module's parameters; raises, before anything is changed, if they cannot give them back.
+
+    Args:
+        module: what gets or loses a style.
+        mesh: the axes of the style; None where one is undone.
+
+    Raises:
+        LayoutError: if the style acts on a data axis, or a parameter has hooks or is one of `ignored_params`.
+        StyleError: if gradients are kept.
+    """
+    owners = owners_of(module)
+    params = [*module.parameters()] if owners else []
+    for owner in owners:
+        if mesh is not None:
+            if {*owner.data_mesh.axis_names} & {*mesh.axis_names}:
+                raise LayoutError(
+                    f"a style on axes {mesh.axis_names}: parameters are on the data axes {owner.data_mesh.axis_names} "
+                    f"by {owner.owner} already; an axis can do one of both"
+                )
+            DeviceMesh.concatenate([owner.data_mesh, mesh])  # which parameters will be on
+        ignored = set(map(id, owner.ignored))
+        if any(id(param) in ignored for param in params):
+            raise LayoutError(
+                f"a style on a module of which {owner.owner} got parameters as ignored_params: the style would replace "
+                f"them; apply it before {owner.owner}"
+            )
+        if any(map(has_own_hooks, owner.held())):
+            raise LayoutError(
+                f"a style on a module whose parameters got gradient hooks after {owner.owner}: the style would replace "
+                "them; register hooks when all styles are applied"
+            )
+        if owner.keeps_gradients:
+            raise StyleError(
+                f"a style on a module of which {owner.owner} keeps gradients for a later reduction: reduce them first, "
+                "or drop them with zero_grad()"
+            )
+    return owners
+
+
+@contextmanager
+def given_back(owners: Sequence[Owner]) -> Iterator[None]:
+    """A block in which modules hold whole parameters, as far as data axes are concerned."""
+    given: list[Owner] = []
+    try:
+        for owner in owners:
+            owner.give_back()
+            given.append(owner)
+        yield
+    finally:
+        for owner in given:
+            owner.take()
+
+
+def in_turns(
+    items: Iterable[tuple[Item, Sequence[Owner]]], *, in_order: bool = False
+) -> list[tuple[list[Item], list[Owner]]]:
+    """Items that need the same owners together, those of other owners apart: so that few give back at a time.
+
+    Args:
+        items: with the owners that each needs.
+        in_order: keep the order, all together.
+
+    Example:
+        >>> items = [("up 0", ["unit 0"]), ("up 1", ["unit 1"]), ("down 0", ["unit 0"])]
+        >>> in_turns(items)  # type: ignore[arg-type]  # names for owners
+        [(['up 1'], ['unit 1']), (['up 0', 'down 0'], ['unit 0'])]
+    """
+    turns: list[tuple[list[tuple[int, Item]], list[Owner]]] = []
+    for number, (item, needed) in enumerate(items):
+        same = [turn for turn in turns if in_order or not set(turn[1]).isdisjoint(needed)]
+        owners = list(dict.fromkeys([*(owner for turn in same for owner in turn[1]), *needed]))
+        merged = sorted([*(pair for turn in same for pair in turn[0]), (number, item)], key=lambda pair: pair[0])
+        turns = [turn for turn in turns if turn not in same] + [(merged, owners)]
+    return [([item for _, item in merged], owners) for merged, owners in turns]

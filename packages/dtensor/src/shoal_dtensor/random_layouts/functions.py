@@ -1,0 +1,190 @@
+"""Which torch functions draw random numbers, and which modules may call them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dis import get_instructions
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..modules.forwards import forward_of
+
+_DROPOUT_MODULES = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
+_DROPOUTS = frozenset(
+    f"{kind}{end}"
+    for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout")
+    for end in ("", "_")
+) | {"dropout1d", "dropout2d", "dropout3d"}
+_FILLS = frozenset(
+    (
+        "bernoulli",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "random_",
+    )
+) | {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial", "poisson"}
+_FILLS |= {"binomial", "normal", "gumbel_softmax"}
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+_BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_NAMES = _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}
+# What code calls that may draw; attention and recurrent functions are known by the dropout that they are given.
+_CALLED = _FILLS | {"rrelu", "rrelu_"}
+
+
+_LAYERS = __name__.partition("dtensor.")[0]  # shoal_, or where it is vendored: what stands in for a forward is there
+
+
+def name_of(function: Any) -> str:
+    """The name of a torch function, without its overload.
+
+    Example:
+        >>> import torch
+        >>> name_of(torch.ops.aten.bernoulli.default)
+        'bernoulli'
+    """
+    return str(getattr(function, "__name__", "")).partition(".")[0]
+
+
+def draws(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a torch function draws random numbers.
+
+    Example:
+        >>> draws("dropout", (None,), {"p": 0.5, "training": False}), draws("relu", (None,), {})
+        (False, False)
+    """
+    if name not in _NAMES:
+        return False
+    training = kwargs.get("training", kwargs.get("train"))
+    if name in _DROPOUTS:
+        chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        return bool(chance) and (training is None or bool(training)) and not (len(args) > 2 and not args[2])
+    if name in _BY_ARGUMENT:
+        at = _BY_ARGUMENT[name]
+        return bool(kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)) and training is not False
+    if name in _RECURRENT:
+        chance = next((arg for arg in args if type(arg) is float), 0.0)
+        return chance > 0 and bool(args[args.index(chance) + 1])
+    return not name.startswith("rrelu") or bool(training) or any(arg is True for arg in args)
+
+
+def drawers_of(root: nn.Module) -> list[nn.Module]:
+    """The modules of a tree whose own forward may draw, by their class or by the names in their code.
+
+    Example:
+        >>> drawers_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
+        [Dropout(p=0.1, inplace=False)]
+    """
+    return [module for module in root.modules() if _may_draw(module)]
+
+
+def active(drawer: nn.Module) -> bool:
+    """Whether a module that may draw does so now: while training, and unless its probability is 0."""
+    if not drawer.training or not _of_torch(drawer):
+        return drawer.training
+    return getattr(drawer, "p", 1) != 0 and getattr(drawer, "dropout", 1) != 0
+
+
+def _of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _may_draw(module: nn.Module) -> bool:
+    forward = forward_of(module)
+    while forward is not None and forward.inner is not None:
+        forward = forward.inner
+    if forward is not None and forward.sampling == "own":
+        return False
+    if _of_torch(module):
+        return isinstance(module, _DROPOUT_MODULES | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
+    children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
+    values = [value for kind in type(module).__mro__ if not _is_base(kind) for value in vars(kind).values()]
+    values += vars(module).values()
+    return any(_draws(function, children, set()) for function in _functions(values))
+
+
+def _is_base(kind: type) -> bool:
+    return kind is object or kind.__module__.startswith("torch.nn.modules.")
+
+
+def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """The functions among values, and those that a method, a property, a partial call or a container leads to."""
+    for value in values:
+        if isinstance(value, FunctionType):
+            if value.__name__ != "__init__" and not value.__globals__.get("__name__", "").startswith(_LAYERS):
+                yield value
+        elif isinstance(value, MethodType | property | staticmethod | classmethod | partial):
+            yield from _functions(getattr(value, name, None) for name in ("__func__", "fget", "func"))
+        elif isinstance(value, list | tuple | set | dict):
+            each = value.values() if isinstance(value, dict) else value
+            yield from _functions(item for item in each if isinstance(item, FunctionType | partial))
+        elif not isinstance(value, nn.Module) and isinstance(call := vars(type(value)).get("__call__"), FunctionType):
+            yield from _functions([call])
+
+
+def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]) -> bool:
+    """Whether the names in a function's code are of draws, or those in functions that it calls by a global name."""
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
+        if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
+            return True
+        named = [function.__globals__.get(name) for name in code.co_names]
+        if _of_user(function.__globals__.get("__name__", "")):
+            modules = [each for each in named if isinstance(each, ModuleType) and _of_user(each.__name__)]
+            named += (vars(module).get(name) for module in modules for name in code.co_names)
+        else:  # a library's own tables and objects say nothing of what this call does
+            named = [each for each in named if isinstance(each, FunctionType)]
+        if any(_draws(each, children, seen) for each in _functions(named)):
+            return True
+    return False
+
+
+def _of_user(module: str) -> bool:
+    root = module.partition(".")[0]
+    return root != "torch" and root not in sys.stdlib_module_names
+
+
+def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
+    """The names that a function's code uses, but for those of child modules: these are asked themselves."""
+    for names in code.co_consts:  # names of keyword arguments are constants
+        yield from (name for name in names if isinstance(name, str)) if isinstance(names, tuple) else ()
+    if _passes_dropout(code):
+        yield "dropout_p"
+    of_local = False  # whether the attribute is one of a local variable, such as `self`
+    for instruction in get_instructions(code):
+        name = instruction.argval
+        if instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            if not (of_local and name in children):
+                yield name
+            continue
+        of_local = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF"))
+        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_NAME")):
+            yield name
+
+
+def _passes_dropout(code: CodeType) -> bool:
+    """Whether code names attention and makes some call with as many positional arguments as reach its dropout."""
+    at, named = _BY_ARGUMENT["scaled_dot_product_attention"], 0
+    for instruction in get_instructions(code) if "scaled_dot_product_attention" in code.co_names else ():
+        if instruction.opname == "KW_NAMES" and instruction.arg is not None:
+            named = len(code.co_consts[instruction.arg])
+        elif instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, tuple):
+            named = len(instruction.argval)
+        elif instruction.opname in ("CALL", "CALL_KW") and instruction.arg is not None:
+            if instruction.arg - named > at:
+                return True
+            named = 0
+    return False

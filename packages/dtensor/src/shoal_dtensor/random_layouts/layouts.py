@@ -1,0 +1,251 @@
+"""What a torch function does to the layout of local tensors: it is run on DTensors without memory, once per layouts.
+
+Sizes in arguments are those of shards and are replaced by global ones.  Only layouts are of interest: a function that
+mixes the elements of shards (a softmax over sharded features) computes what its author wrote, and its result is a shard
+like its input.  Everything is decided from specs and global sizes, so all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import pytree
+from ..layout.placements import Replicate, Shard
+from ..layout.spec import Spec
+from ..scopes import communication
+from ..tensor.dtensor import DTensor
+
+
+class UnknownLayoutError(Exception):
+    """Shards do not determine the layout of a result; the message says why."""
+
+
+def results_of(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+) -> list[Spec]:
+    """The specs of the tensors that a function returned.
+
+    Args:
+        name: of the function.
+        function: called with `args` and `kwargs`, where sharded tensors stand as their `Spec`.
+        args: with specs and plain tensors, which count as replicated.
+        kwargs: likewise.
+        outs: what it returned on this rank.
+
+    Raises:
+        UnknownLayoutError: if shards do not determine them.
+    """
+    if name in _RESIZING:
+        function, args, kwargs = torch.reshape, _resized(name, args, kwargs, outs[0]), {}
+    elif name == "expand":
+        args, kwargs = (args[0], *_expanded(args[0], outs[0])), {}
+    elif name in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        raise UnknownLayoutError("it was made with sizes of its own, which may be those of a shard")
+    try:
+        return _checked(args, kwargs, _run(function, args, kwargs), outs)
+    except UnknownLayoutError:
+        adopted = pytree.tree_map(_adopting(args, kwargs), (args, kwargs), is_leaf=_is_spec)
+        if adopted == (args, kwargs):
+            raise
+        return _checked(args, kwargs, _run(function, *adopted), outs)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, Spec)
+
+
+def _specs_in(*values: Any) -> list[Spec]:
+    return [value for value in pytree.tree_leaves(values, is_leaf=_is_spec) if isinstance(value, Spec)]
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The DTensors without memory that the function returns for such DTensors."""
+    mesh = _specs_in(args, kwargs)[0].mesh
+    every = (Replicate(),) * mesh.ndim
+
+    def shadow(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = Spec(mesh, every, value.shape, value.stride(), value.dtype)
+        if isinstance(value, Spec):
+            local = torch.empty(value.local_shape, dtype=value.dtype, device="meta")
+            return DTensor(_in_order(local, value.stride), value)
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)), is_leaf=_is_spec)
+    try:
+        with warnings.catch_warnings(), communication("forbid"), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
+    except Exception as error:  # whatever a function makes of DTensors, what it says is the reason
+        raise UnknownLayoutError(str(error).partition("\n")[0]) from error
+
+
+def _in_order(local: Tensor, stride: Sequence[int]) -> Tensor:
+    """A contiguous tensor as one whose dims lie in memory as the global stride has them."""
+    order = sorted(range(local.ndim), key=lambda dim: -stride[dim])
+    return local.new_empty([local.shape[dim] for dim in order]).permute([order.index(d) for d in range(local.ndim)])
+
+
+def _checked(args: Any, kwargs: Any, results: Sequence[Any], outs: Sequence[Tensor]) -> list[Spec]:
+    """The results' specs, where every rank's shards are what its own call returned."""
+    if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
+        raise UnknownLayoutError("it returns something else for DTensors")
+    given, specs = _specs_in(args, kwargs), []
+    for result, out in zip(results, outs, strict=True):
+        spec = result.spec
+        if spec.partials:
+            raise UnknownLayoutError("ranks hold summands of it")
+        if any(p.is_shard() and not _like_some(spec, axis, given) for axis, p in enumerate(spec.placements)):
+            raise UnknownLayoutError("it takes a part of a sharded dim")
+        if spec.local_shape != out.shape:
+            raise UnknownLayoutError(f"its shape {tuple(out.shape)} is not that of a shard of {spec}")
+        specs.append(spec.with_(dtype=out.dtype, stride=spec.stride))
+    return specs
+
+
+def _like_some(spec: Spec, axis: int, given: Sequence[Spec]) -> bool:
+    """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
+    own = extents(spec, axis)
+    return any(
+        all(a * sum(other) == b * sum(own) for a, b in zip(own, other, strict=True))
+        for other in (extents(each, axis) for each in given if each.placements[axis].is_shard())
+    )
+
+
+@lru_cache(maxsize=1024)
+def extents(spec: Spec, axis: int) -> tuple[int, ...]:
+    """Elements of the dim that an axis shards, on each rank of the axis."""
+    placement = spec.placements[axis]
+    dim = getattr(placement, "dim", None)
+    assert dim is not None, "the axis shards a dim"
+    ranks = spec.mesh.size(axis)
+    where = list(spec.coordinate or (0,) * spec.mesh.ndim)
+    extents = []
+    for rank in range(ranks):
+        where[axis] = rank
+        start, stop = spec.box(tuple(where))[dim] if not spec.is_strided else (0, 1)
+        extents.append(stop - start)
+    return tuple(extents)
+
+
+# --- sizes that are given as arguments -------------------------------------------------------------------------------
+
+_RESIZING = frozenset(("view", "reshape", "unflatten"))
+
+
+def _resized(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> tuple[Any, ...]:
+    """Arguments of `reshape` on the global tensor, for sizes of a shard."""
+    spec = args[0]
+    given = [*args[1:], *kwargs.values()]
+    if not isinstance(spec, Spec) or spec.is_strided or isinstance(given[0], torch.dtype):
+        raise UnknownLayoutError("it reinterprets memory")
+    inferred = _inferred_dim(name, given, spec.ndim)
+    sizes = list(out.shape)
+    for dim in {p.dim for p in spec.placements if isinstance(p, Shard)}:
+        target, size = _scaled(spec, dim, tuple(out.shape), inferred)
+        sizes[target] = size if sizes[target] == out.shape[target] else -1
+    if -1 in sizes or prod(sizes) != spec.shape.numel():
+        raise UnknownLayoutError("its sizes do not say which dims are sharded; write -1 for a sharded dim")
+    return spec, sizes
+
+
+def _inferred_dim(name: str, given: Sequence[Any], ndim: int) -> int | None:
+    """The dim of the result whose size was given as -1."""
+    start = 0
+    if name == "unflatten":
+        start, given = given[0] % ndim, given[1:]
+    sizes = list(given[0]) if isinstance(given[0], tuple | list) else list(given)
+    return start + sizes.index(-1) if -1 in sizes else None
+
+
+def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) -> tuple[int, int]:
+    """The dim of a reshaped tensor that a sharded dim went to, and its global size.
+
+    The shards of `dim` follow each other every `local_shape[dim:].numel()` elements of memory order, so the dim of the
+    result whose sizes from there on have the same product is the sharded one.  Where shards are of size 1, other dims
+    fit as well, and only a -1 says which is meant.
+    """
+    local, size, total = tuple(spec.local_shape), spec.local_shape[dim], spec.shape[dim]
+    sizes = set(spec.sizes(dim))
+    if size == 0:
+        zeros = [j for j, n in enumerate(out) if n == 0]
+        if len(zeros) != 1:
+            raise UnknownLayoutError("this rank's shard is empty, and several of its sizes are 0")
+        target, rest = zeros[0], prod(n for n in out if n)
+        here = prod(n for d, n in enumerate(local) if d != dim)
+        unit = here * total // rest if rest else 0
+        _require_unique(sizes, total, unit, inferred == target)
+        return target, unit
+    inner = prod(local[dim:])
+    exact = [j for j in range(len(out)) if prod(out[j:]) == inner]
+    folded = [j for j in range(len(out)) if prod(out[j + 1 :]) < inner < prod(out[j:])]
+    candidates = exact or folded
+    if not candidates:
+        raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
+    target = inferred if inferred in candidates else candidates[0]
+    if out[target] * total % size:
+        raise UnknownLayoutError("the sizes of shards are no multiples of it")
+    unit = out[target] * total // size
+    _require_unique(sizes, total, unit, inferred == target or bool(folded and not exact))
+    return target, unit
+
+
+def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> None:
+    """Refuse where on some rank, and so on all, another dim would fit as well."""
+    for size in sizes:
+        if size * unit % total:
+            raise UnknownLayoutError("the sizes of shards are no multiples of it")
+        if not inferred and (size == 1) != (size * unit // total == 1) and size:
+            raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
+
+
+def _expanded(spec: Any, out: Tensor) -> list[int]:
+    """Arguments of `expand` on the global tensor."""
+    if not isinstance(spec, Spec):
+        raise UnknownLayoutError("a tensor that is not sharded is expanded by the size of a shard")
+    before = out.ndim - spec.ndim
+    kept = [spec.shape[d] if spec.shape[d] != 1 else out.shape[before + d] for d in range(spec.ndim)]
+    return [*out.shape[:before], *kept]
+
+
+def _adopting(args: Any, kwargs: Any) -> Callable[[Any], Any]:
+    """For plain tensors whose sizes are those of shards: the spec of the tensor beside which they stand."""
+    given = _specs_in(args, kwargs)
+
+    def adopt(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        for spec in given:
+            skip = spec.ndim - value.ndim
+            fits = skip >= 0 and all(n in (1, spec.local_shape[skip + d]) for d, n in enumerate(value.shape))
+            sharded = [p.dim for p in spec.placements if isinstance(p, Shard)]
+            if not fits or not any(d >= skip and value.shape[d - skip] != 1 for d in sharded):
+                continue
+            if any(d >= skip and value.shape[d - skip] == 1 != spec.local_shape[d] for d in sharded):
+                continue
+            shape = [spec.shape[skip + d] if skip + d in sharded else n for d, n in enumerate(value.shape)]
+            placements = [
+                p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate()
+                for p in spec.placements
+            ]
+            return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
+        return value
+
+    return adopt
+
+
+def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a dense global tensor whose dims lie in memory as those of the local one."""
+    strides = local.stride()
+    order = range(local.ndim) if local.is_contiguous() else sorted(range(local.ndim), key=lambda dim: -strides[dim])
+    stride, step = [0] * local.ndim, 1
+    for dim in reversed(order):
+        stride[dim], step = step, step * max(1, shape[dim])
+    return tuple(stride)

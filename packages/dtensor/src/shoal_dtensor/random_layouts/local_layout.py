@@ -1,0 +1,81 @@
+"""The layout of a plain local tensor between styles, kept on the tensor while a watch is active.
+
+It is an attribute of the tensor object: it lives as long as the tensor, and costs nothing where nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shoal_mesh.internal import dataclass
+
+from ..layout.spec import Spec
+
+_ATTRIBUTE = "_shoal_layout"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLayout:
+    """What is known of a local tensor.  It pickles and copies as nothing.
+
+    Attributes:
+        spec: its global tensor; None if that is unknown, or if nothing says that it is sharded.
+        unknown: why the layout is unknown; empty otherwise.
+        drawn: whether it holds random numbers that every rank drew alike, along the axes on which `spec` is replicated.
+        blocks: of a fused output, the specs of the blocks that lie behind each other along the last dim.
+    """
+
+    spec: Spec | None = None
+    unknown: str = ""
+    drawn: bool = False
+    blocks: tuple[Spec, ...] = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+
+PLAIN = LocalLayout()
+"""Of results that nothing says to be sharded."""
+
+
+class Watching(Protocol):
+    """What the boundary of modules reports to."""
+
+    def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
+        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
+
+
+active_watch: ContextVar[Watching | None] = ContextVar("shoal_dtensor_watch", default=None)
+current_watch: Callable[[], Watching | None] = active_watch.get
+
+
+def layout_of(tensor: Tensor) -> LocalLayout | None:
+    """What is known of a tensor; None for one that no watched function returned.
+
+    That of a DTensor on some of the axes tells how its local shard is placed on all of them.
+    """
+    layout: LocalLayout | None = getattr(tensor, _ATTRIBUTE, None)
+    if layout is None or layout.spec is None or layout.spec.local_shape == tensor.shape:
+        return layout
+    return layout if hasattr(tensor, "device_mesh") else LocalLayout(unknown="its shape was changed in place")
+
+
+def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
+    """Leave a layout on a tensor."""
+    setattr(tensor, _ATTRIBUTE, layout)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from tensors_in(value)

@@ -1,0 +1,214 @@
+"""`DrawRegion`: the forward of a module under which code may draw; while it may, its forward is watched.
+
+Modules of a parallel tree that contain such code get one, so that recomputation of any of them in backward is watched
+like the first forward.  Where nothing draws (eval mode, a probability of 0) it passes the call on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import Tensor, nn
+
+from shoal_mesh import DeviceMesh
+
+from .._torch import backward_number, eager_only, is_compiling, unwatched_functions
+from ..api.random import get_random_mode
+from ..modules.forwards import ModuleForward, forward_of, set_forward
+from .functions import active, drawers_of
+from .local_layout import LocalLayout, active_watch, current_watch, layout_of, note_layout, tensors_in
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+
+_MOST_SHAPES = 64
+_BATCH_AXES = "_shoal_batch_axes"  # of a module whose inputs are shards of a batch
+
+
+def watch_draws(root: nn.Module, batch_axes: DeviceMesh | None = None) -> None:
+    """Have the random numbers that a parallel module's code draws be those of one device.
+
+    Args:
+        root: the module.
+        batch_axes: the axes of data parallelism along which its inputs are shards of a batch, if it is replicated or
+            sharded over some.
+    """
+    unwatch_draws(root)
+    if batch_axes is not None:
+        root.__dict__[_BATCH_AXES] = batch_axes
+    meshes = _axes_of(root)
+    drawers = {*drawers_of(root)} if meshes else set()
+    for module in [*root.modules()] if drawers else ():
+        if any(child in drawers for child in module.modules()):
+            region = DrawRegion(module, meshes[0], forward_of(module))
+            region.meshes, region.batch = tuple(meshes), _batch_axes(root)
+            region.drawers = [child for child in module.modules() if child in drawers]  # no compiler can look for them
+            set_forward(module, region)
+
+
+def unwatch_draws(root: nn.Module) -> None:
+    """Undo `watch_draws`."""
+    for module in root.modules():
+        region = forward_of(module)
+        if isinstance(region, DrawRegion):
+            set_forward(module, region.inner)
+
+
+class DrawRegion(ModuleForward):
+    """The forward of a module under which code may draw.
+
+    Attributes:
+        drawers: the modules whose code may draw; None in a copy before its first call.
+        meshes: the axes on which the activations of the tree are sharded, one by one.
+        batch: the axes along which inputs are shards of a batch.
+        arrived: the layouts of inputs by name and shape, as the forward around this one knew them; None where they
+            differ from call to call.
+    """
+
+    __slots__ = ("arrived", "batch", "drawers", "meshes")
+
+    sampling = "watched"
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
+        super().__init__(module, mesh, inner)
+        self.drawers: list[nn.Module] | None = None
+        self.meshes: tuple[DeviceMesh, ...] = (mesh,)
+        self.batch: DeviceMesh | None = None
+        self.arrived: dict[Any, LocalLayout] = {}
+
+    @property
+    def title(self) -> str:
+        return "random numbers as on one device"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DrawRegion, (self.module, self.mesh, self.inner)
+
+    def __copy__(self) -> Self:
+        clone = super().__copy__()
+        clone.drawers, clone.arrived = None, {}
+        return clone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        clone = super().__deepcopy__(memo)
+        clone.drawers = deepcopy(self.drawers, memo)
+        return clone
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.drawers is None:
+            self.drawers = drawers_of(self.module)
+        if not any(map(active, self.drawers)) or get_random_mode() == "local":
+            return self.forward(*args, **kwargs)
+        watch: Any = current_watch()  # regions are the only ones who watch
+        if watch is not None:
+            if backward_number() == -1:
+                with unwatched_functions():
+                    self.remember(args, kwargs)
+                self.meshes = (*watch.axes,)
+            return self.under(watch, args, kwargs)
+        return (_uncompiled if is_compiling() else DrawRegion.watched)(self, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, unwatched."""
+        module = self.module
+        return type(module).forward(module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+
+    def watched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's forward under a watch of its own."""
+        recomputes = backward_number() != -1
+        if not recomputes:  # modules in it may have become parallel since
+            self.meshes = tuple(dict.fromkeys((*self.meshes, *_axes_of(self.module))))
+            self.batch = self.batch or _batch_axes(self.module)
+        joint = self.meshes[0] if len(self.meshes) == 1 else DeviceMesh.concatenate(self.meshes)
+        axes = {mesh: axis for axis, mesh in enumerate(self.meshes)}
+        for lowered in _lowered(self.module).values():  # what acts on several axes shards its inputs along the first
+            axes.setdefault(lowered.mesh, axes[_single_axes(lowered.mesh)[0]])
+        from .watch import Watch  # imported with the first forward that draws
+
+        watch = Watch(joint, axes)
+        if recomputes:
+            self.recall(args, kwargs)
+        elif self.batch is not None:
+            watch.enter_batch([*tensors_in((*args, *kwargs.values()))], self.batch)
+            self.remember(args, kwargs)
+        with _replaced(_lowered(self.module), watch), watch:
+            return self.under(watch, args, kwargs)
+
+    def under(self, watch: Watch, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The module's forward under a watch."""
+        with watch.inside():
+            return self.forward(*args, **kwargs) if self.inner is None else watch.call(self.inner, *args, **kwargs)
+
+    def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
+        for key, tensor in _named(args, kwargs):
+            layout = layout_of(tensor) or LocalLayout()
+            if self.arrived.setdefault(key, layout) != layout:
+                self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
+        if len(self.arrived) > _MOST_SHAPES:
+            self.arrived.clear()
+
+    def recall(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Give the inputs of a recomputation the layouts that those of the forward had."""
+        for key, tensor in _named(args, kwargs):
+            if layout_of(tensor) is None and key in self.arrived:
+                note_layout(tensor, self.arrived[key])
+
+
+# A watch follows single calls, so what it watches runs uncompiled.
+_uncompiled: Any = eager_only(DrawRegion.watched)
+
+
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if type(value) is Tensor:
+            yield (name, value.shape, value.dtype), value
+
+
+def _lowered(root: nn.Module) -> dict[nn.Module, ModuleForward]:
+    """The modules of a tree that have styles, and their forwards."""
+    forwards = ((module, forward_of(module)) for module in root.modules())
+    inner = ((m, f.inner if isinstance(f, DrawRegion) else f) for m, f in forwards)
+    return {module: lowered for module, lowered in inner if lowered is not None}
+
+
+def _batch_axes(root: nn.Module) -> DeviceMesh | None:
+    """The axes over which a module gets shards of a batch: those of the first module in its tree that knows some."""
+    return next((vars(module)[_BATCH_AXES] for module in root.modules() if _BATCH_AXES in vars(module)), None)
+
+
+def _axes_of(root: nn.Module) -> list[DeviceMesh]:
+    """The axes that shard the activations of a tree: those of its batch, and those of its styles."""
+    batch = _batch_axes(root)
+    data = [] if batch is None else _single_axes(batch)
+    styles = [mesh for lowered in _lowered(root).values() for mesh in _meshes(lowered)]
+    return [*dict.fromkeys((*data, *styles))]
+
+
+def _meshes(lowered: ModuleForward) -> Iterator[DeviceMesh]:
+    if lowered.inner is not None:
+        yield from _meshes(lowered.inner)
+    yield from _single_axes(lowered.mesh)
+
+
+def _single_axes(mesh: DeviceMesh) -> list[DeviceMesh]:
+    return [mesh] if mesh.ndim == 1 else [mesh[name] for name in mesh.axis_names]
+
+
+@contextmanager
+def _replaced(lowered: Mapping[nn.Module, ModuleForward], watch: Watch) -> Iterator[None]:
+    """Inside the block, calls of lowered modules go through the watch."""
+    token = active_watch.set(watch)
+    direct = {m: f for m, f in lowered.items() if forward_of(m) is f}
+    for module, forward in direct.items():
+        module.__dict__["forward"] = partial(watch.call, forward)
+    try:
+        yield
+    finally:
+        for module, forward in direct.items():
+            set_forward(module, forward)
+        active_watch.reset(token)

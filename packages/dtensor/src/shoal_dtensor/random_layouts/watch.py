@@ -1,0 +1,387 @@
+"""`Watch`: while it is active, torch functions leave layouts on local tensors, and those that draw, draw as DTensors.
+
+    h = up(x)            the style says: h is sharded along its last dim
+    a = act(h)           so is a
+    d = dropout(a)       this rank's shard of the dropout of the DTensor of which a is this rank's shard
+
+Only torch functions that modules call are seen, once each, whatever they consist of; what lowered modules compute is
+not.  What a function does to layouts is worked out once per function and layouts (`follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal_mesh import DeviceMesh, all_gather
+
+from .._torch import saving_state, unwatched_functions
+from ..errors import LayoutError
+from ..layout.dim_sharding import shard_sizes
+from ..layout.placements import Placement, Replicate, Shard
+from ..layout.spec import Spec
+from ..modules.forwards import ModuleForward
+from ..scopes import implicit_replication
+from ..tensor.dtensor import DTensor
+from ..tensor.shard_access import local_shard
+from .follow import WAY_OUT, followed, replicated
+from .functions import active, drawers_of, draws, name_of
+from .layouts import extents, global_stride
+from .local_layout import PLAIN, LocalLayout, layout_of, note_layout, tensors_in
+
+
+class Watch(TorchFunctionMode):
+    """Follows the layouts of local tensors on a mesh, and draws as one device.
+
+    Attributes:
+        mesh: the axes on which styles shard, as one mesh.
+        axes: the number of each axis in it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, axes: Mapping[DeviceMesh, int]) -> None:
+        super().__init__()
+        self.mesh: DeviceMesh = mesh
+        self.axes: Mapping[DeviceMesh, int] = axes
+        self._entered: list[tuple[bool, object]] = []
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The block is the forward of a module that would be watched by itself when it is run again in backward."""
+        self._entered.append(saving_state())
+        try:
+            yield
+        finally:
+            self._entered.pop()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        name = name_of(func)
+        if draws(name, args, kwargs):
+            return self.draw(name, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            self.follow(name, func, args, kwargs, (out,))
+        elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):
+            self.follow(name, func, args, kwargs, [each for each in out if isinstance(each, Tensor)])
+        elif name == "__setitem__":
+            self.written(name, args[0], args[1:])
+        return out
+
+    # --- inputs -------------------------------------------------------------------------------------------------------
+
+    def enter_batch(self, tensors: Sequence[Tensor], axes: DeviceMesh) -> None:
+        """Note that plain tensors with as many rows as the first are this rank's rows of a batch.
+
+        The rows of all ranks are asked for, in one small collective, since a batch may not divide by the ranks.
+
+        Args:
+            tensors: the inputs of a module.
+            axes: over which the batch is sharded, in the order of ranks.
+        """
+        rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
+        if max(rows, default=-1) < 0:
+            return
+        own, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
+        held = [rows] * comm.size if "fake" in comm.backend else all_gather(own, comm).tolist()
+        first = next(i for i, n in enumerate(rows) if n >= 0)
+        sizes = [of_rank[first] for of_rank in held]
+        for i, tensor in enumerate(tensors):
+            if rows[i] >= 0 and [of_rank[i] for of_rank in held] == sizes:
+                self._enter(tensor, axes, sizes)
+
+    def _enter(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
+        known = layout_of(tensor)
+        if known is not None and (known.spec is None or known.spec.mesh != self.mesh):
+            note_layout(tensor, PLAIN)  # of another watch
+        even = len({*sizes}) == 1
+        for axis, mesh in ((self.axes[mesh], mesh) for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}):
+            if not even and mesh.size() != axes.size():
+                note_layout(tensor, LocalLayout(unknown="two axes shard the batch, in shards of different sizes"))
+                return
+            note_layout(tensor, self.placed(tensor, axis, (0, None if even else sizes), tensor))
+
+    # --- layouts of results ------------------------------------------------------------------------------------------
+
+    def follow(
+        self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
+    ) -> None:
+        """Leave layouts on what a function returned."""
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        layouts = [layout_of(tensor) for tensor in tensors]
+        if not any(layout is not None and layout is not PLAIN for layout in layouts):
+            for out in outs:
+                if layout_of(out) is None:
+                    note_layout(out, PLAIN)
+            return
+        if len(outs) == 1 and any(outs[0] is tensor for tensor in tensors):
+            self.written(name, outs[0], tensors)
+            return
+        shards = [local_shard(out) if isinstance(out, DTensor) else out for out in outs]
+        for out, layout in zip(outs, followed(name, func, args, kwargs, shards, layouts), strict=True):
+            note_layout(out, layout)
+
+    def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
+        """A function wrote to a tensor; if that was not known to be sharded, it is not known to be anything now."""
+        own = layout_of(target)
+        others = [layout_of(each) for each in sources if isinstance(each, Tensor) and each is not target]
+        if (own is None or own.spec is None) and any(layout and layout is not PLAIN for layout in others):
+            note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
+
+    # --- modules -----------------------------------------------------------------------------------------------------
+
+    def call(self, forward: ModuleForward, *args: Any, **kwargs: Any) -> Any:
+        """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
+        source = next(tensors_in((*args, *kwargs.values())), None)
+        watched = forward.sampling == "watched"
+        with unwatched_functions():
+            for value, layout in zip(args, forward.input_layouts(), strict=False):
+                self._refuse_drawn(value, layout, forward)
+            self._refuse_drawing(forward, source)
+            if not watched:
+                out = forward(*args, **kwargs)
+        if watched:
+            out = forward(*args, **kwargs)
+        with unwatched_functions():
+            self._place_all(forward, out, source)
+        return out
+
+    def _place_all(self, forward: ModuleForward, out: Any, source: Tensor | None) -> None:
+        results = out if isinstance(out, tuple | list) else (out,)
+        for index, (result, layout) in enumerate(zip(results, forward.output_layouts(), strict=False)):
+            if layout is None or result is source or not isinstance(result, Tensor):
+                continue
+            if isinstance(result, DTensor):
+                self.note_spec(result, result.spec, source)
+            else:
+                self._place(forward, result, index, layout, source)
+
+    def _refuse_drawn(self, value: Any, arrives: Placement | None, forward: ModuleForward) -> None:
+        layout = layout_of(value) if type(value) is Tensor else None
+        if layout is None or not layout.drawn or not isinstance(arrives, Shard):
+            return
+        if layout.spec is not None and layout.spec.placements[self.axes[forward.mesh]].is_shard():
+            return
+        raise LayoutError(
+            f"{forward.title}: an input that is {arrives} on every rank holds random numbers that were "
+            f"drawn as if it were replicated, because nothing before said that it is sharded. {WAY_OUT}"
+        )
+
+    def _refuse_drawing(self, forward: ModuleForward, source: Tensor | None) -> None:
+        """Refuse a forward that draws by itself, on its own axis, where another axis shards its input."""
+        if forward.sampling == "refused" and any(map(active, drawers_of(forward.module))):
+            raise LayoutError(
+                f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by themselves, "
+                "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
+            )
+        spec = self._spec_of(source)
+        if not forward.one_axis or spec is None or not active(forward.module):
+            return
+        if any(p.is_shard() for axis, p in enumerate(spec.placements) if axis != self.axes[forward.mesh]):
+            raise LayoutError(
+                f"{forward.title}: {type(forward.module).__name__} drops on {forward.mesh} alone; its input "
+                "is sharded over other axes too. A Dropout needs no style; attention does without dropout. "
+                f"{WAY_OUT}"
+            )
+
+    def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
+        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
+        if spec.mesh not in self.axes or spec.partials:
+            return
+        (placement,) = spec.placements
+        shard = (placement.dim, spec.sizes(placement.dim)) if isinstance(placement, Shard) else None
+        if not isinstance(local, DTensor):
+            note_layout(local, self.placed(local, self.axes[spec.mesh], shard, source))
+        elif self.mesh.ndim > 1:  # on its own mesh it draws by itself
+            note_layout(local, self.placed(local_shard(local), self.axes[spec.mesh], shard, source))
+
+    def _place(
+        self, forward: ModuleForward, result: Tensor, index: int, layout: Placement, source: Tensor | None
+    ) -> None:
+        """Note the layout of a module's plain output."""
+        axis, noted, blocks = self.axes[forward.mesh], layout_of(result), forward.output_blocks()
+        shard: tuple[int, Sequence[int] | None] | None = None
+        if blocks is not None:
+            note_layout(result, self._fused(forward, blocks, result, source))
+            return
+        if noted is not None and noted.spec is not None:  # the boundary knew the sizes of all shards
+            placement = noted.spec.placements[axis]
+            shard = (placement.dim, extents(noted.spec, axis)) if isinstance(placement, Shard) else None
+        elif isinstance(layout, Shard):
+            dim = layout.dim % result.ndim
+            sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
+            shard = (dim, sizes or self._sizes_of_source(source, dim, axis, forward, result.shape[dim]))
+        note_layout(result, self.placed(result, axis, shard, source))
+
+    def _sizes_of_source(
+        self, source: Tensor | None, dim: int, axis: int, forward: ModuleForward, size: int
+    ) -> Sequence[int] | None:
+        """The sizes of all ranks' shards of a module's first input along `dim`, if they may be its output's."""
+        spec = self._spec_of(source)
+        if spec is None or getattr(spec.placements[axis], "dim", None) != dim:
+            return None
+        sizes = extents(spec, axis)
+        return sizes if sizes[forward.mesh.comm(0).rank] == size else None
+
+    def _fused(
+        self, forward: ModuleForward, blocks: Sequence[Sequence[int]], result: Tensor, source: Tensor | None
+    ) -> LocalLayout:
+        """The layout of shards of several blocks behind each other."""
+        if not blocks:
+            return LocalLayout(unknown="several ranks hold the same heads")
+        axis, specs = self.axes[forward.mesh], []
+        for sizes in blocks:
+            local = result.narrow(-1, 0, sizes[forward.mesh.comm(0).rank])
+            layout = self.placed(local, axis, (result.ndim - 1, sizes), source)
+            if layout.spec is None:
+                return layout
+            specs.append(layout.spec)
+        if len(specs) == 1:
+            return LocalLayout(specs[0])
+        return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
+
+    def placed(
+        self, local: Tensor, axis: int, shard: tuple[int, Sequence[int] | None] | None, source: Tensor | None
+    ) -> LocalLayout:
+        """The layout of a local tensor that one axis shards as `(dim, sizes)`, and the others as they do `source`.
+
+        Without sizes every rank is taken to hold a shard of the same size.
+        """
+        shards: dict[int, tuple[int, Sequence[int] | None]] = {} if shard is None else {axis: shard}
+        around = layout_of(source) if source is not None else None
+        if around is not None and around.unknown and self.mesh.ndim > 1:
+            return around
+        if around is not None and around.spec is not None and source is not None:
+            for other, placement in enumerate(around.spec.placements):
+                if other == axis or not isinstance(placement, Shard):
+                    continue
+                dim = placement.dim
+                if dim >= local.ndim or local.shape[dim] != around.spec.local_shape[dim]:
+                    return LocalLayout(unknown=f"where the sharded dim {dim} of the module's input went")
+                shards[other] = dim, extents(around.spec, other)
+        drawn = around is not None and around.drawn
+        if not shards:
+            return LocalLayout(replicated(self.mesh, local), drawn=True) if drawn else PLAIN
+        return self._sharded(local, shards, drawn)
+
+    def _sharded(
+        self, local: Tensor, shards: Mapping[int, tuple[int, Sequence[int] | None]], drawn: bool
+    ) -> LocalLayout:
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        shape = [*local.shape]
+        for axis, (dim, sizes) in shards.items():
+            ranks = self.mesh.size(axis)
+            alone = sum(other == dim for other, _ in shards.values()) == 1
+            even = sizes is None or len({*sizes}) == 1
+            if not alone and not even:
+                return LocalLayout(unknown=f"several axes shard dim {dim}, in shards of different sizes")
+            shape[dim] = shape[dim] * ranks if even else sum(sizes or ())
+            regular = even or shard_sizes(shape[dim], Shard(dim), ranks) == [*(sizes or ())]
+            placements[axis] = Shard(dim) if regular else Shard(dim, sizes=tuple(sizes or ()))
+        spec = Spec(self.mesh, placements, shape, global_stride(local, shape), local.dtype)
+        if spec.local_shape != local.shape:
+            return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
+        return LocalLayout(spec, drawn=drawn)
+
+    @staticmethod
+    def _spec_of(tensor: Tensor | None) -> Spec | None:
+        layout = layout_of(tensor) if tensor is not None else None
+        return layout.spec if layout is not None else None
+
+    # --- draws -------------------------------------------------------------------------------------------------------
+
+    def draw(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a function that draws returns: this rank's shard of what one device draws.
+
+        Raises:
+            LayoutError: on all ranks, if the layout of an argument is unknown.
+        """
+        tensors = [*tensors_in((*args, *kwargs.values()))]
+        layouts = [layout_of(tensor) for tensor in tensors]
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            self._check_known(name, tensor, layout)
+        if self._entered[-1] != saving_state():
+            raise LayoutError(
+                f"{name} in a function that is checkpointed (or under no_grad, as a reentrant checkpoint is) would "
+                "draw other numbers when backward runs the function again; checkpoint a module instead"
+            )
+        if any(layout is not None and layout.spec and not layout.spec.replicated for layout in layouts):
+            return self._draw_sharded(name, func, args, kwargs)
+        out = func(*args, **kwargs)
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if type(each) is Tensor and each.ndim:
+                note_layout(each, LocalLayout(replicated(self.mesh, each), drawn=True))
+        return out
+
+    def _draw_sharded(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = layout_of(args[0]) if isinstance(args[0], Tensor) else None
+        if first is None or first.spec is None:
+            raise LayoutError(f"{name}: its first argument is not known to be sharded, others are. {WAY_OUT}")
+        like = first.spec
+        target = args[0] if name.endswith("_") or kwargs.get("inplace") else None
+        if target is not None:  # what autograd does not record is drawn into its memory
+            args = (target.clone() if target.requires_grad else target.detach(), *args[1:])
+            note_layout(args[0], first)
+        with implicit_replication():
+            named = {key: self._as_dtensor(value) for key, value in kwargs.items()}
+            drawn = func(*map(self._as_dtensor, args), **named)
+        out = tuple(_local(each, like, name) for each in drawn) if type(drawn) is tuple else _local(drawn, like, name)
+        if target is None:
+            return out
+        if target.requires_grad:
+            target.copy_(out)
+        note_layout(target, first)
+        return target
+
+    def _check_known(self, name: str, tensor: Tensor, layout: LocalLayout | None) -> None:
+        why = layout.unknown if layout is not None else ""
+        passed_by = layout is None and tensor.requires_grad and not tensor.is_leaf
+        if isinstance(tensor, DTensor):
+            spec = self._spec_of(tensor)
+            passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
+        if passed_by:
+            why = "it comes from code that is no torch function, or from a DTensor of some of the axes"
+        if why:
+            raise LayoutError(
+                f"{name} between styles draws what one device draws, but how its argument of local shape "
+                f"{tuple(tensor.shape)} is sharded over {self.mesh} is unknown: {why}. {WAY_OUT}"
+            )
+
+    def _as_dtensor(self, value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(self._as_dtensor, value))
+        if type(value) is not Tensor:
+            return value
+        spec = self._spec_of(value)
+        if spec is None:
+            if value.requires_grad:
+                raise LayoutError(
+                    f"a function that draws gets shards beside a tensor of shape {tuple(value.shape)} that is not "
+                    f"sharded and needs a gradient. {WAY_OUT}"
+                )
+            return value
+        return DTensor.from_local(
+            value, self.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
+
+
+def _local(drawn: Any, like: Spec, name: str) -> Any:
+    """This rank's shard of a result, sharded like the function's first argument."""
+    if not isinstance(drawn, DTensor):
+        return drawn
+    placements = []
+    for placement in like.placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None and (dim >= drawn.ndim or drawn.shape[dim] != like.shape[dim]):
+            raise LayoutError(f"{name}: the sharded dim {dim} of its argument is none of its result's. {WAY_OUT}")
+        placements.append(placement)
+    placed = drawn.redistribute(placements=placements)
+    local: Tensor = placed.to_local(grad_placements=placements)
+    note_layout(local, LocalLayout(placed.spec, drawn=not all(p.is_shard() for p in placements)))
+    return local

@@ -1,0 +1,47 @@
+"""Covers: modules/checked_arguments.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shoal_dtensor.errors import LayoutError, StyleTypeError
+from shoal_dtensor.modules.checked_arguments import check_device_mesh, submodule_of, takes
+
+
+@takes(module=(nn.Module, list), count=int)
+def function(module: Any, count: int = 1) -> tuple[Any, int]:
+    return module, count
+
+
+def test_what_is_taken_is_handed_on() -> None:
+    modules = [nn.Identity(), nn.Identity()]
+    assert function(modules[0], count=2) == (modules[0], 2)
+    assert function(modules) == (modules, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((3,), "function: expected module to be an nn.Module, got int 3"),
+        (([nn.Identity(), 1],), "function: expected module to be an nn.Module, got int 1"),
+        (([],), "function: expected module to be an nn.Module, got list []"),
+        ((nn.Identity(), "2"), "function: expected count to be an int, got str '2'"),
+    ],
+)
+def test_what_is_not_taken(args: Any, text: str) -> None:
+    with pytest.raises(StyleTypeError) as caught:
+        function(*args)
+    assert str(caught.value) == text
+
+
+def test_what_is_no_mesh_and_no_stage() -> None:
+    with pytest.raises(LayoutError, match=r"f: device_mesh is builtins.str; make one with shoal_mesh.init_device_mesh"):
+        check_device_mesh("f", "tp")
+    module = nn.Identity()
+    assert submodule_of("f", SimpleNamespace(submod=module)) is module
+    with pytest.raises(StyleTypeError, match=r"f: expected the submod of stage to be an nn.Module, got NoneType None"):
+        submodule_of("f", module)

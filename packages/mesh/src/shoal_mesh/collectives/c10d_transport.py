@@ -1,0 +1,111 @@
+"""The transport that calls a process group: gloo, NCCL, the fake backend, or a group written in Python.
+
+A dtype that a backend cannot send is sent as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TypeVar
+
+from torch import Tensor
+
+from .._torch import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+from ..groups.group_calls import call_of
+from ..groups.process_groups import Comm
+from ..shared_memory.backend_work import BackendWork
+from ..shared_memory.channel import Channel
+from ..shared_memory.recorder import record
+from ..transport import Handle, Receive, Transport, as_bytes
+from .wire import PLAIN, REDUCE
+
+Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
+_ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
+_EVEN: list[int] = []  # c10d: no list of sizes means equal blocks
+
+
+def _by_op(kind: type[Options]) -> dict[str, Options]:
+    options = {op: kind() for op in REDUCE}
+    for op, each in options.items():
+        each.reduceOp = REDUCE[op]  # type: ignore[assignment]  # the stub wants the class around the enum
+    return options
+
+
+_ALL_REDUCE, _REDUCE_SCATTER = _by_op(AllreduceOptions), _by_op(ReduceScatterOptions)
+
+
+@cache
+def _from(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+class C10dTransport:
+    """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete."""
+
+    __slots__ = ("_channel", "_fake", "_gloo", "_group", "_name")
+
+    def __init__(self, comm: Comm, channel: Channel | None) -> None:
+        self._group, self._name, self._channel = comm.group, comm.name, channel
+        self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
+
+    def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
+        """Before a call: record it, and of gloo between ranks of one host see that no rank has started another.
+
+        Raises:
+            PeerError: one has.
+        """
+        record(self._name, (kind, tensor.dtype, count, op, root))
+        if self._channel is not None and tensor.is_cpu:
+            self._channel.peers.announce(kind, tensor.dtype, count, op, root)
+
+    def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
+        return self
+
+    def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
+        self._announce(tensor, "all_reduce", tensor.numel(), op)
+        work = self._group.allreduce([tensor], _ALL_REDUCE[op])
+        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+
+    def all_gather(self, tensor: Tensor, out: Tensor) -> Handle | None:
+        self._announce(tensor, "all_gather", tensor.numel())
+        sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
+        work = call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER)
+        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
+        self._announce(tensor, "reduce_scatter", tensor.numel(), op)
+        work = call_of(self._group, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
+        # gloo's is never completed before it is waited for, so it cannot be watched.
+        return BackendWork(work, self._group, None) if self._gloo else work
+
+    def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle | None:
+        self._announce(tensor, "all_to_all", tensor.numel())
+        return self._exchange(tensor, out, _EVEN, _EVEN)
+
+    def all_to_all_v(self, flat: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle | None:
+        self._announce(flat, "all_to_all_v", 0)
+        if not flat.numel() and self._fake:  # torch's fills what arrives with what is sent, 2.11's with nothing
+            flat, send = out.zero_(), receive
+        return self._exchange(flat, out, send, receive)
+
+    def _exchange(self, tensor: Tensor, out: Tensor, send: list[int], receive: list[int]) -> Handle:
+        sent, into = tensor, out
+        if tensor.dtype not in PLAIN:
+            width, sent, into = tensor.element_size(), as_bytes(tensor), as_bytes(out)
+            send, receive = [n * width for n in send], [n * width for n in receive]
+        work = call_of(self._group, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
+        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+
+    def broadcast_(self, tensor: Tensor, root: int) -> Handle | None:
+        self._announce(tensor, "broadcast", tensor.numel(), "", root)
+        sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
+        work = self._group.broadcast([sent], _from(root))
+        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+
+    def packed(
+        self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str
+    ) -> Handle | None:
+        return None

@@ -1,0 +1,28 @@
+"""For authors of layers: names of this package that the packages above use beside its facade.
+
+They may change with any release; all packages are released together.
+
+May import: _torch, collectives, events, facades, observers, shared_memory, terminal, topology, values.
+"""
+
+from ._torch import constant_when_compiled as constant_when_compiled
+from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
+from .collectives.even import all_reduce_ as all_reduce_
+from .collectives.graph_dependences import bound as bound, contribution as contribution
+from .collectives.operands import Along as Along
+from .collectives.packed import (
+    PackedPending as PackedPending,
+    all_gather_packed as all_gather_packed,
+    all_reduce_packed as all_reduce_packed,
+    reduce_scatter_packed as reduce_scatter_packed,
+)
+from .collectives.pending import Pending as Pending
+from .collectives.tree_sums import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
+from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
+from .facades import no_such_name as no_such_name
+from .observers.lockstep import in_lockstep as in_lockstep
+from .observers.pictures import new_axes as new_axes
+from .shared_memory.recorder import note as note
+from .terminal import progress as progress
+from .topology import Topology as Topology, topology_version as topology_version
+from .values import cached_property as cached_property, dataclass as dataclass

@@ -1,0 +1,22 @@
+"""Covers: facades.py: a name of another package says where it is."""
+
+from __future__ import annotations
+
+import pytest
+
+import shoal_mesh
+
+
+def test_an_import_says_where_a_name_is() -> None:
+    with pytest.raises(ImportError, match="shoal_mesh has no fully_shard: it is in shoal_data_parallel"):
+        from shoal_mesh import fully_shard  # noqa: F401  # on purpose
+    with pytest.raises(ImportError, match="cannot import name 'unheard_of'"):
+        from shoal_mesh import unheard_of  # noqa: F401  # on purpose
+
+
+def test_an_attribute_says_where_it_is_and_is_absent() -> None:
+    assert not hasattr(shoal_mesh, "DTensor")
+    with pytest.raises(AttributeError, match="shoal_mesh has no DTensor: it is in shoal_dtensor"):
+        _ = shoal_mesh.DTensor
+    with pytest.raises(AttributeError, match="module 'shoal_mesh' has no attribute 'unheard_of'"):
+        _ = shoal_mesh.unheard_of

@@ -1,0 +1,26 @@
+"""Models of Hugging Face transformers on a mesh: loading, saving, fine-tuning, weights for serving.
+
+Imported when asked for; transformers, accelerate and peft when a function that needs them is called.
+
+May import: errors, planning, weights.
+"""
+
+from ..weights.saving import Saved, save_sharded
+from .adapters import load_adapters, merging_adapters, parallelize_adapters, save_adapters
+from .copy_weights import copy_weights
+from .from_pretrained import from_pretrained
+from .training import prepare_accelerator, prepare_trainer, single_process
+
+__all__ = [
+    "Saved",
+    "copy_weights",
+    "from_pretrained",
+    "load_adapters",
+    "merging_adapters",
+    "parallelize_adapters",
+    "prepare_accelerator",
+    "prepare_trainer",
+    "save_adapters",
+    "save_sharded",
+    "single_process",
+]

@@ -1,0 +1,137 @@
+"""LoRA adapters of peft on a parallel model: sharded as the layers that they adapt, saved as peft saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal_dtensor import DTensor, distribute_tensor, implicit_replication
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import unwatch_draws, watch_draws
+from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
+
+from ..errors import CheckpointError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize_adapters(model: Model) -> Model:
+    """A model of peft whose base is parallel, with its LoRA adapters sharded as the layers that they are added to.
+
+        columns   A: R, B: S(0)    B has the style of the layer; the gradient of A is reduced where B reads it
+        rows      A: S(1), B: R    A has the style of the layer
+
+    Called after `get_peft_model` or `PeftModel.from_pretrained` on a parallel model. Where peft comes first, the plan's
+    paths get `.base_layer`, and this follows `parallelize_module`.
+
+    Args:
+        model: changed in place; adapters have the same values on all ranks.  Adapters that are parallel already stay.
+
+    Raises:
+        UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for Linear, before any
+            adapter is changed.
+    """
+    found = [(layer, *record) for layer in _layers(model) for record in shardings_of(layer.base_layer)]
+    for layer, record, _ in found:
+        if record.lowering not in (ColumnLinear, RowLinear) or _unsupported(layer):
+            raise UnsupportedModuleError(
+                f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a layer with the style "
+                f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under ColwiseParallel and "
+                "RowwiseParallel is. Leave the layer out of target_modules, or out of the plan"
+            )
+    for layer, record, mesh in found:
+        for adapter in (layer.lora_B if record.lowering is ColumnLinear else layer.lora_A).values():
+            if not isinstance(adapter.weight, DTensor):
+                apply_sharding(adapter, record, mesh)
+    unwatch_draws(model)
+    watch_draws(model)  # of the adapters' Dropouts too
+    return model
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    """The modules that peft put around others."""
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            yield module
+
+
+def _unsupported(layer: Any) -> bool:
+    plain = all(isinstance(getattr(layer, name, None), nn.ModuleDict) for name in ("lora_A", "lora_B"))
+    variants = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")  # DoRA and its kin; embeddings
+    return not plain or any(len(getattr(layer, name, None) or ()) for name in variants)
+
+
+@contextmanager
+def merging_adapters() -> Iterator[None]:
+    """Inside the block `merge_adapter`, `unmerge_adapter` and `merge_and_unload` of peft work on parallel layers.
+
+    One factor of an adapter is replicated and plain, which counts as replicated here.
+    """
+    with implicit_replication():
+        yield
+
+
+def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
+    """Write an adapter as peft does; `PeftModel.from_pretrained` loads it, around a plain model or a parallel one.
+
+    All ranks call it; the adapter's tensors, not the model's, are gathered one by one, and rank 0 writes them.
+
+    Args:
+        model: of peft.
+        directory: where `adapter_model.safetensors` and `adapter_config.json` are written.
+        adapter_name: of those that the model has.
+    """
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        from safetensors.torch import save_file
+
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        tensors = {name: each.detach().cpu().contiguous() for name, each in gathered.items()}
+        save_file(tensors, Path(directory) / "adapter_model.safetensors", metadata={"format": "pt"})
+        model.peft_config[adapter_name].save_pretrained(directory)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
+    """Fill the adapters that a model has with what `save_adapters`, or `save_pretrained` of peft, wrote.
+
+    Every rank reads the file and keeps its own shards; nothing is sent.
+
+    Args:
+        model: of peft, with adapters of that name; changed in place.
+        directory: of `adapter_model.safetensors`.
+        adapter_name: of those that the model has.
+
+    Raises:
+        CheckpointError: if the file has other tensors than the model.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    file = Path(directory) / "adapter_model.safetensors"
+    found = load_file(file)
+    apart = {name for name in {*state, *found} if name not in state or name not in found}
+    apart |= {name for name in set(state) - apart if state[name].shape != found[name].shape}
+    if apart:
+        raise CheckpointError(
+            f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
+            "make the model with the adapter_config.json beside the file"
+        )
+    with torch.no_grad():
+        for name, each in state.items():
+            whole = found[name].to(each.device)
+            if isinstance(each, DTensor):
+                whole = distribute_tensor(whole, each.device_mesh, each.placements, src_data_rank=None)
+            each.copy_(whole)

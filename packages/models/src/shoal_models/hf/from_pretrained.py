@@ -1,0 +1,241 @@
+"""`from_pretrained`: a model of transformers from files onto a mesh, each rank reading only its own shards."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from os import PathLike
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import LayoutError, PlanError
+from shoal_dtensor.internal import check_device_mesh, local_shard
+from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_tp_styles import UnmatchedPlanWarning
+from shoal_tp_styles.internal import Plan
+
+from ..errors import CheckpointError
+from ..weights.loading import Loaded, Reader, load_sharded, reader_of
+from .checkpoint_files import find_files, source_of
+from .conversions import Converted
+from .methods import stand_in
+
+
+def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
+    path: str | PathLike[str],
+    device_mesh: Any,
+    plan: Plan | None = None,
+    *,
+    model_class: Any = None,
+    dtype: torch.dtype | str = "auto",
+    strict: bool = True,
+    output_loading_info: bool = False,
+    **config_kwargs: Any,
+) -> Any:
+    """A model of transformers, parallel, in eval mode, with the values of its files.
+
+    It is built on the meta device and made parallel there; then every rank reads its own shards, without communication.
+    A rank's peak is its own part, and the largest parameter where the architecture converts entries (experts that are
+    stored one by one).
+
+    Args:
+        path: a local directory as `save_pretrained` and `save_sharded` write it, its index, or one file in it.
+        device_mesh: of one axis, or of several of which one is named "tp"; torch's is converted first,
+            by `shoal_dtensor.interop.mesh_from_torch`.
+        plan: styles by path; the model's own plan if left out.  A model without one gets an automatic plan, which is
+            proven on every rank on a copy of the model with one layer and random weights.
+        model_class: a class of transformers, also an Auto class; that of the configuration if left out.
+        dtype: of floating-point parameters; that of the configuration for "auto".
+        strict: raise if the files and the model do not have the same entries; otherwise those that are missing are
+            initialized as the model class does, with the same values on any number of ranks.
+        output_loading_info: return a `Loaded` too: what is missing, what unexpected, how many bytes this rank read.
+        config_kwargs: changes of the configuration, `attn_implementation` among them.
+
+    Returns:
+        The model, or the model and a `Loaded`.
+
+    Raises:
+        CheckpointError: if the path has no model; it says what was expected and what is there.
+        LayoutError: if the mesh has several axes and none is named "tp".
+        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`, or weights are quantized.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))  # doctest: +SKIP
+        >>> model = from_pretrained("path/to/llama", mesh)  # doctest: +SKIP
+        >>> model.generate(tokens, max_new_tokens=20)  # doctest: +SKIP
+    """
+    home, files = find_files(path)
+    mesh = _tensor_axis(device_mesh)
+    with ExitStack() as stack:
+        reader = reader_of(source_of(files), stack)
+        config = _config(home, config_kwargs)
+        wanted = _dtype(dtype, config, reader)
+        model = _on_meta(_class_of(config, model_class), config, wanted)
+        converted = Converted(model, reader)
+        _parallelize(model, mesh, plan)
+        loaded = load_sharded(model, converted, strict=False)
+    _check(model, loaded, strict=strict)
+    _initialize_rest(model, mesh.device_type)
+    _finish(model, home, mesh)
+    return (model, loaded) if output_loading_info else model
+
+
+def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
+    if model.can_generate() and (home / "generation_config.json").exists():
+        model.generation_config = type(model.generation_config).from_pretrained(home)
+    model.eval()
+    stand_in(model, mesh)
+
+
+def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
+    from shoal_tp_styles import parallelize_module  # here, so that no chain of imports is longer than twelve
+
+    with warnings.catch_warnings():
+        if plan is None:  # a plan of an architecture has entries for all its variants
+            warnings.simplefilter("ignore", UnmatchedPlanWarning)
+        styles = plan_of(model, mesh) if plan is None else plan
+        parallelize_module(model, mesh, styles, src_data_rank=None)
+
+
+def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
+    """The plan that comes with a model of transformers, else an automatic one that is proven for the mesh.
+
+    Args:
+        model: not parallel; it may be on the meta device.
+        mesh: with one axis.
+
+    Raises:
+        PlanError: if no entry of the automatic plan is right.
+    """
+    if model.tp_plan:
+        return dict(model.tp_plan)
+    from ..planning.auto import auto_plan  # with all styles, which a plan of the model's own does without
+
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1  # by every configuration's name for it
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        one_layer = type(model)._from_config(config, dtype=torch.float32)
+        names = ("input_ids", "decoder_input_ids") if config.is_encoder_decoder else ("input_ids",)
+        tokens = {name: torch.randint(3, 8, (2, 5)) for name in names}
+        found = auto_plan(one_layer.eval(), abstract_mesh(tuple(mesh.shape), mesh.mesh_dim_names), **tokens)
+    if not found:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in list(found.dropped.items())[:3])
+        raise PlanError(
+            f"{type(model).__name__} has no tp_plan of its own, and no automatic one is right on {mesh.size()} ranks "
+            f"({reasons or 'no module has a conventional name'}); pass plan={{path: style}}"
+        )
+    return dict(found)
+
+
+def _tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
+    check_device_mesh("from_pretrained", mesh)
+    if mesh.ndim == 1:
+        return mesh
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        raise LayoutError(
+            f"from_pretrained: {mesh} has several axes and none is named 'tp'; pass the axis, mesh['name']"
+        )
+    return mesh["tp"]
+
+
+def _config(home: Path, changes: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    if not (home / "config.json").exists():
+        raise CheckpointError(f"{str(home)!r} has weights, but no config.json: config.save_pretrained(path) writes it")
+    config = AutoConfig.from_pretrained(home, **changes)
+    if getattr(config, "quantization_config", None) is not None:
+        raise PlanError(
+            f"{str(home)!r} has quantized weights, of which shards are not read; load and dequantize() the model with "
+            "transformers once, and save it"
+        )
+    return config
+
+
+def _class_of(config: Any, given: Any) -> Any:
+    import transformers
+
+    if given is not None:
+        return given
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    if not named or named[0] is None:
+        raise PlanError(
+            f"config.json names the architectures {config.architectures}, of which transformers has none; pass "
+            "model_class=, a class of transformers"
+        )
+    return named[0]
+
+
+def _dtype(dtype: torch.dtype | str, config: Any, reader: Reader) -> torch.dtype:
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = getattr(torch, dtype)
+    found = config.dtype if dtype == "auto" else dtype
+    if found is None:  # an old configuration: as the files have it
+        first = (reader.read(name, (slice(0, 0),)).dtype for name in sorted(reader.names()) if reader.shape(name))
+        found = next((each for each in first if each.is_floating_point), torch.get_default_dtype())
+    assert isinstance(found, torch.dtype), "a configuration has a dtype or none"
+    return found
+
+
+def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model without storage, with the dtypes that transformers gives it."""
+    with torch.device("meta"):
+        make = getattr(model_class, "from_config", None) or model_class._from_config
+        model = make(config, dtype=dtype)
+    kept = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))  # modules that stay in float32
+    for name, param in model.named_parameters() if kept else ():
+        if re.search(rf"(^|\.)({kept})(\.|$)", name):
+            param.data = param.data.float()
+    return model
+
+
+def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
+    """Leaves out of the report what the model class says is of no consequence; raises if strict."""
+    info = SimpleNamespace(missing_keys=set(loaded.missing), unexpected_keys=set(loaded.unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    loaded.missing, loaded.unexpected = sorted(info.missing_keys), sorted(info.unexpected_keys)
+    if strict and (loaded.missing or loaded.unexpected):
+        raise PlanError(
+            f"from_pretrained: {type(model).__name__} misses {loaded.missing} in the files, which have "
+            f"{loaded.unexpected} beside it; strict=False initializes the ones and leaves out the others, model_class= "
+            "loads another class"
+        )
+
+
+def _initialize_rest(model: Any, device: str) -> None:
+    """Values for buffers, which no file has, and for missing parameters, as the model class initializes them."""
+    for module in model.modules():
+        filled = True
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if not _is_meta(tensor):
+                    tensor._is_hf_initialized = True  # which transformers heeds
+                    continue
+                filled, table[name] = False, _allocated(tensor, device)
+        module._is_hf_initialized = filled
+    model.initialize_weights()
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return (local_shard(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
+
+
+def _allocated(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            value: torch.Tensor = DTensor(torch.empty_like(local_shard(tensor), device=device), tensor.spec)
+        else:
+            value = torch.empty_like(tensor, device=device)
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

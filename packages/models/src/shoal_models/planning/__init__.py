@@ -1,0 +1,4 @@
+"""Plans for a model: automatic ones, proposals, what they cost.
+
+May import: nothing.
+"""

@@ -1,0 +1,146 @@
+"""A plan for common transformer shapes, derived from the module tree, for the user to read and edit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shoal_dtensor.internal import holds_tensors, takes
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import progress
+from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
+from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, apply_plan, resolve, sharded_parameters, try_plan
+
+from .recipes import SMALL, Entries, general_paths, read_above, recipes
+
+
+@takes(model=nn.Module)
+def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any) -> AutoPlan:
+    """Styles by path, layers of one kind under one wildcard.
+
+    For each block (an attention, a feed-forward, experts, the vocabulary) there are recipes: the model's own `tp_plan`;
+    column-wise and row-wise projections by their usual names and shapes, with the norms, biases, sinks and counts of
+    heads between them; experts of any kind; and weights of which every rank gathers the output, which is right wherever
+    inputs are replicated.  Without a mesh the first recipe of each block is returned.
+
+    Names prove nothing: a model may reshape by its own number of heads, or normalise sharded queries.  With a mesh and
+    example inputs recipes are run on simulated ranks against the plain model, and the first that computes the same is
+    taken.  What stays whole is in `whole`, with the reason.  `parallelize_module` takes an automatic plan only where it
+    is proven.
+
+    Args:
+        model: not parallel; it stays as it is.
+        mesh: with one axis; also an `abstract_mesh`.
+        args: example inputs of global shape; a small configuration of a model proves the plan for its shape.
+        kwargs: likewise.
+
+    Example:
+        >>> import torch
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_tp_styles.testing import StackedMLP
+        >>> plan = auto_plan(StackedMLP(), abstract_mesh((4,)), torch.randn(3, 10))
+        >>> print(format_plan(plan), plan.proven_for)
+        {
+            "layers.*.net1": ColwiseParallel(),
+            "layers.*.net2": RowwiseParallel(),
+        } (4,)
+    """
+    options = recipes(model)
+    first = _merged(entries[0] for entries in options.values())
+    if mesh is None:
+        return AutoPlan(first)
+    dropped: dict[str, str] = {}
+    plan = AutoPlan(first)
+    if _unproven(model, first, mesh, args, kwargs):
+        plan = AutoPlan()
+        for block in progress(options.values(), "proving the blocks of a plan"):  # each beside those that are proven
+            for entries in block:
+                problem = _unproven(model, {**plan, **entries}, mesh, args, kwargs)
+                if not problem:
+                    plan.update(entries)
+                    break
+                for path in entries:
+                    dropped.setdefault(path, problem)
+    plan.dropped = dropped
+    plan.whole = dict(_whole(model, plan, dropped))
+    plan.proven_for = tuple(mesh.shape) if plan else None
+    return plan
+
+
+def _merged(blocks: Iterable[Entries]) -> Entries:
+    return {path: style for entries in blocks for path, style in entries.items()}
+
+
+def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any) -> str:
+    """Why a plan is not proven; empty where it is."""
+    trial = try_plan(model, partial(apply_plan, dict(styles)), mesh, args, kwargs)
+    return "; ".join((*trial.wrong, *trial.unproven))
+
+
+def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Parameters of more than one dim that no entry shards, by wildcard path, with the reason."""
+    sharded = {id(param) for param in sharded_parameters(resolve(model, plan))}
+    general = general_paths(model)
+    layers = Counter(general.values())
+    least = SMALL * sum(param.numel() for param in model.parameters())
+    for path, module in model.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.ndim > 1 and id(param) not in sharded:
+                small = param.numel() * layers[general[path]] < least
+                style = plan.get(general[path])
+                parent = model.get_submodule(path.rpartition(".")[0])
+                if small:
+                    why = _SMALL
+                elif style is None and path and read_above(path, parent):
+                    why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
+                else:
+                    why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
+                yield f"{general[path]}.{name}".lstrip("."), why
+
+
+_SMALL = "small: gathering its output costs more than its bytes"
+
+
+def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
+    if any(map(holds_tensors, module._parameters.values())):
+        return f"it is a tensor of tensors. {HOW_TO_QUANTIZE}"
+    if isinstance(style, LatentProjection):
+        return "every rank computes the latent of which its heads read all"
+    if tried:
+        return f"every recipe computes something else; the first: {tried[:200]}"
+    return f"the forward of {type(module).__name__} reads it by itself; a style of your own can say how it is sharded"
+
+
+@takes(plan=Mapping)
+def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
+    """A plan as Python text.
+
+    Example:
+        >>> from shoal_tp_styles import ColwiseParallel
+        >>> print(format_plan({"head": ColwiseParallel()}))
+        {
+            "head": ColwiseParallel(),
+        }
+    """
+    lines = [f'    "{path}": {_text(style)},' for path, style in plan.items()]
+    return "\n".join(["{", *lines, "}"])
+
+
+def _text(style: ParallelStyle) -> str:
+    if not isinstance(style, DeclaredStyle):
+        return repr(style)
+    shown = [
+        f"{f.name}={style.given(f.name)!r}"
+        for f in fields(style)
+        if f.init and f.repr and style.given(f.name) != _default(f)
+    ]
+    return f"{type(style).__name__}({', '.join(shown)})"
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

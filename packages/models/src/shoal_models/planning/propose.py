@@ -1,0 +1,153 @@
+"""Degrees of data and tensor parallelism for so many ranks under a memory bound, each with memory and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import takes
+from shoal_mesh import Link, abstract_mesh, topology_of
+from shoal_mesh.internal import dataclass
+from shoal_tp_styles import preview
+from shoal_tp_styles.internal import Plan, format_bytes
+
+from .activations import activation_bytes
+from .auto import auto_plan
+
+# Data parallelism -> what it divides by the number of replicas, of (parameters, gradients, optimizer state), and how
+# often a step sends the parameters' bytes around a ring.
+_REPLICAS = {
+    "replicate": ((), 2),
+    "replicate(shard_optimizer=True)": ((2,), 2),
+    "fully_shard": ((0, 1, 2), 3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to spread a model over ranks.
+
+    Attributes:
+        shape: replicas and tensor-parallel ranks: the shape of the mesh ("dp", "tp").
+        data: the function for the axis of replicas.
+        nbytes: parameters, gradients, optimizer state and activations on the rank that holds most.
+        activation_bytes: of these, what a forward keeps for its backward, and its outputs.
+        seconds: expected time of the collectives of a step, without overlap.
+    """
+
+    shape: tuple[int, int]
+    data: str
+    nbytes: int
+    activation_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Proposal:
+    """All candidates, those within the bound first, fastest first; those beyond it by memory.
+
+    Attributes:
+        plan: of the tensor-parallel axis.
+        bound: bytes per rank.
+        candidates: of every shape.
+        uncounted: why activations are not counted for some of them; empty where they are.
+    """
+
+    plan: Plan
+    bound: int
+    candidates: tuple[Candidate, ...]
+    uncounted: str = ""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest within the bound; None if there is none."""
+        first = self.candidates[0]
+        return first if first.nbytes <= self.bound else None
+
+    def __repr__(self) -> str:
+        rows = [
+            f"{each.shape[0]:>4} x {each.shape[1]:<4} {each.data:32} {format_bytes(each.nbytes):>11} "
+            f"{format_bytes(each.activation_bytes):>12} "
+            f"{each.seconds * 1e3:9.2f} ms  {'' if each.nbytes <= self.bound else 'too much'}".rstrip()
+            for each in self.candidates
+        ]
+        head = f"  dp x tp   data parallelism {'':19} bytes/rank  activations   of {format_bytes(self.bound)}"
+        return "\n".join([head, *rows, *[f"activations are not counted: {self.uncounted}"] * bool(self.uncounted)])
+
+
+@takes(model=nn.Module, ranks=int, bound=(int, float))
+def propose(
+    model: nn.Module, ranks: int, bound: int, *args: Any, plan: Plan | None = None, state: float = 2.0, **kwargs: Any
+) -> Proposal:
+    """Degrees and a plan under a memory bound, compared with the alternatives.  No process group is needed.
+
+    Memory is that of parameters, gradients, optimizer state, and what a forward keeps: give a model that returns its
+    loss, in the mode and with the checkpoints with which it trains. What a step needs for moments comes on top: the
+    parameters that `fully_shard` has gathered for a unit, buckets of reductions, gradients of activations. Prove the
+    plan by `verify` on a small configuration.
+
+    Args:
+        model: not parallel, on any device, also meta.
+        ranks: of the whole mesh.
+        bound: bytes per rank.
+        args: example inputs of global shape, the batch along dim 0.
+        plan: of the tensor-parallel axis; `auto_plan(model)` if left out.
+        state: optimizer state in units of the parameters' bytes: 2 for Adam.
+        kwargs: likewise inputs.
+
+    Raises:
+        LayoutError: if there is no rank, or the bound is not positive.
+
+    Example:
+        >>> import torch
+        >>> from shoal_tp_styles.testing import StackedMLP
+        >>> propose(StackedMLP(), 4, 3200, torch.randn(8, 10)).best.shape
+        (4, 1)
+    """
+    if ranks < 1 or bound < 1:
+        raise LayoutError(f"propose: at least one rank and one byte per rank, got {ranks} ranks and {bound} bytes")
+    chosen: Plan = auto_plan(model) if plan is None else plan
+    found: list[Candidate] = []
+    uncounted = ""
+    for tensor in range(1, ranks + 1):
+        if ranks % tensor == 0:
+            shape = (ranks // tensor, tensor)
+            inputs = _of_one(args, shape[0]), _of_one(kwargs, shape[0])
+            try:
+                kept = activation_bytes(model, chosen, abstract_mesh((tensor,)), *inputs)
+            except Exception as error:  # whatever the user's model raises without values is a finding
+                kept, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
+            found += _candidates(model, chosen, shape, state, kept, *inputs)
+    order = sorted(found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes))
+    return Proposal(chosen, bound, tuple(order), uncounted)
+
+
+def _candidates(  # noqa: PLR0913  # all that a candidate depends on
+    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, kept: int, args: Any, kwargs: Any
+) -> Iterator[Candidate]:
+    replicas, tensor = shape
+    cost = preview(model, plan, abstract_mesh((tensor,)), *args, **kwargs)
+    held = cost.parameter_bytes
+    link = topology_of(abstract_mesh((replicas,)))[0]
+    for data, (divided, times) in _REPLICAS.items():
+        if replicas > 1 or not divided:
+            sizes = [held, held, held * state]
+            nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
+            yield Candidate(shape, data, round(nbytes) + kept, kept, cost.seconds + _ring(link, held * times, replicas))
+
+
+def _ring(link: Link, nbytes: float, ranks: int) -> float:
+    return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
+
+
+def _of_one(value: Any, replicas: int) -> Any:
+    """The inputs of one replica, on the meta device."""
+    if isinstance(value, Tensor):
+        rows = -(-value.shape[0] // replicas) if value.ndim else 0
+        return value[:rows].to("meta") if value.ndim else value
+    if isinstance(value, dict):
+        return {key: _of_one(item, replicas) for key, item in value.items()}
+    return type(value)(_of_one(item, replicas) for item in value) if type(value) in (list, tuple) else value

@@ -1,0 +1,4 @@
+"""Files of weights: read and written shard by shard.
+
+May import: errors.
+"""

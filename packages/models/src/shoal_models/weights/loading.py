@@ -1,0 +1,233 @@
+"""`load_sharded`: a parallel model filled from files or a state dict, each rank reading only its own shards.
+
+Build the model on the meta device, parallelize it (parameters become DTensors without storage), then load:
+no rank ever holds a sharded parameter in full.  Without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import field
+from os import PathLike, fspath
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import PlanError
+from shoal_dtensor.internal import local_shard, takes
+from shoal_mesh.internal import dataclass, progress
+from shoal_tp_styles.internal import block_rows, make_adjacent, shardings_of
+
+Slices = tuple[slice, ...]
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What was read.
+
+    Attributes:
+        missing: parameters and persistent buffers that the source does not have.
+        unexpected: entries of the source that the model does not have.
+        bytes_read: bytes that this rank took from the source.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Tensors by name, of which a rank reads its own slices."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str, slices: Slices) -> Tensor: ...
+
+
+Source = Mapping[str, Tensor] | str | PathLike[str] | Iterable[str | PathLike[str]] | Reader
+
+
+class _Dict:
+    """Tensors in memory (or mapped from a file)."""
+
+    def __init__(self, source: Mapping[str, Tensor]) -> None:
+        self.source = source
+
+    def names(self) -> set[str]:
+        return set(self.source)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.source[name].shape)
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        return self.source[name].detach()[slices]
+
+
+class _Files:
+    """safetensors files, read by slices."""
+
+    def __init__(self, paths: Iterable[str | PathLike[str]], stack: ExitStack) -> None:
+        from safetensors import safe_open  # an extra, needed for files only
+
+        self.files: dict[str, Any] = {}
+        for path in paths:
+            file = stack.enter_context(safe_open(fspath(path), framework="pt"))
+            self.files.update(dict.fromkeys(file.keys(), file))
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[name].get_slice(name).get_shape())
+
+    def read(self, name: str, slices: Slices) -> Tensor:
+        file = self.files[name]
+        shard: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
+        return shard
+
+
+@takes(module=nn.Module)
+def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> Loaded:
+    """Fill a parallel model in place; parameters on the meta device get storage on their mesh's device.
+
+    Args:
+        module: after `parallelize_module`; fused parameters that a style split are read from their fused entries,
+            shared ones from whichever of their names the source has.
+        source: a state dict of unsharded tensors, or one or several safetensors files.
+        strict: raise if the model or the source has entries that the other lacks.
+
+    Raises:
+        PlanError: if a shape differs (before anything is written), or entries differ under `strict`.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_tp_styles import parallelize_module
+        >>> with fake_world(4):
+        ...     linear = parallelize_module(nn.Linear(4, 8, device="meta"), init_device_mesh("cpu", (4,)), "colwise")
+        ...     load_sharded(linear, {"weight": torch.zeros(8, 4), "bias": torch.zeros(8)}).bytes_read
+        40
+    """
+    with ExitStack() as stack:
+        reader = reader_of(source, stack)
+        entries = list(entries_of(module))
+        loaded = _compared(entries, reader, strict=strict)
+        present = [entry for entry in entries if entry.source in reader.names()]
+        filled: dict[int, Tensor] = {}
+        for entry in progress(present, "loading parameters"):
+            _fill(entry, reader, loaded, filled)
+        for entry in entries:  # the other names of shared parameters
+            if id(entry.tensor) in filled:
+                entry.table[entry.name] = filled[id(entry.tensor)]
+    for owner in module.modules():
+        for sharding, mesh in shardings_of(owner):
+            if sharding.fused is not None and sharding.fused.splits(mesh.size()):
+                make_adjacent(owner, sharding.fused)
+    return loaded
+
+
+def _compared(entries: list[Entry], reader: Reader, *, strict: bool) -> Loaded:
+    """What the model and the source do not have in common; raises before anything is written."""
+    common = {entry.source for entry in entries} & reader.names()
+    loaded = Loaded(sorted(_missing(entries, common)), sorted(reader.names() - common))
+    if strict and (loaded.missing or loaded.unexpected):
+        raise PlanError(f"load_sharded: missing {loaded.missing}, unexpected {loaded.unexpected}")
+    for entry in entries:
+        if entry.source in common and entry.source_shape != reader.shape(entry.source):
+            raise PlanError(
+                f"load_sharded: {entry.source!r} is {reader.shape(entry.source)} in the source, the model needs "
+                f"{entry.source_shape}"
+            )
+    return loaded
+
+
+def reader_of(source: Source, stack: ExitStack) -> Reader:
+    """A reader of a state dict or of files, which the stack closes."""
+    if isinstance(source, Mapping):
+        return _Dict(source)
+    if isinstance(source, Reader):
+        return source
+    return _Files([source] if isinstance(source, str | PathLike) else source, stack)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter or buffer: the table that holds it, and its rows of which entry of the source."""
+
+    table: dict[str, Any]
+    name: str
+    tensor: Tensor
+    source: str
+    first_row: int
+    source_shape: tuple[int, ...]
+    transposed: bool
+
+
+def entries_of(module: nn.Module) -> Iterator[Entry]:
+    """Every parameter and persistent buffer of a parallel or plain module, with its entry in the plain one's files."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        fused = dict(_fused(owner))
+        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None or name in owner._non_persistent_buffers_set:
+                    continue
+                source, first, rows, transposed = fused.get(name, (name, 0, 0, False))
+                shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
+                transposed = transposed and len(shape) == 2
+                in_source = shape[::-1] if transposed else shape
+                yield Entry(table, name, tensor, dot + source, first, in_source, transposed)
+
+
+def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]:
+    """Parameter of a block -> (fused name, first row, rows of the fused parameter, whether that is transposed)."""
+    for sharding, mesh in shardings_of(owner):
+        if sharding.fused is not None and sharding.fused.splits(mesh.size()):
+            for name, where in block_rows(sharding.fused):
+                yield name, (*where, sharding.fused.transposed)
+
+
+def _missing(entries: list[Entry], common: set[str]) -> set[str]:
+    reached = {id(entry.tensor) for entry in entries if entry.source in common}
+    return {entry.source for entry in entries if id(entry.tensor) not in reached}
+
+
+def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
+    if id(entry.tensor) in filled:
+        return
+    tensor = entry.tensor
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    with torch.no_grad():
+        target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
+        for slices, place in boxes_of(tensor, entry.first_row):
+            read = (
+                reader.read(entry.source, slices[::-1]).t() if entry.transposed else reader.read(entry.source, slices)
+            )
+            loaded.bytes_read += read.numel() * read.element_size()
+            target[place].copy_(read)
+        if not local.is_meta:
+            return
+        value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
+    replacement = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    filled[id(tensor)] = entry.table[entry.name] = replacement
+
+
+def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
+    """This rank's boxes, as slices of the source's entry and of the local tensor."""
+    box = tuple((0, size) for size in tensor.shape)
+    boxes = [(box, box)]
+    if isinstance(tensor, DTensor):
+        spec = tensor.spec
+        assert spec.coordinate is not None, "only ranks of the mesh load"
+        boxes = spec.boxes(spec.coordinate)
+    for whole, place in boxes:
+        rows = [(start + first_row, stop + first_row) for start, stop in whole[:1]]
+        yield tuple(slice(*bounds) for bounds in (*rows, *whole[1:])), tuple(slice(*bounds) for bounds in place)

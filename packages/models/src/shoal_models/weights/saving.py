@@ -1,0 +1,336 @@
+"""`save_sharded`: a parallel model as safetensors files; every rank writes its own shards into their places.
+
+No parameter is gathered: the files have their final size before the first byte of data, and a box of a tensor is
+written where it belongs in them.  What the ranks send each other is names, shapes and boxes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import field
+from itertools import product
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.internal import local_shard, takes
+from shoal_mesh.internal import dataclass, progress
+
+from ..errors import CheckpointError
+from .loading import Entry, boxes_of, entries_of
+
+Box = tuple[tuple[int, int], ...]
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was written.
+
+    Attributes:
+        files: names of the files with tensors, in the directory.
+        bytes_written: bytes of tensors that this rank wrote.
+    """
+
+    files: tuple[str, ...]
+    bytes_written: int
+
+
+@dataclass(slots=True)
+class StoredTensor:
+    """An entry of the files: which ranks hold which box of it, which one writes it, and where."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    holders: dict[Box, list[int]] = field(default_factory=dict)
+    writers: dict[Box, int] = field(default_factory=dict)
+    file: str = ""
+    start: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@takes(module=nn.Module)
+def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_bytes: int = 5 * 2**30) -> Saved:
+    """Write a model's parameters and persistent buffers as safetensors, under the names that the plain model has.
+
+    All ranks of the world call it, with a directory that all of them see.  `load_sharded` reads the files on any number
+    of ranks, and so does plain `from_pretrained` of transformers, bit for bit: a model with a configuration gets its
+    `config.json` and `generation_config.json` too.  Packed and split parameters are written as the fused ones, shared
+    ones once.  A rank needs no memory beyond one contiguous copy of its shard of one parameter.
+
+    Files are written beside the directory, which is then exchanged in one step (where the file system cannot, by two
+    renames); whatever is interrupted leaves the old one.  Other files of the directory are kept.
+
+    Args:
+        module: parallel or plain.
+        directory: made where it does not exist.
+        max_file_bytes: of tensors in one file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot write; the directory is as it was.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as home:
+        ...     save_sharded(nn.Linear(2, 3), f"{home}/linear")
+        Saved(files=('model.safetensors',), bytes_written=36)
+    """
+    target, held = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
+    stage = target.with_name(f".{target.name}.saving")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    tensors = merged(agree("save_sharded: cannot describe its tensors", lambda: describe(module, held)))
+    files = _pack(tensors, max_file_bytes)
+    try:
+        agree(
+            "save_sharded: cannot prepare the files", lambda: _prepare(module, stage, tensors, files) if first else None
+        )
+        mine = agree(
+            f"save_sharded: cannot write to {stage} (is it visible on all ranks?)", lambda: _write(held, tensors, stage)
+        )
+        agree(f"save_sharded: cannot replace {target}", lambda: _publish(stage, target) if first else None)
+    finally:
+        if first:
+            shutil.rmtree(stage, ignore_errors=True)
+    return Saved(tuple(files), mine[dist.get_rank() if dist.is_initialized() else 0])
+
+
+def agree(what: str, step: Callable[[], Any]) -> list[Any]:
+    """What a step returns on every rank, in the order of ranks; raises everywhere if it raised on one."""
+    try:
+        report = (step(), "")
+    except Exception as error:  # whatever it is, the other ranks are waiting
+        report = (None, f"{type(error).__name__}: {error}")
+    reports: list[Any] = [report]
+    if dist.is_initialized():
+        reports = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, report)
+    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
+    if problems:
+        raise CheckpointError(f"{what}: {'; '.join(problems)}. Nothing has been replaced")
+    return [value for value, _ in reports]
+
+
+def describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
+    """Dtype, shape and this rank's boxes of every entry; the tensors of the boxes go into `held`."""
+    described: dict[str, Any] = {}
+    for entry in _once(module):
+        dtype = entry.tensor.dtype
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{entry.source!r} is {dtype}, which safetensors files do not hold")
+        mine = held.setdefault(entry.source, [])
+        mine.extend((box, shard) for box, shard in _boxes(entry) if shard.numel() or not prod(entry.source_shape))
+        described[entry.source] = (dtype, entry.source_shape, [box for box, _ in mine])
+    return described
+
+
+def _once(module: nn.Module) -> Iterator[Entry]:
+    """The entries, shared ones under the name that a tied model's files have."""
+    entries = list(entries_of(module))
+    stateful = [name for name, each in module.named_modules() if _has_extra_state(each)]
+    if stateful:
+        raise CheckpointError(f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()")
+    tied = getattr(module, "all_tied_weights_keys", None) or {}
+    chosen: dict[tuple[int, int], str] = {}
+    for entry in sorted(entries, key=lambda each: each.source in tied):
+        chosen.setdefault((id(entry.tensor), entry.first_row), entry.source)
+    written: set[tuple[int, int]] = set()
+    for entry in entries:
+        key = (id(entry.tensor), entry.first_row)
+        if entry.source == chosen[key] and key not in written:
+            written.add(key)
+            yield entry
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
+    tensor = entry.tensor
+    if isinstance(tensor, DTensor) and tensor.spec.coordinate is None:
+        return  # another mesh's, of which this rank is no part
+    local = (local_shard(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    if local.is_meta:
+        raise CheckpointError(f"{entry.source!r} is on the meta device; load or initialize it first")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(f"{entry.source!r} is {tensor.placements}: redistribute partial tensors first")
+    for where, place in boxes_of(tensor, entry.first_row):
+        box, shard = tuple((each.start, each.stop) for each in where), local[place]
+        yield (box[::-1], shard.t()) if entry.transposed else (box, shard)
+
+
+def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
+    """The entries of all ranks, with one writer per box; the same on every rank."""
+    tensors: dict[str, StoredTensor] = {}
+    for rank, entries in enumerate(described):
+        for name, (dtype, shape, boxes) in entries.items():
+            tensor = tensors.setdefault(name, StoredTensor(dtype, shape))
+            if (tensor.dtype, tensor.shape) != (dtype, shape):
+                raise CheckpointError(
+                    f"rank {rank} has {name!r} as {dtype} {shape}, an earlier rank as {tensor.dtype} {tensor.shape}"
+                )
+            for box in boxes:
+                tensor.holders.setdefault(box, []).append(rank)
+    for number, (name, tensor) in enumerate(tensors.items()):
+        tensor.writers = {box: ranks[number % len(ranks)] for box, ranks in tensor.holders.items()}
+        covered = sum(prod(stop - start for start, stop in box) for box in tensor.holders)
+        if covered != prod(tensor.shape):
+            raise CheckpointError(
+                f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
+                "of its mesh make the call, with the same model"
+            )
+    return tensors
+
+
+def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
+    """File -> its header; every entry gets its file and its place in it.  Entries of one file by size of element."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    headers: dict[str, bytes] = {}
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        end, header = 0, dict[str, Any](__metadata__={"format": "pt"})
+        for name in sorted(names, key=lambda each: -tensors[each].dtype.itemsize):
+            tensor = tensors[name]
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+            tensor.file, tensor.start = file, start
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = len(text).to_bytes(8, "little") + text
+        for name in names:
+            tensors[name].start += len(headers[file])
+    return headers
+
+
+def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], files: dict[str, bytes]) -> None:
+    """The directory beside the target: files of their final size, the index, and the model's configuration."""
+    shutil.rmtree(stage, ignore_errors=True)  # of a save that was interrupted
+    stage.mkdir(parents=True)
+    for file, header in files.items():
+        data = sum(tensor.nbytes for tensor in tensors.values() if tensor.file == file)
+        with open(stage / file, "wb") as out:
+            out.write(header)
+            out.truncate(len(header) + data)
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: each.file for name, each in tensors.items()}}
+        (stage / _INDEX).write_text(json.dumps(index, indent=2))
+    model: Any = module
+    if hasattr(getattr(model, "config", None), "save_pretrained"):  # of transformers
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(stage)
+        if model.can_generate():
+            model.generation_config.save_pretrained(stage)
+
+
+def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
+    """Write the boxes of which this rank is the writer; returns their bytes."""
+    rank, written = dist.get_rank() if dist.is_initialized() else 0, 0
+    with ExitStack() as stack:
+        files: dict[str, int] = {}
+        for name, boxes in progress(held.items(), "saving parameters"):
+            tensor = tensors[name]
+            for box, shard in boxes:
+                if tensor.writers[box] != rank:
+                    continue
+                if tensor.file not in files:
+                    files[tensor.file] = stack.enter_context(open(stage / tensor.file, "rb+", buffering=0)).fileno()
+                written += _write_box(files[tensor.file], tensor, box, shard)
+        for file in files.values():
+            os.fsync(file)
+    return written
+
+
+def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
+    """Write one box: a run of bytes for every combination of the dims before the last one that is not full."""
+    values: Any = shard.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = memoryview(values)
+    if not data.nbytes:
+        return 0
+    full = len(box)
+    while full and box[full - 1] == (0, tensor.shape[full - 1]):
+        full -= 1
+    strides = [prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
+    outer = box[: max(full - 1, 0)]
+    run = data.nbytes // prod(stop - start for start, stop in outer)
+    base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)
+    for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
+        offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))
+        rest = data[number * run : (number + 1) * run]
+        while rest:  # a call may write less than it is given
+            count = os.pwrite(file, rest, offset)
+            rest, offset = rest[count:], offset + count
+    return data.nbytes
+
+
+def _publish(stage: Path, target: Path) -> None:
+    """Put the new directory in the place of the old one, with what else the old one has."""
+    if not target.exists():
+        stage.rename(target)
+        return
+    if not target.is_dir():
+        raise NotADirectoryError(f"{target} is a file; save_sharded takes a directory")
+    shutil.copytree(target, stage, copy_function=_keep, ignore=_weights, dirs_exist_ok=True)
+    if not _exchange(stage, target):
+        old = target.with_name(f".{target.name}.replaced")
+        target.rename(old)
+        stage.rename(target)
+        old.rename(stage)  # which the caller removes
+
+
+def _weights(_: str, names: list[str]) -> list[str]:
+    """What of the old checkpoint has no place beside the new one."""
+    kinds = (r"model(-\d+-of-\d+)?\.safetensors", r"pytorch_model(-\d+-of-\d+)?\.bin", r".*\.index\.json")
+    return [name for name in names if re.fullmatch("|".join(kinds), name)]
+
+
+def _keep(source: str, new: str) -> None:
+    if os.path.exists(new):
+        return  # the new checkpoint's own
+    try:
+        os.link(source, new)
+    except OSError:
+        shutil.copy2(source, new)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories in one step; False where system or file system cannot."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0

@@ -1,0 +1,103 @@
+"""LoRA adapters of peft on a parallel model, against one process.  Covers: hf/adapters.py.
+
+Run by `nox -s hugging_face`, where peft is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_models import build_model, needs_hf, save_plain, token_batch
+from shoal_dtensor import DTensor
+from shoal_mesh.testing import on_ranks
+from shoal_models import hf
+from shoal_tp_styles import UnsupportedModuleError, parallelize_module
+from shoal_tp_styles.testing import all_ranks
+
+pytestmark = [needs_hf, pytest.mark.skipif(find_spec("peft") is None, reason="peft: run by nox -s hugging_face")]
+TARGETS = ["q_proj", "o_proj", "down_proj"]
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model.train(), LoraConfig(r=4, lora_alpha=8, **{"target_modules": TARGETS, **options}))
+
+
+def train(model: Any) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+    torch.manual_seed(9)
+    for _ in range(3):
+        model(input_ids=token_batch(), labels=token_batch()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(module: Any, single: Any) -> None:
+    expected = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-10)
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("first", ["mesh", "peft"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_training_is_that_of_one_process(first: str, dropout: float) -> None:
+    plain = build_model()
+    plan = dict(plain.tp_plan)
+    single = adapted(copy.deepcopy(plain), lora_dropout=dropout)
+    if first == "mesh":
+        module = adapted(parallelize_module(copy.deepcopy(plain), all_ranks(), plan), lora_dropout=dropout)
+    else:
+        module = adapted(copy.deepcopy(plain), lora_dropout=dropout)
+        plan = {key + ".base_layer" * key.endswith(tuple(TARGETS)): style for key, style in plan.items()}
+        parallelize_module(module.base_model.model, all_ranks(), plan)
+    hf.parallelize_adapters(module)
+    train(single)
+    train(module)
+    assert_same(module, single)
+    single.eval(), module.eval()
+    expected = single(token_batch()).logits
+    assert (expected - plain(token_batch()).logits).abs().max() > 1e-3
+    torch.testing.assert_close(module(token_batch()).logits, expected)
+
+
+@on_ranks(2, timeout=200)
+def test_saved_loaded_and_merged(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = build_model()
+    home = save_plain(plain, tmp_path)
+    module = hf.parallelize_adapters(adapted(hf.from_pretrained(home, all_ranks())))
+    train(module)
+    expected = module.eval()(token_batch()).logits
+    hf.save_adapters(module, home / "adapter")
+    for base in (copy.deepcopy(plain), hf.from_pretrained(home, all_ranks())):
+        loaded = hf.parallelize_adapters(PeftModel.from_pretrained(base, home / "adapter")).eval()
+        torch.testing.assert_close(loaded(token_batch()).logits, expected)
+    with hf.merging_adapters():
+        module.merge_adapter()
+        torch.testing.assert_close(module(token_batch()).logits, expected)
+        module.unmerge_adapter()
+        torch.testing.assert_close(module(token_batch()).logits, expected)
+        merged = module.merge_and_unload()
+    hf.save_sharded(merged, home / "merged")
+    again = AutoModelForCausalLM.from_pretrained(home / "merged")
+    torch.testing.assert_close(again(token_batch()).logits, expected)
+
+
+@on_ranks(2, timeout=200)
+def test_other_adapters_are_refused() -> None:
+    plain = build_model()
+    module = adapted(parallelize_module(plain, all_ranks(), dict(plain.tp_plan)), target_modules=["embed_tokens"])
+    with pytest.raises(UnsupportedModuleError, match=r"LoRA .without DoRA. of Linear layers"):
+        hf.parallelize_adapters(module)

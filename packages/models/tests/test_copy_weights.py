@@ -1,0 +1,69 @@
+"""Weights of a training mesh in a serving mesh of other degrees.  Covers: hf/copy_weights.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal_dtensor import communication
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_models import hf
+from shoal_tp_styles import Heads, PackedColwiseParallel, PlanError, parallelize_module
+from shoal_tp_styles.testing import all_ranks
+
+
+def build(seed: int, features: int = 10) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, features), nn.ReLU(), nn.Linear(features, 6)).double()
+
+
+SPLIT = PackedColwiseParallel(blocks={"q": Heads(4, 2), "k": Heads(1, 1), "v": Heads(1, 1)})
+PLANS: dict[str, Any] = {
+    "colwise": {"0": "colwise", "2": "rowwise"},
+    "rowwise": {"0": "rowwise_rep", "2": "colwise_rep"},
+    "packed": {"0": PackedColwiseParallel(blocks=2)},
+    "split": {"0": SPLIT},
+    "plain": {},
+}
+
+
+def assert_equal(target: Any, expected: Any) -> None:
+    """What every rank holds is its part of the expected values: saved boxes compare without gathering."""
+    from shoal_models.weights.saving import describe
+
+    held: dict[str, Any] = {}
+    describe(target, held)
+    state = expected.state_dict()
+    assert held.keys() == state.keys()
+    for name, boxes in held.items():
+        for box, shard in boxes:
+            assert torch.equal(shard, state[name][tuple(slice(*bounds) for bounds in box)]), name
+
+
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("to", PLANS)
+@pytest.mark.parametrize("of", PLANS)
+@pytest.mark.parametrize("batch", [1, 2**20])
+def test_any_plan_into_any_other(of: str, to: str, batch: int) -> None:
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    source, target = build(0), build(1)
+    if PLANS[of]:
+        parallelize_module(source, pairs["tp"], PLANS[of])
+    if PLANS[to]:
+        parallelize_module(target, all_ranks(), PLANS[to])
+    with communication("forbid"):  # nothing is gathered or redistributed
+        hf.copy_weights(source, target, max_bytes=batch)
+    assert_equal(target, build(0))
+
+
+@on_ranks(2, timeout=200)
+def test_models_that_differ_are_refused_on_all_ranks() -> None:
+    with pytest.raises(PlanError, match=r"'0.weight' is \(12, 4\) torch.float64, the source has \(10, 4\)"):
+        hf.copy_weights(build(0), build(1, features=12) if dist.get_rank() else None)
+    with pytest.raises(PlanError, match=r"'x.weight' is .* the source has nothing"):
+        hf.copy_weights(build(0), nn.ModuleDict({"x": nn.Linear(1, 1)}))

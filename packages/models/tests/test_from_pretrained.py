@@ -1,0 +1,150 @@
+"""Models of transformers from files onto ranks.  Covers: hf/from_pretrained.py, hf/conversions.py."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_models import build_model, needs_hf, save_plain, token_batch
+from shoal_dtensor import DTensor
+from shoal_mesh import CommDebugMode, abstract_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_models import CheckpointError, hf
+from shoal_tp_styles import LayoutError, PlanError
+from shoal_tp_styles.testing import all_ranks
+
+pytestmark = needs_hf
+
+# Architecture -> what its configuration needs: tied and packed weights, experts that files hold one by one, no plan
+# of its own, a buffer that no file has.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "many files": ("Llama", {}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "packed": ("Phi3", {}),
+    "experts": ("Mixtral", {"num_local_experts": 3, "dtype": torch.float32}),
+    "automatic plan": ("GPT2", {"n_inner": 48}),
+}
+
+
+@on_ranks(4, timeout=200)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_is_that_of_one_process(case: str, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    single = build_model(family, **changes)
+    home = save_plain(single, tmp_path, max_shard_size="20KB" if case in ("many files", "experts") else "5GB")
+    mesh = all_ranks()
+    with CommDebugMode() as mode:
+        model, loaded = hf.from_pretrained(home, mesh, output_loading_info=True)
+    assert case == "automatic plan" or mode.get_total_counts() == 0, "nothing is sent, only simulated"
+    assert not loaded.missing and not loaded.unexpected and not model.training
+    assert model.dtype == single.dtype
+    torch.testing.assert_close(model(token_batch()).logits, single(token_batch()).logits)
+    tied = single.get_output_embeddings().weight is single.get_input_embeddings().weight
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+    sharded = sum(p.numel() for p in model.parameters() if isinstance(p, DTensor))
+    own = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    assert sharded and loaded.bytes_read == single.dtype.itemsize * own, "every rank reads its own part, once"
+
+
+@on_ranks(2, timeout=200)
+def test_what_a_path_may_be_and_what_is_changed(tmp_path: Path) -> None:
+    single = build_model()
+    home = save_plain(single, tmp_path, max_shard_size="20KB")
+    expected = single.float()(token_batch()).logits
+    model = hf.from_pretrained(home / "model.safetensors.index.json", all_ranks(), dtype=torch.float32)
+    torch.testing.assert_close(model(token_batch()).logits, expected)
+    model = hf.from_pretrained(
+        home, all_ranks(), {"lm_head": "colwise_rep"}, dtype="float32", num_hidden_layers=1, strict=False
+    )
+    assert len(model.model.layers) == 1 and not isinstance(model.model.embed_tokens.weight, DTensor)
+
+
+@on_ranks(2, timeout=200)
+def test_missing_parameters_are_initialized_as_on_one_device(tmp_path: Path) -> None:
+    from transformers import LlamaForSequenceClassification as Classifier
+
+    home = save_plain(build_model(), tmp_path)
+    with pytest.raises(PlanError, match=r"misses \['score.weight'\] in the files, which have \['lm_head.weight'\]"):
+        hf.from_pretrained(home, all_ranks(), model_class=Classifier)
+    torch.manual_seed(3)
+    model, loaded = hf.from_pretrained(
+        home, all_ranks(), model_class=Classifier, strict=False, output_loading_info=True
+    )
+    assert (loaded.missing, loaded.unexpected) == (["score.weight"], ["lm_head.weight"])
+    torch.manual_seed(3)
+    single = Classifier.from_pretrained(home)
+    torch.testing.assert_close(model(token_batch()).logits, single(token_batch()).logits)
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"do_sample": True}])
+def test_generation_is_that_of_one_process(how: dict[str, Any], tmp_path: Path) -> None:
+    single, small = build_model(), build_model(num_hidden_layers=1)
+    home, draft = save_plain(single, tmp_path), save_plain(small, tmp_path / "draft")
+    module, assistant = (hf.from_pretrained(each, all_ranks()) for each in (home, draft))
+
+    def written(model: Any, rows: int, **options: Any) -> Any:
+        torch.manual_seed(5)  # of the request
+        tokens = token_batch(rows)
+        return model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, **options)
+
+    how = {"do_sample": False, **how}
+    assert torch.equal(written(module, 2, **how), written(single, 2, **how))
+    if how == {"do_sample": False}:
+        expected = written(single, 1, **how)
+        for more in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            assert torch.equal(written(module, 1, **more, **how), expected)
+
+
+@on_ranks(2, timeout=200)
+def test_a_prefix_is_computed_once_and_used_again(tmp_path: Path) -> None:
+    from transformers import DynamicCache
+
+    single = build_model()
+    module = hf.from_pretrained(save_plain(single, tmp_path), all_ranks())
+    prefix, found = token_batch(1), list[list[torch.Tensor]]()
+    requests = [torch.cat([prefix, token_batch(1) + shift], 1) % single.config.vocab_size for shift in (1, 2)]
+    for model in (single, module):
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(prefix, past_key_values=cache)
+        found.append([])
+        for request in requests:
+            how: Any = {"attention_mask": torch.ones_like(request), "max_new_tokens": 6, "do_sample": False}
+            out = model.generate(request, past_key_values=copy.deepcopy(cache), **how)
+            assert torch.equal(out, model.generate(request, **how))
+            found[-1].append(out)
+        heads = single.config.num_key_value_heads // (1 if model is single else 2)
+        assert cache.layers[0].keys.shape[1:3] == (heads, prefix.shape[1]), "of local heads, and not written to"
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@on_ranks(2, timeout=200)
+def test_errors_say_what_was_expected(tmp_path: Path) -> None:
+    home = save_plain(build_model(), tmp_path)
+    mesh = all_ranks()
+    with pytest.raises(
+        CheckpointError, match=r"'org/name' does not exist; expected a directory with config.json .*Hub"
+    ):
+        hf.from_pretrained("org/name", mesh)
+    with pytest.raises(LayoutError, match=r"interop.mesh_from_torch"):
+        hf.from_pretrained(home, "tp")
+    with pytest.raises(LayoutError, match="several axes and none is named 'tp'"):
+        hf.from_pretrained(home, abstract_mesh((1, 2), ("a", "b")))
+    with pytest.raises(PlanError, match="pass model_class="):
+        hf.from_pretrained(home, mesh, architectures=["NoSuchModel"])
+    own = tmp_path / str(mesh.get_local_rank())
+    shutil.copytree(home, own)
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(PlanError, match="quantized weights"):
+        hf.from_pretrained(own, mesh)
+    (own / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has weights, but no config.json"):
+        hf.from_pretrained(own, mesh)

@@ -1,0 +1,87 @@
+"""Models on the meta device, filled from files.  Covers: weights/loading.py."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal_dtensor import DTensor, Replicate
+from shoal_mesh import CommDebugMode
+from shoal_mesh.testing import on_ranks
+from shoal_models import load_sharded
+from shoal_tp_styles import (
+    ColwiseParallel,
+    Heads,
+    PackedColwiseParallel,
+    PlanError,
+    RowwiseParallel,
+    parallelize_module,
+)
+from shoal_tp_styles.testing import ModelArgs, Transformer, all_ranks, transformer_plan
+
+needs_safetensors = pytest.mark.skipif(find_spec("safetensors") is None, reason="safetensors is not installed")
+
+
+@needs_safetensors
+@on_ranks(4)
+@pytest.mark.parametrize("tied", [True, False])
+def test_meta_model_from_two_files(tmp_path: Path, tied: bool) -> None:
+    from safetensors.torch import save_file
+
+    rank = torch.distributed.get_rank()
+    args = ModelArgs(dropout_p=0.0, vocab_size=10, weight_tying=tied)
+    torch.manual_seed(0)
+    single: Any = Transformer(args)
+    state = {name: value for name, value in single.state_dict().items() if not (tied and name == "output.weight")}
+    names = sorted(state)
+    paths = [tmp_path / f"{rank}-{part}.safetensors" for part in (0, 1)]
+    for part, path in enumerate(paths):
+        save_file({name: state[name].contiguous() for name in names[part::2]}, path)
+    with torch.device("meta"):
+        module = Transformer(args)
+    parallelize_module(module, all_ranks(), transformer_plan())
+    with CommDebugMode() as mode:
+        loaded = load_sharded(module, paths)
+    assert mode.get_total_counts() == 0
+    assert not loaded.missing and not loaded.unexpected
+    total = sum(value.numel() * 4 for value in state.values())
+    assert loaded.bytes_read < 0.45 * total
+    assert (module.output.weight is module.tok_embeddings.weight) is tied
+    tokens = torch.randint(10, (2, 6))
+    torch.testing.assert_close(module(tokens), single(tokens))
+    assert isinstance(module.output.weight, DTensor) and module.output.weight.requires_grad
+
+
+@on_ranks(4)
+def test_fused_parameters_and_errors() -> None:
+    axis = all_ranks()
+    single: Any = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
+    style = PackedColwiseParallel(blocks={"q": Heads(4, 4), "k": Heads(1, 4), "v": Heads(1, 4)})
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 24), nn.Identity(), nn.Linear(16, 8))
+    parallelize_module(module, axis, {"0": style, "2": RowwiseParallel()})
+    load_sharded(module, single.state_dict())
+    x, rank = torch.randn(3, 8), axis.get_local_rank()
+    expected = single[0](x)
+    rows = [*range(4 * rank, 4 * rank + 4), *range(16, 24)]
+    torch.testing.assert_close(module[0](x), expected[:, rows])
+    fused: Any = module[0]
+    q, k = fused.weight_q.to_local(), fused.weight_k.to_local()
+    assert k.data_ptr() == q.data_ptr() + q.numel() * 4  # one buffer: the product reads it without a copy
+    state = single.state_dict()
+    state["extra"] = state.pop("2.bias")
+    with pytest.raises(PlanError, match=r"missing \['2.bias'\], unexpected \['extra'\]"):
+        load_sharded(module, state)
+    assert load_sharded(module, state, strict=False).missing == ["2.bias"]
+    wrong = {**single.state_dict(), "2.weight": torch.zeros(8, 17)}
+    with pytest.raises(PlanError, match=r"'2.weight' is \(8, 17\) in the source, the model needs \(8, 16\)"):
+        load_sharded(module, wrong)
+    plain: Any = parallelize_module(nn.Linear(4, 8), axis, ColwiseParallel(output_layouts=Replicate()))
+    other = nn.Linear(4, 8)
+    load_sharded(plain, other.state_dict())
+    torch.testing.assert_close(plain(torch.ones(1, 4)), other(torch.ones(1, 4)))

@@ -1,0 +1,124 @@
+"""Checkpoints of transformers' Trainer with a parallel model.  Covers: hf/trainer_checkpoints.py.
+
+Run by `nox -s hugging_face`, where accelerate is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_models import build_model, needs_hf, save_plain
+from shoal_dtensor import DTensor
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import on_ranks
+from shoal_models import hf
+from shoal_tp_styles import parallelize_module, unparallelize_module
+from shoal_tp_styles.testing import all_ranks
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate: run by nox -s hugging_face")
+pytestmark = [needs_hf, needs_accelerate]
+
+
+def trainer_of(model: Any, home: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    tokens = torch.randint(3, 67, (8, 7), generator=torch.Generator().manual_seed(2))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    with hf.single_process():
+        args = TrainingArguments(
+            str(home), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, use_cpu=True, report_to=[],
+            disable_tqdm=True, optim="adamw_torch_fused", **options,
+        )  # fmt: skip
+        trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
+    return hf.prepare_trainer(trainer)
+
+
+def assert_same(module: Any, single: Any) -> None:
+    expected = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-12)
+
+
+def shared(tmp_path: Path) -> Path:
+    """The directory of rank 0, on every rank."""
+    found = [tmp_path]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@on_ranks(4, timeout=200)
+def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    home, plain = shared(tmp_path), build_model().train()
+    plan = dict(plain.tp_plan)
+    straight = copy.deepcopy(plain)
+    trainer_of(parallelize_module(straight, all_ranks(), plan), home / "no", save_strategy="no").train()
+    first = parallelize_module(copy.deepcopy(plain), all_ranks(), plan)
+    trainer_of(first, home / "run", save_strategy="steps", save_steps=1, save_total_limit=2).train()
+    assert sorted(path.name for path in (home / "run").iterdir()) == ["checkpoint-3", "checkpoint-4"]
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "tp"))
+    resumed = parallelize_module(build_model().train(), grid["tp"], plan)
+    trainer = trainer_of(resumed, home / "run", save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(home / "run" / "checkpoint-3"))
+    assert trainer.state.global_step == 4
+    unparallelize_module(straight)
+    assert_same(first, straight)
+    assert_same(resumed, straight)
+
+
+@on_ranks(2, timeout=200)
+def test_the_best_model_is_that_of_one_process(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    home = shared(tmp_path)
+    model = hf.from_pretrained(save_plain(build_model(), home), all_ranks()).train()
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = trainer_of(model, home / "run", load_best_model_at_end=True, save_total_limit=1, **options)
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.exists() and (best / "trainer_state.json").exists()
+    assert_same(model, AutoModelForCausalLM.from_pretrained(best))
+    trainer.save_model(str(home / "final"))
+    assert (home / "final" / "training_args.bin").exists()
+    assert_same(model, AutoModelForCausalLM.from_pretrained(home / "final"))
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft: run by nox -s hugging_face")
+@on_ranks(4, timeout=200)
+def test_adapters_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    home = shared(tmp_path)
+
+    def adapted(mesh: Any) -> Any:
+        model = parallelize_module(build_model().train(), mesh, dict(build_model().tp_plan))
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "down_proj"])
+        return hf.parallelize_adapters(get_peft_model(model, config))
+
+    straight = adapted(all_ranks())
+    trainer_of(straight, home / "run", save_strategy="steps", save_steps=3).train()
+    kept = home / "run" / "checkpoint-3"
+    assert not list(kept.glob("model*.safetensors"))
+    resumed = adapted(init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "tp"))["tp"])
+    trainer_of(resumed, home / "run", save_strategy="no").train(resume_from_checkpoint=str(kept))
+    expected = {name: each.full_tensor() for name, each in whole_adapters(straight).items()}
+    assert expected
+    for name, each in whole_adapters(resumed).items():
+        torch.testing.assert_close(each.full_tensor(), expected[name], rtol=0, atol=1e-12)
+    alone = PeftModel.from_pretrained(build_model(), home / "run" / "checkpoint-4")
+    for name, param in alone.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12)
+
+
+def whole_adapters(model: Any) -> dict[str, Any]:
+    """The sharded adapters of a model."""
+    return {name: each for name, each in model.named_parameters() if "lora" in name and isinstance(each, DTensor)}

@@ -1,0 +1,112 @@
+"""accelerate and transformers' Trainer with a parallel model, against one process.  Covers: hf/training.py."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_models import build_model, needs_hf
+from shoal_dtensor import DTensor
+from shoal_mesh.testing import on_ranks
+from shoal_models import hf
+from shoal_tp_styles import PlanError, parallelize_module
+from shoal_tp_styles.testing import all_ranks
+
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate: run by nox -s hugging_face")
+
+
+def models() -> tuple[Any, Any]:
+    single = build_model().train()
+    module = copy.deepcopy(single)
+    return single, parallelize_module(module, all_ranks(), dict(single.tp_plan))
+
+
+def examples() -> list[dict[str, Any]]:
+    tokens = torch.randint(3, 67, (8, 7), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def assert_same(module: Any, single: Any) -> None:
+    start = dict(build_model().named_parameters())
+    expected = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-12)
+        assert not torch.equal(expected[name], start[name])
+
+
+@needs_hf
+@on_ranks(2, timeout=200)
+def test_the_signature_is_that_of_the_forward() -> None:
+    single, module = models()
+    assert inspect.signature(module.forward) == inspect.signature(single.forward)
+    assert inspect.signature(module.lm_head.forward) == inspect.signature(single.lm_head.forward)
+
+
+@needs_hf
+@needs_accelerate
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing_factor": 0.1, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}],
+    ids=["plain", "smoothing, checkpointing and accumulation"],
+)
+def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    def trained(model: Any) -> float:
+        with hf.single_process():
+            args = TrainingArguments(
+                str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, max_grad_norm=0.5,
+                use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True, optim="adamw_torch_fused", **options,
+            )  # fmt: skip
+            trainer = Trainer(model, args, train_dataset=examples())
+        loss: float = hf.prepare_trainer(trainer).train().training_loss
+        return loss
+
+    single, module = models()
+    assert trained(module) == pytest.approx(trained(single), rel=1e-12)
+    assert_same(module, single)
+
+
+@needs_hf
+@needs_accelerate
+@on_ranks(2, timeout=200)
+def test_accelerate() -> None:
+    from accelerate import Accelerator
+
+    single, module = models()
+    norms = []
+    for each in (single, module):
+        with hf.single_process():
+            accelerator = hf.prepare_accelerator(Accelerator(cpu=True))
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True)
+        model, optimizer, loader = accelerator.prepare(each, optimizer, torch.utils.data.DataLoader(examples(), 2))  # type: ignore[arg-type]  # a list is a dataset
+        assert model is each
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert norms[:4] == pytest.approx(norms[4:], rel=1e-12)
+    assert_same(module, single)
+
+
+def test_refusals_name_the_way_out() -> None:
+    with pytest.raises(PlanError, match=r"has 2 processes .* inside `with hf.single_process"):
+        hf.prepare_accelerator(SimpleNamespace(num_processes=2))
+
+
+def test_the_world_is_hidden_inside_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with hf.single_process():
+        assert "WORLD_SIZE" not in os.environ
+    assert os.environ["WORLD_SIZE"] == "2"

@@ -1,0 +1,46 @@
+"""The command line: `python -m shoal_same_bits compare A B`, where two runs differ first.
+
+May import: invariant, runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shoal_dtensor.errors import StyleError
+
+from .invariant.fingerprints import first_difference
+from .runs.compare import compare_runs
+from .runs.record import RunRecord
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare two runs; 0 if nothing differs, 1 if something does, 2 for misuse."""
+    parser = argparse.ArgumentParser(prog="python -m shoal_same_bits", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    compare = commands.add_parser("compare", help="where two runs differ first")
+    compare.add_argument("runs", nargs=2, metavar="FILE", help="written by StepFingerprints or RunRecord.save")
+    compare.add_argument("--tolerance", type=float, help="how much values of RunRecord may differ, relatively")
+    asked = parser.parse_args(argv)
+    try:
+        return _compare(asked)
+    except StyleError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _compare(asked: argparse.Namespace) -> int:
+    if all(Path(path).read_text().startswith('{"ranks"') for path in asked.runs):
+        one, other = map(RunRecord.load, asked.runs)
+        comparison = compare_runs(one, other, asked.tolerance)
+        sys.stdout.write(f"{comparison}\n")
+        return int(bool(comparison.first))
+    found = first_difference(*asked.runs)
+    sys.stdout.write((found or "no fingerprint differs") + "\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Linear layers in blocks: each product sees one sample and one block of features, whatever rank it runs on.
+
+With 8 blocks, samples b and blocks j:
+
+    columns   y[b, :, j] = x[b] W[j]^T            dx[b] = tree over j of dy[b, :, j] W[j]
+    rows      y[b] = tree over j of x[b, :, j] W[:, j]^T        dx[b, :, j] = dy[b] W[:, j]
+    both      dW[j] = tree over b of the sample's product
+
+The upper part of the trees over j are the collectives of `ports`, those of the trees over b the reduction over data
+axes. Readers of one activation (q, k and v) add their products in each block j, and reduce the sum once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import backward_number, first_order_only, local_shard
+from shoal_mesh import Comm
+from shoal_mesh.internal import all_reduce_
+from shoal_tp_styles import Collective, Lowered, ModuleCall
+from shoal_tp_styles.internal import (
+    ColumnLinear,
+    RowLinear,
+    autocast_dtype,
+    find_token,
+    keep_token,
+    partial_output,
+    replicated_input,
+    sharded_input,
+)
+
+from .._torch import apply
+from .block_sums import own_blocks
+from .products import bias_gradient, spread, summed, weight_gradient
+from .replicated import Cells, add_bias, cells_of, sum_of_cells
+
+
+class _Readers:
+    """The layers that read one activation: what each adds to its gradient in a backward pass, by its place.
+
+    Attributes:
+        comm: over which the gradient is summed; None where the input's port does it.
+        count: of readers so far.
+    """
+
+    __slots__ = ("_terms", "comm", "count")
+
+    def __init__(self, comm: Comm | None) -> None:
+        self.comm, self.count = comm, 0
+        self._terms: dict[int, tuple[int, tuple[Tensor, Tensor]]] = {}
+
+    def add(self, place: int, grad: Tensor, weight: Tensor) -> None:
+        self._terms[place] = backward_number(), (grad, weight)
+
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """The factors of this pass, in order of the forward; earlier ones may have left theirs."""
+        terms, self._terms = self._terms, {}
+        return [factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()]
+
+
+class _Columns(Function):
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), in `blocks` blocks of N; and x again.
+
+    Other readers of x read the latter. Their products are part of the first one's gradient, and it runs after them.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # torch's interface
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, readers: _Readers, place: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.blocks, ctx.readers, ctx.place = blocks, readers, place
+        ctx.set_materialize_grads(False)
+        return spread(x, weight, 0, blocks, bias), x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+        first_order_only()
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        dx = dw = db = None
+        if grad is not None:
+            ctx.readers.add(ctx.place, grad, weight)
+            dw = weight_gradient(grad, x, 0, ctx.blocks) if needs_weight else None
+            db = bias_gradient(grad, ctx.blocks) if needs_bias else None
+        factors = ctx.readers.take() if ctx.place == 0 else []
+        if needs_x and factors:
+            dx = summed(factors, 0, ctx.blocks)
+            if ctx.readers.comm is not None:
+                all_reduce_(dx, ctx.readers.comm)
+        return dx, dw, db, None, None, None
+
+
+class _Rows(Function):
+    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), the sum over `blocks` blocks of K, and over a communicator.
+
+    The gradient of b is a `sum_of_cells` of `cells`.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913  # torch's interface
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, comm: Comm | None, cells: Cells | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.blocks, ctx.cells = blocks, cells
+        out = summed([(x, weight)], 1, blocks)
+        if comm is not None:
+            all_reduce_(out, comm)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
+        dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
+        db = sum_of_cells(grad, *ctx.cells) if needs_bias else None
+        return dx, dw, db, None, None, None
+
+
+class InvariantColumn(ColumnLinear):
+    """A column-wise Linear in blocks."""
+
+    __slots__ = ("blocks",)
+
+    def resolve(self) -> None:
+        super().resolve()
+        self.blocks: int = own_blocks(self, "weight", 0)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if input.ndim == 1:
+            return self(input.unsqueeze(0)).squeeze(0)
+        _refuse_autocast(input)
+        local: Any = self.local("weight", "bias")
+        x, readers = self.read(input)
+        out, again = apply(_Columns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
+        if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
+            again.readers = readers
+            keep_token(_held(input), self.reading(), again)
+        readers.count += 1
+        return self.finish(out)
+
+    def read(self, input: Tensor) -> tuple[Tensor, _Readers]:
+        """The replicated input and its readers: of the first of them, where one has read it before."""
+        found = find_token(_held(input), self.reading(), grad=True, in_tree=True)
+        if found is not None and torch.is_grad_enabled():
+            readers: _Readers = found.readers  # type: ignore[attr-defined]  # below
+            return found, readers
+        if self.port_in.layout.is_replicate() and not isinstance(input, DTensor):
+            return input, _Readers(self.comm)
+        return replicated_input(self, input), _Readers(None)
+
+    def reading(self) -> Hashable:
+        """What readers that share a gradient have in common."""
+        return self.comm, self.port_in.layout, self.blocks
+
+
+def _refuse_autocast(input: Tensor) -> None:
+    if autocast_dtype(input) is not None:
+        raise StyleError(
+            "invariant_arithmetic: under autocast a rank adds gradients of its samples in the lower precision, and "
+            "ranks and passes add theirs in that of the parameters. Leave autocast, and convert the model "
+            "(model.to(torch.bfloat16)), or compute in MixedPrecisionPolicy(param_dtype=torch.bfloat16) of fully_shard"
+        )
+
+
+def _held(tensor: Tensor) -> Tensor:
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+class InvariantRow(RowLinear):
+    """A row-wise Linear in blocks."""
+
+    __slots__ = ("blocks",)
+
+    def resolve(self) -> None:
+        super().resolve()
+        self.blocks: int = own_blocks(self, "weight", 1)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if input.ndim == 1:
+            return self(input.unsqueeze(0)).squeeze(0)
+        _refuse_autocast(input)
+        reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        local: Any = self.local("weight", "bias") if reduced else self.local("weight")
+        weight = local["weight"]
+        x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
+        if reduced:
+            bias = local["bias"]
+            out: Tensor = apply(
+                _Rows, x, weight, bias, self.blocks, self.comm, cells_of(self, x) if bias is not None else None
+            )
+            return out
+        partial: Tensor = apply(_Rows, x, weight, None, self.blocks, None, None)
+        return add_bias(self, partial_output(self, partial, None))
+
+
+class InvariantWhole(Lowered):
+    """A Linear that no style shards, sample by sample."""
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        if input.ndim == 1:
+            return self(input.unsqueeze(0)).squeeze(0)
+        _refuse_autocast(input)
+        local: Any = self.local("weight", "bias")
+        out: Tensor
+        out, _ = apply(_Columns, input, local["weight"], local["bias"], 1, _Readers(None), 0)
+        return out

@@ -1,0 +1,163 @@
+"""Matrix products in blocks: as they are defined, and in fewer calls where a trial has shown the same bits.
+
+A product is defined sample by sample and block by block. Here B are samples, R rows of each, N and K features. Where
+the mode has a number of rows, a sample is that many tokens, and the last ones of a sequence are filled up with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from shoal_dtensor.errors import StyleError
+from shoal_mesh.internal import tree_sum
+
+from .block_sums import contiguous_block, tree_of, tree_of_products
+from .measured import Measured
+from .mode import current_arithmetic
+
+
+def _blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:
+    return [contiguous_block(block) for block in tensor.chunk(blocks, dim)]
+
+
+# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), N in blocks ---------------------------------------------------------
+
+
+def _spread(dim: int) -> Measured:
+    """`dim` of the matrix has the features of the output: 0 as in a Linear, 1 as in its gradient."""
+
+    def product(x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
+        return linear(x, matrix if dim == 0 else matrix.t(), *bias)
+
+    def in_blocks(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
+        operands = [_blocks(matrix, blocks, dim), *(_blocks(b, blocks, 0) for b in bias)]
+        samples = [contiguous_block(sample) for sample in x]
+        return torch.stack(
+            [torch.cat([product(s, *each) for each in zip(*operands, strict=True)], -1) for s in samples]
+        )
+
+    def by_samples(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
+        return torch.stack([product(contiguous_block(sample), matrix, *bias) for sample in x])
+
+    def at_once(blocks: int, x: Tensor, matrix: Tensor, *bias: Tensor) -> Tensor:
+        return product(x.flatten(0, 1), matrix, *bias).view(*x.shape[:2], -1)
+
+    return Measured(in_blocks, (at_once, by_samples))
+
+
+# --- (B, R, K) x (N, K) or (K, N) -> (B, R, N), a sum over blocks of K; or the sum of several such products ----------
+
+
+def _summed(dim: int) -> Measured:
+    """`dim` of the matrices is summed over: 1 as in a Linear, 0 as in its gradient."""
+
+    def factors(blocks: int, operands: Sequence[Tensor], *, copies: bool) -> list[list[tuple[Tensor, Tensor]]]:
+        """Of each block, those of each product."""
+        divided = _blocks if copies else torch.chunk
+        pairs = []
+        for x, matrix in zip(operands[::2], operands[1::2], strict=True):
+            matrices = divided(matrix, blocks, dim)
+            pairs.append(zip(divided(x, blocks, -1), (m.t() for m in matrices) if dim == 1 else matrices, strict=True))
+        return [list(term) for term in zip(*pairs, strict=True)]
+
+    def by_samples(blocks: int, *operands: Tensor, copies: bool = False) -> Tensor:
+        samples = zip(*operands[::2], strict=True)
+        terms = [[each for pair in zip(s, operands[1::2], strict=True) for each in pair] for s in samples]
+        return torch.stack([tree_of_products(factors(blocks, t, copies=copies), fused=False) for t in terms])
+
+    def at_once(blocks: int, *operands: Tensor, fused: bool = False) -> Tensor:
+        rows = [operand.flatten(0, 1) if i % 2 == 0 else operand for i, operand in enumerate(operands)]
+        total = tree_of_products(factors(blocks, rows, copies=False), fused=fused)
+        return total.view(*operands[0].shape[:2], -1)
+
+    return Measured(partial(by_samples, copies=True), (partial(at_once, fused=True), at_once, by_samples))
+
+
+# --- (B, R, N), (B, R, K) -> (N, K), a sum over samples, one dim of it in blocks ------------------------------------
+
+
+def _weight_gradient(dim: int) -> Measured:
+    def in_blocks(blocks: int, grad: Tensor, x: Tensor) -> Tensor:
+        split, other = (grad, x) if dim == 0 else (x, grad)
+        parts = [_blocks(sample, blocks, -1) for sample in split]
+        others = [contiguous_block(sample) for sample in other]
+
+        def product(i: int, j: int) -> Tensor:
+            return parts[i][j].t().mm(others[i]) if dim == 0 else others[i].t().mm(parts[i][j])
+
+        return torch.cat([tree_of(len(x), lambda i, j=j: product(i, j)) for j in range(blocks)], dim)  # type: ignore[misc]  # a default
+
+    def by_samples(blocks: int, grad: Tensor, x: Tensor, *, fused: bool = False) -> Tensor:
+        return tree_of_products([[(g.t(), sample)] for g, sample in zip(grad, x, strict=True)], fused=fused)
+
+    return Measured(in_blocks, (partial(by_samples, fused=True), by_samples))
+
+
+def _bias_in_blocks(blocks: int, grad: Tensor) -> Tensor:
+    parts = [_blocks(sample, blocks, -1) for sample in grad]
+    return torch.cat([tree_of(len(parts), lambda i, j=j: parts[i][j].sum(0)) for j in range(blocks)])  # type: ignore[misc]  # a default
+
+
+_SPREAD, _SUMMED, _GRADIENT = (tuple(make(dim) for dim in (0, 1)) for make in (_spread, _summed, _weight_gradient))
+_BIAS = Measured(_bias_in_blocks, (lambda _, grad: tree_sum(grad.sum(1)),))
+
+
+def _samples(tensor: Tensor) -> Tensor:
+    """(B, ..., K) -> (B, R, K)."""
+    return tensor.reshape(tensor.shape[0], -1, tensor.shape[-1])
+
+
+def _parts(tensor: Tensor) -> Tensor:
+    """(B, ..., K) -> (B, R, K), or with the mode's number of rows (parts, rows, K)."""
+    whole, arithmetic = _samples(tensor), current_arithmetic()
+    if arithmetic is None or arithmetic.rows is None:
+        return whole
+    return pad(whole, (0, 0, 0, -whole.shape[1] % arithmetic.rows)).reshape(-1, arithmetic.rows, whole.shape[2])
+
+
+def _joined(parts: Tensor, shape: Sequence[int]) -> Tensor:
+    """`_parts` back, for a tensor of this shape."""
+    whole = parts.view(shape[0], -1, shape[-1])[:, : prod(shape[1:-1])]
+    return whole.contiguous().view(shape)  # elementwise kernels that follow take memory with gaps another way
+
+
+def spread(x: Tensor, matrix: Tensor, dim: int, blocks: int, bias: Tensor | None = None) -> Tensor:
+    """(B, ..., K) times a matrix whose dim `dim` has the features of the output, of which `blocks` blocks are here."""
+    size = matrix.shape[dim]
+    if not x.numel():
+        return linear(x, matrix if dim == 0 else matrix.t(), bias)
+    out = _SPREAD[dim](blocks, _parts(x), matrix, *(() if bias is None else (bias,)))
+    return _joined(out, (*x.shape[:-1], size))
+
+
+def summed(factors: Sequence[tuple[Tensor, Tensor]], dim: int, blocks: int) -> Tensor:
+    """The sum of products of (B, ..., K) and a matrix whose dim `dim` is summed over, in `blocks` blocks."""
+    x, matrix = factors[0]
+    shape = (*x.shape[:-1], matrix.shape[1 - dim])
+    if not x.numel():
+        return x.new_zeros(shape)
+    operands = [each for rows, weight in factors for each in (_parts(rows), weight)]
+    return _joined(_SUMMED[dim](blocks, *operands), shape)
+
+
+def weight_gradient(grad: Tensor, x: Tensor, dim: int, blocks: int) -> Tensor:
+    """(N, K), of (B, ..., N) and (B, ..., K): the tree over samples, dim `dim` of the result in blocks."""
+    _check(grad)
+    return _GRADIENT[dim](blocks, _samples(grad), _samples(x))
+
+
+def bias_gradient(grad: Tensor, blocks: int) -> Tensor:
+    """(N,), of (B, ..., N): the tree over samples."""
+    _check(grad)
+    return _BIAS(blocks, _samples(grad))
+
+
+def _check(grad: Tensor) -> None:
+    if not grad.shape[0]:
+        raise StyleError("invariant_arithmetic: a rank without any sample has no sum over samples")

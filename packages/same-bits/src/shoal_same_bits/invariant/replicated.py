@@ -1,0 +1,179 @@
+"""Modules with replicated parameters: gradients are sums over samples and over blocks of a dim that may be sharded.
+
+A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D), and treats every token alone. The gradients
+of its parameters are computed for every token, summed in each of the blocks of S of each sample, and added in the tree
+over blocks, then over ranks, then over samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import first_order_only
+from shoal_mesh import Comm, all_reduce
+from shoal_mesh.internal import tree_sum
+from shoal_tp_styles import Collective, Lowered, ModuleCall
+from shoal_tp_styles.internal import Params, Tokenwise, from_local, local_input, nbytes
+
+from .._torch import apply
+from .block_sums import contiguous_block, entered
+from .measured import Measured
+
+Cells = tuple[Comm | None, int, int]
+"""Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here."""
+
+SEQUENCE_DIM = 1
+"""The dim that is divided into blocks where nothing is sharded: the default of SequenceParallel."""
+
+
+class _ForTokens(Function):
+    """A parameter (D...), expanded to all tokens of x: (B, ..., D...); its gradients are summed in cells."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, shape: torch.Size, cells: Cells) -> Tensor:
+        ctx.cells, ctx.shape = cells, parameter.shape
+        return parameter.detach().expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        shape = ctx.shape
+        return sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape), None, None
+
+
+class _PlusBias(Function):
+    """x + bias, whose gradient is summed in cells."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, cells: Cells) -> Tensor:
+        ctx.cells = cells
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        return grad, sum_of_cells(grad, *ctx.cells), None
+
+
+def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
+    """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
+    if dim > 1:
+        grad = grad.movedim(dim, 1)
+    cells = grad.reshape(grad.shape[0], blocks, -1, grad.shape[-1])
+    of_samples = tree_sum(_CELL_SUMS(blocks, cells).transpose(0, 1))
+    return tree_sum(of_samples if comm is None else all_reduce(of_samples, comm))
+
+
+def _sums_one_by_one(blocks: int, cells: Tensor) -> Tensor:
+    sums = [contiguous_block(cell).sum(0) for cell in cells.flatten(0, 1)]
+    return torch.stack(sums).view(*cells.shape[:2], -1)
+
+
+_CELL_SUMS = Measured(_sums_one_by_one, (lambda _, cells: cells.sum(2),))
+
+
+def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
+    """The output of a row-wise layer plus its replicated bias."""
+    bias = lowered.local("bias")["bias"]
+    if bias is None:
+        return out
+    local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
+    plus: Tensor = apply(_PlusBias, local, bias.to(local.dtype), cells_of(lowered, local))
+    return from_local(plus, out.placements[0], lowered.mesh, out.shape) if isinstance(out, DTensor) else plus
+
+
+def cells_of(lowered: Lowered, local: Tensor) -> Cells:
+    """Which dim of an activation is divided, over which ranks it is sharded, and how many of the blocks are here."""
+    arithmetic, layout = entered(), lowered.port_out.desired
+    dim = getattr(layout, "dim", SEQUENCE_DIM)
+    dim = dim + local.ndim if dim < 0 else dim
+    if not layout.is_replicate():
+        what = f"{lowered.sharding.style}: dim {dim} of the activation"
+        return lowered.comm, dim, arithmetic.own_blocks(lowered.comm.size, local.shape[dim] * lowered.comm.size, what)
+    if local.ndim < 3 or local.shape[dim] % arithmetic.blocks:  # nothing that could be sharded
+        return None, dim, 1
+    return None, dim, arithmetic.blocks
+
+
+def _layer_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    return _affine(functional.layer_norm(_wide(x), module.normalized_shape, None, None, module.eps), x, p)
+
+
+def _rms_norm(module: Any, x: Tensor, p: Params) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
+    return _affine(functional.rms_norm(_wide(x), module.normalized_shape, None, eps), x, p)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _affine(normal: Tensor, x: Tensor, p: Params) -> Tensor:
+    """Weights and biases have an entry for every token here, which no kernel of a norm takes."""
+    weight, bias = p["weight"], p.get("bias")
+    out = normal if weight is None else normal * weight
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+_NORMS: dict[type[nn.Module], Callable[[Any, Tensor, Params], Tensor]] = {
+    nn.LayerNorm: _layer_norm,
+    nn.RMSNorm: _rms_norm,
+}
+
+
+def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
+    """The module's forward, whose parameters have an entry for every token."""
+    cells = cells_of(lowered, x)
+    names = [name for name, param in lowered.params.items() if param is not None]
+    local: Any = lowered.local(*names) if names else {}
+    tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
+    absent = dict.fromkeys(lowered.params.keys() - names)
+    compute = _NORMS.get(type(lowered.module), lowered.compute)
+    try:
+        return compute(lowered.module, x, tokens | absent)
+    except RuntimeError as error:
+        shapes = {name: tuple(param.shape) for name, param in local.items()}
+        raise UnsupportedModuleError(
+            f"invariant_arithmetic: {type(lowered.module).__name__} is taken for a norm, and its forward fails with an "
+            f"entry of its parameters {shapes} for every token: {error}"
+        ) from error
+
+
+class InvariantTokenwise(Tokenwise):
+    """A norm on this rank's shard of the sequence, in cells."""
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        for param in call.module.parameters():
+            if param.requires_grad:  # the sums of each sample
+                yield Collective("all_reduce", call.output.shape[0] * nbytes(param), backward=True)
+
+    def __call__(self, input: Tensor) -> Tensor:
+        shape = tuple(input.shape) if isinstance(input, DTensor) else None
+        x = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired) if shape else input
+        self.check_dim(x)
+        out = _normalized(self, x) if x.numel() else self.compute(self.module, x, self.local(*self.params))
+        return out if self.sharding.local_outputs else from_local(out, self.port_in.desired, self.mesh, shape)
+
+
+class InvariantTokenwiseWhole(Tokenwise):
+    """A norm that no style shards, in cells."""
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return _normalized(self, input)

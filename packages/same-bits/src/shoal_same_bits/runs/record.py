@@ -1,0 +1,260 @@
+"""record_run: a small number of sums for every value of a run, which do not depend on how it is sharded.
+
+Of every value 64 sums are kept: an element goes, with a sign, to the sum that a hash of its global index says. The
+sums of a difference are the difference of the sums, and their norm is about that of the difference, so two runs are
+compared without their values. Every rank adds up its shards, and all-reduces add up the ranks when the block ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
+from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh.internal import dataclass
+from shoal_tp_styles.internal import COMPLETION, lowered_of
+
+from .global_parts import GlobalPart, part_of_output, part_of_tensor
+
+_SUMS = 64
+_SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of a run.
+
+    Attributes:
+        name: `output of up`, `aten.mm.default in up`, `gradient of up.weight`, ...; the n-th of a name has #n.
+        shape, dtype: of the global tensor; of a rank's own where `by_rank`.
+        by_rank: whether it is what the ranks computed on plain tensors: compared between runs on as many ranks only.
+        sums: see above.
+        norm: of all elements.
+        broken: how many elements are infinite or no number.
+        digest: of global index and bits; equal where all bits are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    by_rank: bool
+    sums: list[float]
+    norm: float
+    broken: int
+    digest: int
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What `record_run` has recorded, in order; complete when the block has ended.
+
+    Attributes:
+        ranks: how many there were.
+        values: of the run.
+    """
+
+    ranks: int = 1
+    values: list[Value] = field(default_factory=list)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it to a file, for `load` or `python -m shoal_same_bits compare`."""
+        lines = [{"ranks": self.ranks}, *map(asdict, self.values)]
+        Path(path).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> RunRecord:
+        """What was written to a file.
+
+        Raises:
+            StyleError: it is no such file.
+        """
+        try:
+            first, *lines = map(json.loads, Path(path).read_text().splitlines())
+            values = [Value(**{**line, "shape": tuple(line["shape"])}) for line in lines]
+            return cls(first["ranks"], values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise StyleError(f"{path} was not written by RunRecord.save: {error!r}") from error
+
+
+@takes(model=nn.Module)
+@contextmanager
+def record_run(model: nn.Module, batch: DeviceMesh | None = None) -> Iterator[RunRecord]:
+    """Record the values of a step inside the block; entered and left by all ranks.
+
+    Recorded are the parameters, then as they come: what operators return, on DTensors as global values, and what
+    modules return, of those with a style as global values; at the end the gradients and parameters. It takes much
+    longer than the step.
+
+    Args:
+        model: the module, sharded or not.
+        batch: the data axes, over which dim 0 of activations is sharded; None if it is not. Gradients of activations
+            are recorded only without.
+
+    Example:
+        >>> model, x = nn.Linear(4, 4), torch.ones(2, 4)
+        >>> with record_run(model) as run:
+        ...     model(x).sum().backward()
+        >>> [value.name for value in run.values if "aten" not in value.name][2:4]
+        ['output of model', 'gradient at output of model']
+    """
+    if batch is not None:
+        check_device_mesh("record_run", batch)
+    record = RunRecord(dist.get_world_size() if dist.is_initialized() else 1)
+    recorder = _Recorder(model, batch, record.ranks)
+    for name, param in model.named_parameters():
+        recorder.add(f"{name} before", part_of_tensor(param.detach()))
+    hooks = [*recorder.hooks()]
+    try:
+        with recorder:
+            yield record
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            recorder.add(f"gradient of {name}", part_of_tensor(param.grad))
+    for name, param in model.named_parameters():
+        recorder.add(f"{name} after", part_of_tensor(param.detach()))
+    record.values = recorder.values()
+
+
+class _Recorder(TorchDispatchMode):
+    """Hears of operators and modules."""
+
+    def __init__(self, model: nn.Module, batch: DeviceMesh | None, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self._model, self._batch, self._ranks = model, batch, ranks
+        self._is_sharded = any(
+            lowered_of(module) is not None or any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+            for module in model.modules()
+        )
+        self._path: list[str] = []
+        self._is_recording = False  # whether operators are those of this class
+        self._times: Counter[str] = Counter()
+        self._seen: dict[str, tuple[GlobalPart, bool, tuple[Tensor, Tensor]]] = {}
+
+    def hooks(self) -> Iterator[Any]:
+        """Around every module: where operators are, and what it returns."""
+        for name, module in self._model.named_modules():
+            path = name or "model"
+            yield module.register_forward_pre_hook(lambda _, __, path=path: self._path.append(path))
+            yield module.register_forward_hook(lambda module, _, output, path=path: self._after(path, module, output))
+
+    def _after(self, path: str, module: nn.Module, output: Any) -> None:
+        self._path.pop()
+        name = f"output of {path}"
+        if isinstance(output, Tensor):
+            self._add_of(name, module, output)
+        if isinstance(output, Tensor) and output.requires_grad and self._batch is None:
+            hook = partial(self._add_of, f"gradient at {name}", module)
+            output.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def _add_of(self, name: str, module: nn.Module, value: Tensor) -> None:
+        """Keep a module's output, or the gradient at it, if its layout is known."""
+        self._is_recording = True
+        try:
+            part = self._part_of(module, value.detach())
+            if part is not None:
+                self.add(name, part)
+        finally:
+            self._is_recording = False
+
+    def _part_of(self, module: nn.Module, output: Tensor) -> GlobalPart | None:
+        """The part of a module's output that this rank has, where its layout is known."""
+        lowered = lowered_of(module)
+        if lowered is not None and lowered.sharding.style != COMPLETION and lowered.sharding.outputs and output.ndim:
+            return part_of_output(output, lowered, self._batch)
+        if isinstance(output, DTensor) or not self._is_sharded:
+            return part_of_tensor(output)
+        return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and record what it returns."""
+        result = func(*args, **(kwargs or {}))
+        if self._is_recording:
+            return result
+        if func.namespace == "aten" and not func._overloadpacket.__name__.startswith(_SKIPPED):
+            for output in result if isinstance(result, tuple | list) else (result,):
+                if isinstance(output, Tensor) and output.device.type != "meta":
+                    is_global = isinstance(output, DTensor) or not self._is_sharded
+                    where = self._path[-1] if self._path else "backward" if backward_number() >= 0 else "the program"
+                    self.add(f"{func} in {where}", part_of_tensor(output.detach()), by_rank=not is_global)
+        return result
+
+    def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
+        """Keep the sums of a value."""
+        self._times[name] += 1
+        if self._times[name] > 1:
+            name = f"{name} #{self._times[name]}"
+        with torch.no_grad():
+            self._seen[name] = part, by_rank, _sums(part, dist.get_rank() if by_rank and self._ranks > 1 else 0)
+
+    def values(self) -> list[Value]:
+        """The values, added up over ranks."""
+        sums = self._of_ranks() if self._ranks > 1 else {}
+        own = {name: (part, by_rank, found) for name, (part, by_rank, found) in self._seen.items() if name not in sums}
+        for meshes in dict.fromkeys(part.meshes for part, _, _ in own.values()):
+            names = [name for name, (part, _, _) in own.items() if part.meshes == meshes]
+            floats = torch.stack([own[name][2][0] for name in names])
+            digests = torch.stack([own[name][2][1] for name in names])
+            for mesh in meshes:
+                floats = all_reduce(floats, (mesh, mesh.axis_names))
+                digests = all_reduce(digests, (mesh, mesh.axis_names))
+            sums |= zip(names, zip(floats.tolist(), digests.tolist(), strict=True), strict=True)
+        return [
+            Value(
+                name,
+                part.sizes,
+                str(part.local.dtype).removeprefix("torch."),
+                by_rank,
+                sums[name][0][:_SUMS],
+                sums[name][0][_SUMS] ** 0.5,
+                int(sums[name][0][_SUMS + 1]),
+                sums[name][1],
+            )
+            for name, (part, by_rank, _) in self._seen.items()
+        ]
+
+    def _of_ranks(self) -> dict[str, tuple[list[float], int]]:
+        """The sums of what ranks computed on plain tensors; an operator may run on some ranks only."""
+        own = {
+            name: (floats.tolist(), int(digest))
+            for name, (_, by_rank, (floats, digest)) in self._seen.items()
+            if by_rank
+        }
+        every: list[Any] = [None] * self._ranks
+        dist.all_gather_object(every, own)
+        return {
+            name: (
+                [sum(column) for column in zip(*(rows[name][0] for rows in every if name in rows), strict=True)],
+                hash(tuple(rows[name][1] for rows in every if name in rows)),
+            )
+            for name in own
+        }
+
+
+def _sums(part: GlobalPart, salt: int) -> tuple[Tensor, Tensor]:
+    """The sums with the squares of all elements and the number of broken ones; and the digest. All on the CPU."""
+    local = torch.view_as_real(part.local.resolve_conj()) if part.local.is_complex() else part.local
+    exact = local.double()
+    finite = exact.isfinite()
+    values = torch.where(finite, exact, 0.0).flatten() * part.counted
+    hashes = part.hashes().expand(local.shape).flatten() + salt * 0x9E3779B9
+    sums = torch.zeros(_SUMS, dtype=torch.float64, device=local.device)
+    sums.index_add_(0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values))
+    facts = torch.stack([values.square().sum(), (~finite).sum() * part.counted])
+    return torch.cat([sums, facts]).cpu(), part.digest().cpu()

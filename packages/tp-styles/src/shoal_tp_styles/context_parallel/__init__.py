@@ -1,1 +1,0 @@
-"""Attention on sequences that are sharded over a mesh axis: all-gather, ring and Ulysses."""

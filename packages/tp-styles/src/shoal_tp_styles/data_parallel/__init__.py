@@ -1,1 +1,0 @@
-"""Data parallelism: parameters sharded over data axes, gathered unit by unit and reduced in backward."""

@@ -1,0 +1,46 @@
+"""For authors of layers: names of this package that the packages above use beside its facade.
+
+They may change with any release; all packages are released together.
+
+May import: _torch, apply, lowering, modules, plan, sharding, styles.
+"""
+
+from ._torch import StorageReference as StorageReference, autocast_dtype as autocast_dtype
+from .apply.apply import apply_sharding as apply_sharding, shardings_of as shardings_of
+from .apply.fused_parameters import block_rows as block_rows, make_adjacent as make_adjacent
+from .lowering.boundary import Boundary as Boundary, from_local as from_local, local_input as local_input
+from .lowering.lowered import lowered_of as lowered_of
+from .lowering.ports import (
+    nbytes as nbytes,
+    partial_output as partial_output,
+    replicated_input as replicated_input,
+    sharded_input as sharded_input,
+)
+from .lowering.shared_input import find_token as find_token, keep_token as keep_token
+from .modules.column_linear import ColumnLinear as ColumnLinear, OverlappedColumn as OverlappedColumn
+from .modules.dropout import SequenceDropout as SequenceDropout
+from .modules.embedding import (
+    ColumnEmbedding as ColumnEmbedding,
+    RowEmbedding as RowEmbedding,
+    replicated_tokens as replicated_tokens,
+)
+from .modules.norm import Params as Params, Tokenwise as Tokenwise, is_norm as is_norm
+from .modules.row_linear import OverlappedRow as OverlappedRow, RowLinear as RowLinear
+from .plan.preview import format_bytes as format_bytes, to_meta as to_meta
+from .plan.resolve import (
+    AutoPlan as AutoPlan,
+    Plan as Plan,
+    apply_plan as apply_plan,
+    named_styles as named_styles,
+    resolve as resolve,
+    sharded_parameters as sharded_parameters,
+)
+from .plan.trial import try_plan as try_plan
+from .sharding.expert_parameters import experts_of as experts_of
+from .sharding.module_kinds import (
+    HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,
+    kinds_of as kinds_of,
+    out_features as out_features,
+)
+from .sharding.module_sharding import COMPLETION as COMPLETION
+from .styles.linear import COLWISE as COLWISE

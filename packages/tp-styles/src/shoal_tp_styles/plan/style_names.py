@@ -1,0 +1,107 @@
+"""Styles by the names that Hugging Face transformers uses in its `tp_plan`s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal_dtensor import Partial, Replicate
+from shoal_dtensor.errors import PlanError
+
+from ..errors import StyleNameError
+from ..styles.attention_parameters import LatentProjection, OwnParameters
+from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
+from ..styles.fused import PackedColwiseParallel
+from ..styles.linear import ColwiseParallel, RowwiseParallel
+from ..styles.prepare import PrepareModuleOutput
+from ..styles.sequence import SequenceParallel
+from ..styles.style import ParallelStyle
+
+
+def _none() -> None:
+    """A name that leaves the module unchanged: replicated parameters, replicated activations."""
+
+
+STYLE_NAMES: dict[str, Callable[[], ParallelStyle | None]] = {
+    "colwise": ColwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "local_colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "local_rowwise": RowwiseParallel,
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "packed_colwise": lambda: PackedColwiseParallel(blocks=2),
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(use_local_output=True),
+    "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
+    "all_reduce": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "gather": lambda: PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "moe_identity_expert": IdentityExpert,
+    "ep_router": _none,  # all ranks have all tokens, and the router's choices for them
+    "replicate": _none,
+    "replicated": _none,
+}
+
+_OF_PARAMETERS = "it is for parameters of experts; for a module write a style (docs/how-to/write-a-style.md)"
+_FUSED = "kernels that fuse the exchange of tokens are not run here; use moe_tp_experts or ep_dispatch_experts"
+REFUSED: dict[str, str] = {
+    "megamoe_experts": _FUSED,
+    "megamoe_router": _FUSED,
+    **dict.fromkeys(("grouped_gemm", "packed_rowwise"), _OF_PARAMETERS),
+}
+WITH_CONTEXT = frozenset({"moe_tp_experts", "ep_dispatch_experts", "local_params", "mla_kv_a_proj"})
+"""Names whose style depends on the entries of the module's parameters, or on the model's configuration."""
+
+_DIMS = {"colwise": -2, "local_colwise": -2, "rowwise": -1, "local_rowwise": -1}
+_WHOLE = {"replicate", "replicated"}
+
+
+def style_in_context(name: str | None, parameters: Mapping[str, str], config: Any) -> ParallelStyle:
+    """The style of a module whose entries in a plan name it and its parameters.
+
+    Args:
+        name: of the module's own entry, one of `WITH_CONTEXT`; None without one.
+        parameters: names of the styles of its parameters.
+        config: the model's configuration; None without one.
+
+    Raises:
+        PlanError: if the names do not go together, or the configuration lacks what one needs.
+    """
+    if name == "mla_kv_a_proj":
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        if not isinstance(getattr(text, "qk_rope_head_dim", None), int):
+            raise PlanError(
+                "style 'mla_kv_a_proj': the model's config has no qk_rope_head_dim; use LatentProjection(rotary=...)"
+            )
+        return LatentProjection(rotary=text.qk_rope_head_dim)
+    packed = any(style.startswith("packed") for style in parameters.values())
+    if name == "ep_dispatch_experts" or "grouped_gemm" in parameters.values():
+        return ExpertParallel(input_layouts=Replicate())
+    if name == "moe_tp_experts" or packed:
+        return ExpertTensorParallel()
+    unknown = set(parameters.values()) - _DIMS.keys() - _WHOLE
+    if unknown:
+        raise PlanError(f"styles {sorted(unknown)} of parameters; known are {', '.join(_DIMS)} and replicate")
+    return OwnParameters(dims={param: _DIMS[style] for param, style in parameters.items() if style in _DIMS})
+
+
+def style_named(name: str) -> ParallelStyle | None:
+    """The style of a Hugging Face name; None for names that leave a module unchanged.
+
+    Raises:
+        StyleNameError: if the name is unknown, listing those that are known.
+        PlanError: if it stands for something that is not supported.
+
+    Example:
+        >>> style_named("rowwise")
+        RowwiseParallel()
+    """
+    if name in REFUSED:
+        raise PlanError(f"style {name!r}: {REFUSED[name]}")
+    if name in WITH_CONTEXT:
+        return style_in_context(name, {}, None)
+    if name not in STYLE_NAMES:
+        raise StyleNameError(f"unknown style {name!r}; known are {', '.join(sorted(STYLE_NAMES))}")
+    return STYLE_NAMES[name]()

@@ -1,1 +1,0 @@
-"""What a run computes, recorded small, and where two runs differ first."""
