@@ -187,6 +187,7 @@ def public_types(session: nox.Session) -> None:
     for package in STACK:
         name = f"shoal_{package.replace('-', '_')}"
         session.run("basedpyright", "--ignoreexternal", "--verifytypes", name, env={"PYTHONPATH": ""})
+    session.run("basedpyright", "--level", "error", "integration_tests/typed_uses.py", env={"PYTHONPATH": ""})
 
 
 @nox.session

@@ -20,13 +20,12 @@ from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 
 MICROBATCHES = 4
-ZERO_BUBBLE: Any = pytest.param(
-    "ScheduleInterleavedZeroBubble",
-    marks=pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
-    ),
+SPLIT = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
 )
-SCHEDULES = ["Schedule1F1B", "ScheduleInterleaved1F1B", ZERO_BUBBLE]
+VS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")  # whose last stage is on the first rank
+SCHEDULES: list[Any] = ["Schedule1F1B", "ScheduleInterleaved1F1B"]
+SCHEDULES += [pytest.param(name, marks=SPLIT) for name in ("ScheduleInterleavedZeroBubble", *VS)]
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 
 
@@ -39,10 +38,11 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def test_steps_of_a_pipeline_are_those_of_one_device(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     mine, count = mesh.get_local_rank("stage"), 2 if name == "Schedule1F1B" else 4
+    indices = (mine, 3 - mine) if name in VS else range(mine, count, 2)
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(Block(6), Block(6)) for _ in range(count))).double()
     stages = []
-    for index in range(mine, count, 2):
+    for index in indices:
         model: Any = parallelize_module(copy.deepcopy(plain[index]), mesh["tensor"], PLAN)
         stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
     schedule: Any = getattr(pipelining, name)
@@ -54,6 +54,6 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str) -> None:
         x, y = torch.randn(2, 16, 6, generator=generator, dtype=torch.float64)
         loss: Any = loss_of(plain(x), y)
         loss.backward()
-        runner.step(*((x,) if mine == 0 else ()), **({"target": y} if mine == 1 else {}))
+        runner.step(*((x,) if mine == 0 else ()), **({"target": y} if count - 1 in indices else {}))
         for stage in stages:
             same_gradients(plain[stage.stage_index], stage.submod)

@@ -5,6 +5,7 @@ Covers: shoal_data_parallel/{replicate,gradient_buckets,optimizer_shards}.py, wi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from data_parallel_checks import (
     OPTIMIZERS,
+    replicas_are_asked_for_gradients,
     replicas_are_copied,
     replicas_are_filled,
     replicas_freeze,
@@ -22,7 +24,17 @@ from data_parallel_checks import (
     replicas_keep_gradients,
     replicas_outlive_a_fault,
 )
-from data_parallel_model import Model, backward_of_each, batch, loss_of, mesh_of, own, same_gradients, train_alike
+from data_parallel_model import (
+    Model,
+    backward_of_each,
+    batch,
+    loss_of,
+    mesh_of,
+    own,
+    pickled,
+    same_gradients,
+    train_alike,
+)
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor
 from shoal_mesh import DeviceMesh
@@ -97,10 +109,11 @@ def test_a_model_made_without_memory_is_filled_later() -> None:
 
 
 @SHARDED
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
 @on_ranks(4)
-def test_a_copy_is_replicated_too(shard_optimizer: bool) -> None:
+def test_a_copy_is_replicated_too(shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]) -> None:
     mesh = mesh_of(2, 2)
-    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh)
+    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
 
 
 @on_ranks(4)
@@ -125,3 +138,11 @@ def test_a_dtensor_parameter_keeps_its_layout() -> None:
     weight = model.blocks[0].up.weight
     assert isinstance(weight, DTensor)
     assert weight.spec.mesh == weight.grad.spec.mesh == mesh["tensor"]  # type: ignore[union-attr]  # there is one
+
+
+@SHARDED
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(4)
+def test_gradients_asked_for_by_name(compiled: bool, shard_optimizer: bool) -> None:
+    mesh = mesh_of(2, 2)
+    replicas_are_asked_for_gradients(mesh, *pair(mesh, shard_optimizer=shard_optimizer), compiled)

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal_data_parallel import replicate
 from shoal_dtensor import Replicate, Shard, random_mode
 from shoal_dtensor.random_layouts.local_layout import current_watch
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    HeadParallel,
     LayoutError,
     PackedColwiseParallel,
     PrepareModuleInput,
@@ -84,6 +86,94 @@ def test_draws_between_styles_are_those_of_one_device(kind: str, hidden: int) ->
     compare(
         model, {"up": ColwiseParallel().aligned(2), "down": RowwiseParallel().aligned(2)}, torch.randn(3, 5, 6).double()
     )
+
+
+class Recurrent(nn.Module):
+    """A recurrent module, and dropout behind it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.drop = nn.GRU(6, 8, **options), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.drop(self.inner(x)[0])
+
+
+def encoder(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 4, 12, dropout=0.3, **options)
+
+
+GATHERED = ColwiseParallel(output_layouts=Replicate())
+# What computes in memory that is not in the order of the dims: a module, a plan, and an input.
+IN_OTHER_ORDER: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
+    **{
+        f"encoder, {batch_first=}, {rows} rows": (
+            lambda batch_first=batch_first: encoder(batch_first=batch_first),  # type: ignore[misc]  # a case
+            {"self_attn": HeadParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
+            lambda rows=rows: torch.randn(rows, 5, 8),  # type: ignore[misc]  # a case
+        )
+        for batch_first in (False, True)
+        for rows in (1, 3)
+    },
+    **{
+        f"recurrent, {bidirectional=}": (
+            lambda bidirectional=bidirectional: Recurrent(batch_first=True, bidirectional=bidirectional),  # type: ignore[misc]  # a case
+            {"inner": GATHERED},
+            lambda: torch.randn(3, 4, 6),
+        )
+        for bidirectional in (False, True)
+    },
+    "channels last": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.Dropout(0.4), nn.Conv2d(8, 4, 1), nn.Dropout(0.4)),
+        {"0": GATHERED, "2": RowwiseParallel(input_layouts=Replicate())},
+        lambda: torch.randn(2, 4, 3, 3).contiguous(memory_format=torch.channels_last),
+    ),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", IN_OTHER_ORDER)
+def test_draws_fill_memory_in_the_order_of_one_device(kind: str) -> None:
+    make, plan, draw = IN_OTHER_ORDER[kind]
+    compare(make().double(), plan, draw().double())
+
+
+class Scattered(nn.Module):
+    """Attention, and dropout of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return F.dropout(self.inner(x, x, x)[0], 0.4)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_draws_into_shards_of_what_is_in_another_order(dim: int) -> None:
+    model, x = Scattered().double(), torch.randn(4, 8, 8).double()
+    parallel = parallelize_module(copy.deepcopy(model), all_ranks(), {"inner": HeadParallel(output_layouts=Shard(dim))})
+    found = []
+    for one in (model, parallel):
+        torch.manual_seed(3)
+        found.append(one(x))
+    torch.testing.assert_close(found[1], found[0].chunk(4, dim)[all_ranks().get_local_rank()])
+
+
+@on_ranks(4)
+def test_draws_where_each_rank_has_one_row() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model: Any = encoder(batch_first=True).double()
+    model.self_attn.dropout = 0.0  # it would draw on the axis of the heads alone
+    x = torch.randn(2, 5, 8).double()
+    parallel = parallelize_module(copy.deepcopy(model), mesh["tensor"], {"self_attn": HeadParallel()})
+    replicate(parallel, mesh["data"])
+    row = mesh.get_local_rank("data")
+    torch.manual_seed(3)
+    expected = model(x)
+    torch.manual_seed(3)
+    torch.testing.assert_close(parallel(x[row : row + 1]), expected[row : row + 1])
 
 
 class Attention(nn.Module):

@@ -5,20 +5,25 @@ Covers: shoal_models/weights/saving.py, shoal_models/hf/copy_weights.py.
 
 from __future__ import annotations
 
+import copy
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_models import needs_hf
-from shoal_data_parallel import fully_shard
+from hf_models import build_model, needs_hf, token_batch
+from llama_of_blocks import GATHERED_PLAN
+from shoal_data_parallel import fully_shard, replicate
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import hf, save_sharded
 from shoal_models.weights.saving import describe
-from shoal_tp_styles import parallelize_module
+from shoal_tp_styles import StyleError, parallelize_module, unparallelize_module
 
 
 @needs_hf
@@ -69,3 +74,25 @@ def test_ranks_that_train_and_others_that_serve() -> None:
     other = parallelize_module(build(2), grid["t"], {"0": "rowwise_rep", "2": "colwise_rep"})
     hf.copy_weights(None if trains else build(3), other)
     assert_equal(other, build(3))
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("how", [fully_shard, replicate, partial(parallelize_module, parallelize_plan=GATHERED_PLAN)])
+def test_a_model_made_from_a_configuration(how: Any, tmp_path: Path) -> None:
+    single: Any = build_model()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("axis",))
+    where = [str(tmp_path)]
+    dist.broadcast_object_list(where)
+    home = Path(where[0])
+    model: Any = how(copy.deepcopy(single), mesh)
+    hf.save_sharded(model, home / "saved")
+    assert json.loads((home / "saved" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    back = hf.from_pretrained(home / "saved", mesh, {"lm_head": "colwise_rep"})
+    torch.testing.assert_close(back(token_batch()).logits, single(token_batch()).logits)
+    if how is not replicate:
+        with pytest.raises(StyleError, match=r"transformers knows nothing. On all ranks call hf.save_sharded"):
+            model.save_pretrained(home / "other")
+        assert not (home / "other").exists()
+    if how not in (replicate, fully_shard):
+        unparallelize_module(model)
+        model.save_pretrained(home / f"plain {dist.get_rank()}")

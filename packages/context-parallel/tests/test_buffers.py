@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import get_rank
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from dense_attention import dense_mask, sample
 from shoal_context_parallel import (
@@ -19,7 +22,7 @@ from shoal_context_parallel import (
     set_rotate_method,
 )
 from shoal_context_parallel.parallel_attention import Method
-from shoal_mesh import init_device_mesh
+from shoal_mesh import all_reduce, init_device_mesh
 from shoal_mesh.testing import all_ranks, fake_world, on_ranks
 
 
@@ -44,6 +47,74 @@ def test_a_program_for_one_device_in_a_block(method: Method | None) -> None:
         for got, expected in zip(full, (whole.out, *whole.grads), strict=True):
             torch.testing.assert_close(got, expected)
         assert torch.equal(q, whole.tensors[0]) and torch.equal(positions, torch.arange(length))
+
+
+def attention(x: Any, weight: Any) -> Any:
+    q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).transpose(1, 3).unbind(2)
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def grad_of(loss: Any, weight: Tensor) -> None:
+    (weight.grad,) = torch.autograd.grad(loss, [weight])
+
+
+BACKWARDS: dict[str, Callable[[Any, Tensor], None]] = {
+    "backward()": lambda loss, weight: loss.backward(),
+    "backward(inputs=)": lambda loss, weight: loss.backward(inputs=[weight]),
+    "autograd.backward": lambda loss, weight: torch.autograd.backward([loss]),
+    "autograd.grad": grad_of,
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+@on_ranks(4)
+def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, layout: Any) -> None:
+    for length, seen in (
+        (16, "backward()"),
+        (13, "backward()"),
+        (2, "backward()"),
+        *((13, seen) for seen in BACKWARDS),
+    ):
+        generator = torch.Generator().manual_seed(length)
+        whole, table = (
+            torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, length, 16), (16, 48))
+        )
+        expected = table.clone().requires_grad_()
+        (attention(whole, expected) ** 2).sum().backward()
+        for reentrant in (False, True)[: 2 if seen in ("backward()", "autograd.backward") else 1]:
+            x, weight = whole.clone(), table.clone().requires_grad_()
+            with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1], method=method, layout=layout):
+                out: Any = checkpoint(attention, x.detach().requires_grad_(), weight, use_reentrant=reentrant)
+                BACKWARDS[seen]((out**2).sum(), weight)
+            assert weight.grad is not None
+            torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
+
+
+class Labelled(Tensor):
+    """A tensor of a class of its own, which sees its backward."""
+
+    calls: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+@on_ranks(2)
+def test_a_backward_that_a_class_of_tensors_sees() -> None:
+    whole, weight = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(0)), torch.ones(16, 48) / 16
+    expected = weight.clone().requires_grad_()
+    attention(whole, expected).sum().backward()
+    x = whole.clone()
+    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1]):
+        weight.requires_grad_()
+        out: Any = checkpoint(attention, x.detach().requires_grad_(), weight, use_reentrant=True)
+        out.sum().as_subclass(Labelled).backward()
+    assert Tensor.backward in Labelled.calls
+    assert weight.grad is not None
+    torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
 
 
 def shards_at(rank: int, **options: Any) -> torch.Tensor:

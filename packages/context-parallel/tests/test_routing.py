@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,13 @@ from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from dense_attention import dense_mask, sample
-from shoal_context_parallel import LayoutError, UnsupportedAttentionError, context_parallel
+from shoal_context_parallel import (
+    LayoutError,
+    UnsupportedAttentionError,
+    context_parallel,
+)
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from shoal_mesh import init_device_mesh
+from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import all_ranks, on_ranks
 
 
@@ -67,6 +73,28 @@ def test_what_is_not_routed_is_refused() -> None:
         with pytest.raises(LayoutError, match="all plain or all DTensors"):
             functional.scaled_dot_product_attention(along, x, x)
     assert x.shape[2] == 4
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_what_is_wrong_on_one_rank_is_raised_on_all(method: Any) -> None:
+    x = torch.randn(1, 2, 8, 4)
+    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[2], method=method), CommDebugMode() as mode:
+        mask = torch.ones(2, 2, dtype=torch.bool) if get_rank() == 1 else None
+        expected = (
+            "2 rows and all 8 columns" if get_rank() == 1 else r"arguments of ranks \[1\] .* their errors say what"
+        )
+        with pytest.raises(LayoutError, match=expected):
+            scaled_dot_product_attention(x, x, x, mask)
+        other = x[:, :, : 1 + get_rank() % 2]
+        expected = r"arguments of ranks \[0, 2\]" if get_rank() % 2 else "its queries are 1"
+        with pytest.raises(LayoutError, match=expected):
+            scaled_dot_product_attention(other, other, other)
+        assert mode.get_total_counts() == 2, "one exchange each time"
+        scaled_dot_product_attention(x, x, x)
+        counted = mode.get_total_counts()
+        scaled_dot_product_attention(x, x, x)
+        assert mode.get_total_counts() - counted == counted - 3, "none later in the block"
 
 
 @on_ranks(2)

@@ -161,7 +161,7 @@ class Sum(nn.Module):
 def test_kept_gradients_of_two_parameters_are_two_tensors() -> None:
     plain, model = Sum(), fully_shard(Sum(), mesh_of(4, 1)["data"])
     for step in range(3):
-        model.set_requires_gradient_sync(step == 2)  # type: ignore[operator]  # of FSDPModule
+        model.set_requires_gradient_sync(step == 2)
         for one in (plain, model):
             one(torch.full((4,), step + 1.0)).sum().backward()
     same_gradients(plain, model)

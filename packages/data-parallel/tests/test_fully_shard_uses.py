@@ -6,6 +6,7 @@ Covers: unit_forward.py, fsdp_module.py.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from data_parallel_model import (
     loss_of,
     mesh_of,
     own,
+    pickled,
     same_gradients,
     same_weights,
     twins,
@@ -171,13 +173,15 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 @on_ranks(4)
-def test_copies_of_a_trained_model_train() -> None:
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
+def test_copies_of_a_trained_model_train(copied_by: Callable[[nn.Module], Any]) -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)
     backward_of_each(plain, model, mesh)
     for one in (plain, model):
         one.zero_grad()
-    copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
+    copied, plain_copy = copied_by(model), copy.deepcopy(plain)
+    assert type(copied) is type(model) and type(model).__name__ == type(plain).__name__
     with torch.no_grad():
         for param in (*model.parameters(), *plain.parameters()):
             param.zero_()
@@ -457,6 +461,97 @@ def test_a_function_inside_of_a_unit_is_recomputed() -> None:
     model(*own(mesh, x)).square().mean().backward()
     same_gradients(plain, model)
     assert all(local_shard(p).numel() for p in model[0].up.parameters() if isinstance(p, DTensor))
+
+
+class Headed(nn.Module):
+    """Hidden values of a model with a head; some of its own layers are recomputed, or all."""
+
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(6, 6), nn.ModuleList(Block(6) for _ in range(2)), nn.Linear(6, 5)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        if not self.recompute:
+            return x
+        x = checkpoint(self.first, x, use_reentrant=True)
+        again = self.head(x) if self.recompute == "some" else 0
+        return checkpoint(self.head, x, use_reentrant=True) + again
+
+
+def headed(recompute: str = "") -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain: Any = Headed(recompute).double()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        fully_shard(block, mesh_of(4, 1)["data"])
+    return plain, fully_shard(model, mesh_of(4, 1)["data"])
+
+
+@pytest.mark.parametrize("recompute", ["some", "all"])
+@on_ranks(4)
+def test_reentrant_checkpoints_inside_of_the_outermost_unit(recompute: str) -> None:
+    plain, model = headed(recompute)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    for _ in range(2):
+        plain(x).square().mean().backward()
+        model(*own(mesh_of(4, 1), x)).square().mean().backward()
+        same_gradients(plain, model)
+
+
+def on_chunks(model: Any, hidden: Any, reentrant: bool | None) -> Any:
+    def loss(chunk: Tensor) -> Any:
+        return model.head(chunk).square().mean() / 2
+
+    chunks = hidden.chunk(2)
+    return sum(loss(c) if reentrant is None else checkpoint(loss, c, use_reentrant=reentrant) for c in chunks)
+
+
+def chunk_by_chunk(model: Any, hidden: Any, gathers: bool) -> Any:
+    """Backward of each chunk, then of the hidden values."""
+    start = hidden.detach().requires_grad_()
+    if gathers and isinstance(model, FSDPModule):
+        model.unshard()
+    for chunk in start.chunk(2):
+        out = F.linear(chunk, model.head.weight, model.head.bias) if gathers else model.head(chunk)
+        (out.square().mean() / 2).backward()
+    return (hidden * start.grad).sum()
+
+
+def after_other_passes(model: Any, hidden: Any) -> Any:
+    """A backward and an evaluation between a call of the head and its backward."""
+    out = model.head(hidden.detach().requires_grad_())
+    hidden.square().mean().backward()
+    with torch.no_grad():
+        model.head(model(hidden.detach()))
+    return out.square().mean()
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "once": lambda model, hidden: model.head(hidden).square().mean(),
+    "chunks": lambda model, hidden: on_chunks(model, hidden, None),
+    "chunks, recomputed": lambda model, hidden: on_chunks(model, hidden, False),
+    "chunks, reentrant": lambda model, hidden: on_chunks(model, hidden, True),
+    "chunk by chunk": lambda model, hidden: chunk_by_chunk(model, hidden, False),
+    "chunk by chunk, gathered": lambda model, hidden: chunk_by_chunk(model, hidden, True),
+    "after other passes": after_other_passes,
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+@on_ranks(4)
+def test_a_head_that_is_called_after_the_forward_of_the_outermost_unit(kind: str) -> None:
+    plain, model = headed()
+    leaves = [*model.parameters()]
+    for step in range(2):
+        x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        CALLS[kind](plain, plain(x)).backward()
+        CALLS[kind](model, model(*own(mesh_of(4, 1), x))).backward()
+        same_gradients(plain, model)
+        assert all(one is other for one, other in zip(leaves, model.parameters(), strict=True))
 
 
 @on_ranks(4)

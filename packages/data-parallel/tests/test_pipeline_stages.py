@@ -1,4 +1,4 @@
-"""Stages of torch's pipelining whose modules are sharded over data axes; on real gloo ranks.
+"""Stages of torch's pipelining whose modules are on data axes; on real gloo ranks.
 
 Covers: fsdp_module.py.
 """
@@ -6,6 +6,7 @@ Covers: fsdp_module.py.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,40 +18,53 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from data_parallel_model import Block, same_gradients
-from shoal_data_parallel import LayoutError, fully_shard, reduce_after_last_microbatch
+from shoal_data_parallel import LayoutError, fully_shard, reduce_after_last_microbatch, replicate
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import counts, on_ranks
 
 MICROBATCHES = 4
-ZERO_BUBBLE: Any = pytest.param(
-    "ScheduleInterleavedZeroBubble",
-    marks=pytest.mark.skipif(
-        torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
-    ),
+SPLIT = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 cannot split the backward of an autograd.Function"
 )
-SCHEDULES = ["Schedule1F1B", "ScheduleInterleaved1F1B", ZERO_BUBBLE]
+LOOPS = ["Schedule1F1B", "ScheduleInterleaved1F1B", pytest.param("ScheduleInterleavedZeroBubble", marks=SPLIT)]
+# The last stage is on the first rank.
+VS = [pytest.param(name, marks=SPLIT) for name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().sum()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    for block in model:
+        fully_shard(block, mesh["data"])
+    fully_shard(model, mesh["data"])
+
+
+MADE: dict[str, Callable[[Any, DeviceMesh], object]] = {
+    "shards": shard,
+    "replicas": lambda model, mesh: replicate(model, mesh["data"]),
+    "sharded optimizers": lambda model, mesh: replicate(model, mesh["data"], shard_optimizer=True),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("name", [*LOOPS, *VS])
 @on_ranks(4, timeout=120)
-def test_steps_of_a_pipeline_are_those_of_one_device(name: str) -> None:
+def test_steps_of_a_pipeline_are_those_of_one_device(name: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     mine, count = mesh.get_local_rank("stage"), 2 if name == "Schedule1F1B" else 4
+    indices = (mine, 3 - mine) if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else range(mine, count, 2)
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Sequential(Block(6), Block(6)) for _ in range(count))).double()
     stages = []
-    for index in range(mine, count, 2):
+    for index in indices:
         model: Any = copy.deepcopy(plain[index])
-        for block in model:
-            fully_shard(block, mesh["data"])
-        fully_shard(model, mesh["data"])
+        MADE[kind](model, mesh)
         stages.append(PipelineStage(model, index, count, torch.device("cpu"), group=mesh.get_group("stage")))
-        reduce_after_last_microbatch(stages[-1])
+        if kind == "shards":
+            reduce_after_last_microbatch(stages[-1])
     schedule: Any = getattr(pipelining, name)
     runner = schedule(
         stages if count == 4 else stages[0], n_microbatches=MICROBATCHES, loss_fn=loss_of, scale_grads=False
@@ -62,9 +76,9 @@ def test_steps_of_a_pipeline_are_those_of_one_device(name: str) -> None:
         loss.div(2).backward()  # gradients are averaged over the data axis
         x, y = (t.chunk(2)[mesh.get_local_rank("data")] for t in (x, y))
         # Its hooks do not allow torch.autograd.grad, with which the first step and zero-bubble schedules work.
-        counts_collectives = number == 1 and name == "Schedule1F1B"
+        counts_collectives = number == 1 and name == "Schedule1F1B" and kind == "shards"
         with CommDebugMode() if counts_collectives else nullcontext() as counted:
-            runner.step(*((x,) if mine == 0 else ()), **({"target": y} if mine == 1 else {}))
+            runner.step(*((x,) if mine == 0 else ()), **({"target": y} if count - 1 in indices else {}))
         if counted is not None:
             assert counts(counted)["reduce_scatter"] == 2  # of two blocks, for all microbatches
         for stage in stages:

@@ -5,7 +5,9 @@ Covers: replicate.py, gradient_buckets.py, optimizer_shards.py.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from data_parallel_checks import (
     OPTIMIZERS,
     buckets,
+    replicas_are_asked_for_gradients,
     replicas_are_copied,
     replicas_are_filled,
     replicas_freeze,
@@ -31,12 +34,14 @@ from data_parallel_model import (
     loss_of,
     mesh_of,
     own,
+    pickled,
     same_gradients,
     train_alike,
     twins,
 )
 from shoal_data_parallel import LayoutError, StyleError, fully_shard, replicate
 from shoal_dtensor import Shard
+from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, LockstepError, init_device_mesh
 from shoal_mesh.testing import counts, observed, on_ranks
@@ -189,17 +194,73 @@ def test_frozen_parameters_now_and_later(shard_optimizer: bool) -> None:
     replicas_freeze(plain, model, mesh_of(4, 1), shard_optimizer)
 
 
+@SHARDED
+@pytest.mark.parametrize("compiled", [False, True])
 @on_ranks(4)
-def test_gradients_asked_for_by_name() -> None:
+def test_gradients_asked_for_by_name(compiled: bool, shard_optimizer: bool) -> None:
     mesh = mesh_of(4, 1)
-    plain, model = pair(mesh)
-    tokens, targets = batch(0)
-    with CommDebugMode() as counted:
-        loss = loss_of(model, *own(mesh, tokens, targets))
-        torch.autograd.grad(loss, [model.head.weight])
-    assert not counts(counted)
-    for one, data in ((plain, (tokens, targets)), (model, own(mesh, tokens, targets))):
-        loss_of(one, *data).backward(inputs=[one.head.weight])
+    replicas_are_asked_for_gradients(mesh, *pair(mesh, shard_optimizer=shard_optimizer), compiled)
+
+
+@SHARDED
+@on_ranks(4)
+def test_gradients_of_inputs_alone_take_no_collective(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, lambda: Block(6), shard_optimizer=shard_optimizer)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    (rows,) = (rows.requires_grad_() for rows in own(mesh, x))
+    with observed() as events:
+        (got,) = torch.autograd.grad(model(rows).square().sum(), rows)
+    assert not events
+    (expected,) = torch.autograd.grad(plain(x.requires_grad_()).square().sum(), x)
+    torch.testing.assert_close(got, *own(mesh, expected))
+
+
+@on_ranks(4)
+def test_gradients_that_some_ranks_or_none_are_to_get() -> None:
+    mesh = mesh_of(4, 1)
+    _, model = pair(mesh, Branching)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    for block, odd, found in ((2, False, None), (1, True, LayoutError), (1, False, Tensor)):
+        out = model(x, odd and torch.distributed.get_rank() % 2 == 1)
+        asked = [model.blocks[0].up.bias, model.blocks[block].up.bias]
+        with pytest.raises(LayoutError, match="2 of 4 data-parallel ranks") if found is LayoutError else nullcontext():
+            _, got = torch.autograd.grad(out.sum(), asked, allow_unused=True)
+            assert (got is None) is (found is None)
+
+
+class Recomputed(torch.autograd.Function):
+    """A layer whose backward is a pass of its own, for inputs and parameters by name."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *params: Tensor) -> Any:
+        ctx.layer, ctx.x = layer, x.detach()
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            out = ctx.layer(x)
+        return None, *torch.autograd.grad(out, [x, *ctx.layer.parameters()], grad)
+
+
+class Recomputing(nn.Sequential):
+    """Its layer, recomputed."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Recomputed.apply(self[0], x, *self[0].parameters())  # type: ignore[no-untyped-call]  # torch
+
+
+@SHARDED
+@on_ranks(4)
+def test_a_pass_by_name_inside_of_another_is_reduced_once(shard_optimizer: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh, lambda: Recomputing(nn.Linear(6, 6)), shard_optimizer=shard_optimizer)
+    model.set_gradient_divide_factor(1)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    model(*own(mesh, x)).square().sum().backward()
     same_gradients(plain, model)
 
 
@@ -311,9 +372,10 @@ def test_all_ranks_get_the_values_of_one() -> None:
 
 @SHARDED
 @on_ranks(4)
-def test_a_copy_is_replicated_too(shard_optimizer: bool) -> None:
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
+def test_a_copy_is_replicated_too(shard_optimizer: bool, copied_by: Callable[[nn.Module], Any]) -> None:
     mesh = mesh_of(4, 1)
-    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh)
+    replicas_are_copied(*pair(mesh, shard_optimizer=shard_optimizer), mesh, copied_by)
 
 
 @on_ranks(4)
@@ -387,6 +449,13 @@ def test_what_is_refused() -> None:
     sparse = replicate(nn.Embedding(4, 4, sparse=True), mesh["data"])
     with pytest.raises(LayoutError, match="is sparse"):
         sparse(torch.tensor([1])).sum().backward()
+    loss = loss_of(model, *own(mesh, *batch(0)))
+    with pytest.raises(SecondOrderError, match="create_graph=True"):
+        torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+    handle = model.head.weight.register_hook(lambda grad: 3 * grad)
+    with pytest.raises(StyleError, match="registered after"):
+        torch.autograd.grad(loss, [model.head.weight])
+    handle.remove()
     model.head.weight.register_post_accumulate_grad_hook(lambda leaf: None)
     with pytest.raises(StyleError, match="post-accumulate-grad hook"):
         loss_of(model, *own(mesh, *batch(0))).backward()

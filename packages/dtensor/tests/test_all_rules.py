@@ -298,9 +298,11 @@ WHOLE = {
     "no DTensor has a sparse layout": (
         "_to_sparse.sparse_dim _to_sparse.default _to_sparse.sparse_dim_out _to_sparse.out _to_sparse_csr.default "
         "_to_sparse_csr.out _to_sparse_csc.default _to_sparse_csc.out _to_sparse_bsr.default _to_sparse_bsr.out "
-        "_to_sparse_bsc.default _to_sparse_bsc.out"
+        "_to_sparse_bsc.default _to_sparse_bsc.out _sparse_coo_tensor_with_dims_and_tensors.default "
+        "_sparse_coo_tensor_with_dims_and_tensors.out"
     ),
     "its tensor has one element": "_local_scalar_dense.default",
+    "it reads the results of all matrices, so that all ranks raise alike": "_linalg_check_errors.default",
 }
 
 

@@ -88,6 +88,16 @@ def test_a_save_that_one_rank_cannot_write_raises_on_all_and_removes_nothing(fol
 
 
 @on_ranks(2)
+def test_what_went_wrong_is_said_without_stacks(folder: str) -> None:
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(1, {"weight": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"was not loaded: rank 0: [A-Za-z]+: .*other") as caught:
+        checkpoints.load({"other": torch.ones(2)})
+    assert "FrameSummary" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+@on_ranks(2)
 def test_a_save_in_the_background_has_the_values_of_its_moment(folder: str) -> None:
     state = state_of(1)
     with Checkpointer(folder) as checkpoints:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
 import shoal_dtensor as sd
 from shoal_dtensor import DTensor, Partial, PartitionSpec, Replicate, Shard, distribute_tensor, local_map
@@ -237,3 +238,28 @@ def test_ranks_that_compute_differently_meet(program: str) -> None:
         (got * got).sum().backward()
         (expected * expected).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), one.grad)
+
+
+@TRACED
+@pytest.mark.parametrize("hooked", [False, True])
+@on_ranks(2, timeout=100)
+def test_compiled_backward_of_several_leaves(hooked: bool) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def gradients(backward: Callable[[Tensor], object]) -> list[Tensor]:
+        placements: tuple[Any, ...] = (Shard(0), Shard(0), Replicate(), Shard(1))
+        leaves: list[Any] = [
+            distribute_tensor((torch.arange(6.0).view(3, 2) + i) / 10, mesh, [p]).requires_grad_()
+            for i, p in enumerate(placements)
+        ]
+        if hooked:
+            leaves[1].register_hook(lambda grad: grad * 2)
+        a, b, c, d = leaves
+        backward(((a * b) @ c.t()).sum() + (a * b.sum(0) * d).sum())
+        return [leaf.grad.full_tensor() for leaf in leaves]
+
+    def compiled(loss: Tensor) -> None:
+        with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+            loss.backward()  # type: ignore[no-untyped-call]  # of torch
+
+    torch.testing.assert_close(gradients(compiled), gradients(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]  # of torch

@@ -122,7 +122,11 @@ def test_a_given_order_comes_before_the_strided_spelling() -> None:
     [
         ([Shard(0)], "one placement for each of the 2 axes"),
         ([Shard(2), Replicate()], "the tensor has 2 dims"),
-        ([StridedShard(0, split_factor=3), Shard(0)], "no leading part"),
+        ([StridedShard(0, split_factor=3), Shard(0)], r"no leading part of them .*\. Use a factor .* pad the dim"),
+        (
+            [StridedShard(0, split_factor=4), Replicate()],
+            r"have sizes \[\].*\. Use a factor .* pad the dim to a multiple of 4",
+        ),
         (["S(0)", Replicate()], r"expected Shard, Replicate or Partial of shoal_dtensor, got 'S.0.' .builtins.str"),
     ],
 )

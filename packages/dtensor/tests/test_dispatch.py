@@ -17,13 +17,33 @@ from sharded_tensors import sharded
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, cache_info, distribute_tensor, implicit_replication
 from shoal_dtensor._torch import around, direct
 from shoal_dtensor._torch.tensors import _around
-from shoal_dtensor.errors import InPlaceError, MixedTensorError
+from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.redistribute.plan import plan
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
 aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        (lambda x: x + torch.ones(3), MixedTensorError),
+        (lambda x: x @ x, OperatorArgumentError),
+        (lambda x: x.view(5, 5), OperatorArgumentError),
+    ],
+    ids=["plain", "product", "view"],
+)
+def test_errors_do_not_begin_with_a_miss_of_a_cache(
+    mesh: DeviceMesh, program: Callable[[Any], object], error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="aten") as raised:
+        program(sharded(mesh, torch.ones(2, 3)))
+    cause: BaseException | None = raised.value
+    while cause is not None:
+        assert not isinstance(cause, KeyError)
+        cause = cause.__context__
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ def test_uneven_outputs_of_even_inputs() -> None:
     def some(local: Tensor) -> Tensor:
         return local[: dist.get_rank()]
 
-    for _ in range(2):  # the second call knows that sizes differ
+    for _ in range(2):
         result = some(x)
         assert result.shape == (6,)
         assert result.full_tensor().tolist() == [4, 8, 9, 12, 13, 14]
@@ -40,16 +43,93 @@ def test_outputs_that_are_not_replicated_are_refused() -> None:
 
 
 @on_ranks(4)
-def test_only_the_first_call_compares() -> None:
+def test_every_call_compares_in_one_collective_for_each_output() -> None:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(16.0), mesh, [Shard(0)], src_data_rank=None)
+    for placements in ([Shard(0)], [Partial()]):
+        twice = local_map(lambda local: local * 2, out_placements=placements)
+        counts = []
+        for _ in range(3):
+            with CommDebugMode() as seen:
+                twice(x)
+            counts.append(sum(seen.get_comm_counts().values()))
+        assert counts == [1, 1, 1]
+
+
+@on_ranks(4)
+def test_outputs_may_change_between_calls() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(16.0), mesh, [Shard(0)], src_data_rank=None)
+    kept = [2]
+    first = local_map(lambda local: local[: kept[0]], out_placements=[Shard(0)])
+    assert first(x).full_tensor().tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
+    kept[0] = rank
+    assert first(x).full_tensor().tolist() == [4, 8, 9, 12, 13, 14]
+    kept[0] = 1
+    assert first(x).shape == (4,)
+    constant = local_map(lambda local: torch.ones(2) * kept[0], out_placements=[Replicate()])
+    assert constant(x).shape == (2,)
+    kept[0] = rank // 2
+    with pytest.raises(PlacementError, match=r"output 0 of local_map.* differs between ranks along"):
+        constant(x)
+
+
+@on_ranks(4)
+def test_replicas_are_compared_along_the_axes_that_have_them() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()], src_data_rank=None)
+    same = local_map(lambda local: local + 1, out_placements=[Shard(0), Replicate()])(x)
+    assert torch.equal(same.full_tensor(), torch.arange(8.0).view(4, 2) + 1)
+    with pytest.raises(PlacementError, match="differs between ranks along a"):
+        local_map(lambda local: local + 1, out_placements=[Replicate(), Replicate()])(x)
+
+
+@on_ranks(4)
+def test_threads_may_call_it_in_another_order_on_each_rank() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (4,))
+    inputs = [distribute_tensor(torch.arange(n), mesh, [Shard(0)], src_data_rank=None) for n in (8, 5, 16)]
+    found: list[tuple[int, list[int]]] = []
+    below, cut = [local_map(f, out_placements=[Shard(0)]) for f in (lambda a: a - 1, lambda a: a[:rank])]
+
+    def work(place: int) -> None:
+        for function in (below, cut, below):
+            result = function(inputs[place])
+            found.append((place, [*result.shape, result.to_local().numel()]))
+
+    threads = [threading.Thread(target=work, args=((rank + i) % 3,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)  # so that each comes to its first call before the next one
+    for thread in threads:
+        thread.join()
+    for place, x in enumerate(inputs):
+        own, kept = len(x.to_local()), sum(min(r, len(p)) for r, p in enumerate(torch.arange(len(x)).chunk(4)))
+        assert [of for at, of in found if at == place] == [[len(x), own], [kept, min(rank, own)], [len(x), own]]
+
+
+@on_ranks(4)
+def test_without_a_check_nothing_is_sent() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], src_data_rank=None)
+    sizes = [Shard(0, sizes=(2, 2, 1, 0))]
+    twice = local_map(lambda local: local * 2, out_placements=sizes, run_check=False)
+    with CommDebugMode() as seen:
+        result = twice(x)
+    assert not seen.get_comm_counts()
+    assert result.full_tensor().tolist() == [0, 2, 4, 6, 8]
+
+
+@on_ranks(2)
+def test_compiled_code_leaves_uneven_inputs_to_eager_code() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(5.0), mesh, [Shard(0)], src_data_rank=None)
     twice = local_map(lambda local: local * 2, out_placements=[Shard(0)])
-    counts = []
-    for _ in range(3):
-        with CommDebugMode() as seen:
-            twice(x)
-        counts.append(sum(seen.get_comm_counts().values()))
-    assert counts == [1, 0, 0]
+    assert torch.compile(lambda x: twice(x) + 1, backend="eager")(x).full_tensor().tolist() == [1, 3, 5, 7, 9]
+    sized = local_map(lambda local: local * 2, out_placements=[Shard(0, sizes=(3, 2))], run_check=False)
+    compiled = torch.compile(lambda x: sized(x) + 1, backend="eager", fullgraph=True)
+    assert compiled(x).full_tensor().tolist() == [1, 3, 5, 7, 9]
 
 
 @on_ranks(4)

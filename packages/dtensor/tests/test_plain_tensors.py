@@ -25,7 +25,7 @@ from shoal_dtensor import (
     distribute_tensor,
     unknown_ops,
 )
-from shoal_dtensor.errors import MixedTensorError
+from shoal_dtensor.errors import MixedTensorError, PlacementError
 from shoal_dtensor.rng.state import forget_checks
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
@@ -62,6 +62,25 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
         x[[0, 1]]  # torch's own index of the same shape must not open the door
         with pytest.raises(MixedTensorError):
             use(x, torch.ones(4))
+
+
+def test_the_way_out_is_that_of_the_function_that_calls_the_operator() -> None:
+    with fake_world(4):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        module = torch.nn.Linear(4, 4)
+        weight = distribute_tensor(module.weight.detach(), grid["data"], [Shard(0)], src_data_rank=None)
+        bias = distribute_tensor(module.bias.detach(), grid["model"], [Shard(0)], src_data_rank=None)
+        module.weight, module.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+        with pytest.raises(RuntimeError, match=r"set_model_state_dict.*full_state_dict=True") as caught:
+            module.load_state_dict(torch.nn.Linear(4, 4).state_dict())
+        assert "implicit_replication" not in str(caught.value)
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        for foreach in (True, False):
+            with pytest.raises(MixedTensorError, match=r"several meshes, shoal_dtensor\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=foreach)
+        with pytest.raises(PlacementError, match=r"first argument is the mesh, write placements=\[Replicate\(\)\]"):
+            weight.redistribute([Replicate()])  # type: ignore[arg-type]  # as many write it
 
 
 @on_ranks(4)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils.dlpack import from_dlpack
 
 from shoal_dtensor import DTensor, Shard
-from shoal_dtensor.errors import ArgumentTypeError
+from shoal_dtensor.errors import ArgumentTypeError, NoRuleError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world
 
@@ -16,3 +21,25 @@ def test_a_parameter_refuses_when_torch_asks_for_its_hook() -> None:
         weight = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
         with pytest.raises(ArgumentTypeError, match=r"got Spec\(f32\[4@\(0\)\].*shoal_data_parallel\.fully_shard"):
             hasattr(weight, "fsdp_pre_all_gather")
+
+
+MEMORY: dict[str, Callable[[Any], object]] = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "untyped_storage": lambda x: x.untyped_storage(),
+    "storage": lambda x: x.storage(),
+    "dlpack": lambda x: x.__dlpack__(),
+    "from_dlpack": from_dlpack,
+    "share_memory_": lambda x: x.share_memory_(),
+    "share_memory": lambda x: torch.nn.ParameterList([torch.nn.Parameter(x)]).share_memory(),
+    "apply_": lambda x: x.apply_(abs),
+    "map_": lambda x: x.map_(x, max),
+    "reduce_tensor": reduce_tensor,  # to another process
+}
+
+
+@pytest.mark.parametrize("how", MEMORY)
+def test_raw_memory_is_refused(how: str) -> None:
+    with fake_world(2):
+        x = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(NoRuleError, match=r"no memory of its own .* got Spec\(f32\[4@\(0\)\].*use to_local\(\)"):
+            MEMORY[how](x)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shoal_mesh import Comm, PeerError, all_gather, all_reduce, comm_over, launch, restart_world
 from shoal_mesh.errors import RankError
+from shoal_mesh.shared_memory import backend_work
 from shoal_mesh.shared_memory.segment import OPT_OUT
 from shoal_mesh.testing import on_ranks
 
@@ -57,6 +58,18 @@ def test_a_rank_that_is_lost_is_named(how: str, text: str, tmp_path: Path) -> No
         seconds, _, said = (tmp_path / f"seen.{rank}").read_text().partition(" ")
         assert float(seconds) < TIMEOUT + 6
         assert said.startswith("(1,)") and "rank 1 " in said and text in said, said
+
+
+@on_ranks(4)
+def test_ranks_that_have_not_reported_are_named_together() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend_work, "lost_ranks", lambda *_: {})
+        patch.setattr(backend_work, "_DEATH_SECONDS", 0.0)
+        for started, text in (({0, 1}, "ranks 2, 3 have not reported it: they are"), ({0, 1, 2}, "rank 3 has not")):
+            patch.setattr(backend_work, "_roll_call", lambda *_, started=started: dict.fromkeys(started, 1))
+            assert backend_work._who(group, [0, 1, 2, 3], 0)[0].startswith(text)
 
 
 def start(different: int, seen: str) -> None:

@@ -99,7 +99,8 @@ def test_lazy_groups_and_meshes_of_some_ranks() -> None:
 
 @on_ranks(4)
 def test_from_group() -> None:
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
     mesh = init_device_mesh("cpu", (2, 2))
     rows, columns = mesh.get_group(1), mesh.get_group(0)
     one = DeviceMesh.from_group(rows, "cpu", mesh_dim_names=("tp",))
@@ -113,6 +114,7 @@ def test_from_group() -> None:
         (lambda: DeviceMesh.from_group([columns, rows], "cpu"), "needs mesh="),
         (lambda: DeviceMesh.from_group([rows], "cpu", [[0, 1], [2, 3]]), "one per axis"),
         (lambda: DeviceMesh.from_group([rows, columns], "cpu", [[0, 1], [2, 3]]), "has the ranks"),
+        (lambda: DeviceMesh.from_group(world, "cpu", [0, 1]), "its group has"),  # on ranks 2 and 3 too
     ):
         with pytest.raises(MeshError, match=text):
             wrong()  # type: ignore[no-untyped-call]  # a lambda
@@ -120,7 +122,7 @@ def test_from_group() -> None:
 
 def test_a_mesh_of_some_ranks_from_a_group_elsewhere() -> None:
     with fake_world(4, rank=3):
-        group = init_device_mesh("cpu", (4,)).get_group()
+        group = init_device_mesh("cpu", (2, 2)).get_group(1)
         mesh = DeviceMesh.from_group(group, "cpu", [0, 1])
         assert mesh.get_coordinate() is None
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal_mesh import MeshError, all_reduce, init_device_mesh, launch
+from shoal_mesh import MeshError, all_reduce, comm_over, init_device_mesh, launch
 from shoal_mesh.errors import RankError
 from shoal_mesh.testing import fake_world, on_ranks
 from started_scripts import SCRIPT, run_script
@@ -25,6 +26,67 @@ def _all_refuse(text: str) -> None:
 
 def _one_refuses() -> None:
     raise ValueError(f"rank {dist.get_rank()}")
+
+
+def _waits_for_the_others(how: str) -> None:
+    if dist.get_rank() == 0:
+        if how == "a mesh":
+            init_device_mesh("cpu", (2,))
+        elif how == "gloo":
+            dist.all_reduce(torch.ones(2))
+        else:
+            all_reduce(torch.ones(2), comm_over((0, 1)))
+
+
+def _sends_and_returns() -> float:
+    received = torch.zeros(1 << 20)
+    if dist.get_rank() == 1:
+        dist.send(received + 1, 0)
+    else:
+        time.sleep(0.5)
+        dist.recv(received, 1)
+    return received.sum().item()
+
+
+@pytest.mark.parametrize("how", ["gloo", "shared memory", "a mesh"])
+def test_a_rank_that_waits_for_one_that_has_returned_is_named(how: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="_waits_for_the_others failed on rank 0 of 2; rank 1 had returned"):
+        launch(_waits_for_the_others, 2, how)
+    assert time.monotonic() - start < 40  # starting ranks included
+
+
+def test_a_rank_may_return_before_others_have_what_it_sent() -> None:
+    assert launch(_sends_and_returns, 2) == [float(1 << 20), 0.0]
+
+
+def test_ranks_have_the_arguments_of_the_script(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from shoal_mesh import launch
+
+        def given():
+            return sys.argv[1:]
+
+        if __name__ == "__main__":
+            sys.argv += ["--steps", "3"]
+            print(launch(given, 2))
+    """
+    assert run_script(tmp_path, code) == "[['--steps', '3'], ['--steps', '3']]\n"
+
+
+def test_a_script_that_launches_when_it_is_imported(tmp_path: Path) -> None:
+    code = """
+        from shoal_mesh import launch
+        import os
+
+        def pid():
+            return os.getpid()
+
+        launch(pid, 2)
+    """
+    with pytest.raises(AssertionError, match="put what starts them under `if __name__ == '__main__':`"):
+        run_script(tmp_path, code)
 
 
 def test_from_a_program() -> None:

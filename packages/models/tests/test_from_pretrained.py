@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode, abstract_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import CheckpointError, hf
-from shoal_tp_styles import LayoutError, PlanError
+from shoal_tp_styles import ColwiseParallel, LayoutError, LoRA, PlanError, RowwiseParallel, adapter_parameters
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
@@ -82,6 +83,73 @@ def test_missing_parameters_are_initialized_as_on_one_device(tmp_path: Path) -> 
     torch.testing.assert_close(model(token_batch()).logits, single(token_batch()).logits)
 
 
+def rewrite(home: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Other tensors in the file of a directory that all ranks read."""
+    from safetensors.torch import load_file, save_file
+
+    file = home / "model.safetensors"
+    if torch.distributed.get_rank() == 0:
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    torch.distributed.barrier()
+
+
+@on_ranks(4, timeout=200)
+def test_adapters_and_shared_weights_that_are_missing_have_values(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    attention = "model.layers.*.self_attn"
+    plan: dict[str, Any] = {
+        "model.embed_tokens": "embedding_rowwise",
+        f"{attention}.q_proj": LoRA(base=ColwiseParallel(), rank=2),
+        f"{attention}.[kv]_proj": "colwise",
+        f"{attention}.o_proj": LoRA(base=RowwiseParallel(), rank=2),
+    }
+    single = build_model(tie_word_embeddings=True)
+    home = save_plain(single, tmp_path)
+    rewrite(home, lambda held: {name: each for name, each in held.items() if "embed" not in name})
+    torch.manual_seed(3)
+    model: Any = hf.from_pretrained(home, all_ranks(), plan, strict=False)
+    torch.manual_seed(3)
+    plain = LlamaForCausalLM.from_pretrained(home)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(model(token_batch()).logits, plain(token_batch()).logits)
+    adapters: Any = adapter_parameters(model)
+    for name, adapter in adapters:
+        largest = adapter.to_local().abs().max()
+        assert largest == 0 if name.endswith("B") else 0 < largest < 1, name
+
+
+class Head(torch.nn.Module):
+    """Parameters of which transformers knows nothing."""
+
+    def __init__(self, rule: bool) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.empty(3))
+        self.shift = torch.nn.Parameter(torch.empty(3))
+        if rule:
+            self.reset_parameters = lambda: [torch.nn.init.constant_(each, 2.0) for each in self.parameters()]
+
+
+@on_ranks(2, timeout=200)
+@pytest.mark.parametrize("rule", [True, False])
+def test_missing_parameters_follow_the_rule_of_their_module_or_are_named(rule: bool, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    class WithHead(LlamaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.head = Head(rule)
+
+    home = save_plain(build_model(), tmp_path)
+    rewrite(home, lambda held: held | {"head.shift": torch.ones(3)})
+    if rule:
+        model: Any = hf.from_pretrained(home, all_ranks(), model_class=WithHead, strict=False)
+        assert (model.head.scale == 2).all() and (model.head.shift == 1).all()
+        return
+    with pytest.raises(PlanError, match=r"nothing initializes \['head.scale'\], .* reset_parameters of their modules"):
+        hf.from_pretrained(home, all_ranks(), model_class=WithHead, strict=False)
+
+
 @on_ranks(2, timeout=200)
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"num_beams": 3}, {"do_sample": True}])
 def test_generation_is_that_of_one_process(how: dict[str, Any], tmp_path: Path) -> None:
@@ -123,6 +191,21 @@ def test_a_prefix_is_computed_once_and_used_again(tmp_path: Path) -> None:
         heads = single.config.num_key_value_heads // (1 if model is single else 2)
         assert cache.layers[0].keys.shape[1:3] == (heads, prefix.shape[1]), "of local heads, and not written to"
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@on_ranks(2, timeout=200)
+def test_a_cache_of_all_heads_is_named_as_the_cause(tmp_path: Path) -> None:
+    from transformers import DynamicCache
+
+    single, cache = build_model(), DynamicCache()
+    module = hf.from_pretrained(save_plain(single, tmp_path), all_ranks())
+    single(token_batch(), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
+        module(token_batch(), past_key_values=cache)
+    (note,) = caught.value.__notes__
+    assert (
+        "k_proj (Linear, ColwiseParallel): weight (16, 32), here (8, 32)" in note and "(a cache) has all heads" in note
+    )
 
 
 @on_ranks(2, timeout=200)

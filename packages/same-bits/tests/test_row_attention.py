@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from llama_of_blocks import GATHERED_PLAN, build_llama, needs_transformers
 from shoal_context_parallel import UnsupportedAttentionError
@@ -120,6 +121,19 @@ def test_training_with_rows_has_the_ordinary_numbers() -> None:
             out.square().sum().backward()
             found.append([out.detach(), x.grad, *(param.grad.to_local() for param in module.parameters())])
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_that_backward_runs_again_is_in_rows_too(reentrant: bool) -> None:
+    tensors, found = [drawn(3, 4, QUERIES, 5), drawn(3, 4, LENGTH, 5), drawn(3, 4, LENGTH, 6)], []
+    attend: Any = F.scaled_dot_product_attention
+    for again in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        with fake_world(1), invariant_arithmetic(rows=16):
+            out: Any = checkpoint(attend, *leaves, use_reentrant=reentrant) if again else attend(*leaves)
+            out.square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    assert all(map(torch.equal, *found))
 
 
 def test_other_functions_pass() -> None:

@@ -1,4 +1,4 @@
-"""Covers: apply/apply.py."""
+"""Covers: apply/apply.py, lowering/lowered.py."""
 
 from __future__ import annotations
 

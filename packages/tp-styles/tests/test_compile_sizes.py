@@ -45,11 +45,12 @@ NOT_ON = {"groups": (3, 8), "fused, replicated heads": (3,), "heads of several r
     name: (8,) for name in CASES if name.startswith("attention")
 }
 # Torch traces no RNN (`test_recurrent_modules_run_between_graphs`); see test_compile.py for dropout; graphs break where
-# tokens are sent to experts, and at context parallelism.
+# tokens are sent to experts, at context parallelism, and where ranks have bags of their own.
 TRACED = {
     name: case
     for name, case in CASES.items()
-    if name not in {"recurrent", "dropout"} and not name.startswith(("experts of", "context", "hidden units"))
+    if name not in {"recurrent", "dropout"}
+    and not name.startswith(("experts of", "context", "hidden units", "own bags"))
 }
 QUICK = {
     "batch norm",

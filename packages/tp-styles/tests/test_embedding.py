@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import Replicate, Shard
+from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    LayoutError,
     RowwiseParallel,
     SequenceParallel,
     UnsupportedModuleError,
@@ -63,6 +64,84 @@ def test_embedding_bag_by_rows(mode: str, padding: int | None, layout: Any) -> N
         expected.backward(seed)
         got.backward(seed if layout == Replicate() else own_shard(seed, 0))
     assert_same_parameters(module, single)
+
+
+class OwnForward(nn.EmbeddingBag):
+    """Runs on DTensors."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().forward(*args, **kwargs)
+
+
+BAG_LENGTHS = {"even": [[2, 3]] * 4, "uneven": [[3], [0, 2, 1], [], [4, 0]]}
+
+
+def rank_bags(lengths: list[list[int]], last: bool) -> list[Any]:
+    """Tokens, offsets and weights of every rank."""
+    bags = []
+    for held in lengths:
+        ends = torch.tensor([0, *held]).cumsum(0)
+        count = int(ends[-1])
+        offsets = ends if last else ends[:-1]
+        bags.append((torch.randint(9, (count,)), offsets, torch.rand(count, dtype=torch.double)))
+    return bags
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@pytest.mark.parametrize("lengths", [*BAG_LENGTHS])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)])
+def test_each_ranks_own_bags(style: Any, lengths: str, last: bool, mode: str, layout: Any) -> None:
+    axis, held = all_ranks(), BAG_LENGTHS[lengths]
+    how: Any = {"mode": mode.replace("weighted", "sum"), "include_last_offset": last, "padding_idx": 4}
+    single: Any = nn.EmbeddingBag(9, 6, **how).double()
+    module: Any = parallelize_module(copy.deepcopy(single), axis, style(input_layouts=Shard(0), output_layouts=layout))
+    bags, rank = rank_bags(held, last), axis.get_local_rank()
+    theirs = [each[2].clone().requires_grad_() for each in bags]
+    mine = bags[rank][2].clone().requires_grad_()
+    expected = [single(*each[:2], w if mode == "weighted" else None) for each, w in zip(bags, theirs, strict=True)]
+    got = module(*bags[rank][:2], mine if mode == "weighted" else None)
+    seeds, joined = [torch.randn_like(each) for each in expected], torch.cat(expected)
+    torch.testing.assert_close(got, joined if layout == Replicate() else expected[rank])
+    torch.autograd.backward(joined, torch.cat(seeds))
+    got.backward(torch.cat(seeds) if layout == Replicate() else seeds[rank])
+    torch.testing.assert_close(mine.grad, theirs[rank].grad)
+    assert_same_parameters(module, single)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())])
+def test_weights_of_replicated_bags_have_gradients(style: Any) -> None:
+    single = nn.EmbeddingBag(9, 6, mode="sum").double()
+    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
+    ((tokens, offsets, values),) = rank_bags([[2, 3]], last=False)
+    values[1] = 0  # what weighs nothing has a gradient too
+    theirs, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
+    single(tokens, offsets, theirs).square().sum().backward()
+    out = module(tokens, offsets, ours)
+    out.square().sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert_same_parameters(module, single)
+
+
+@on_ranks(2)
+def test_offsets_that_are_no_bags_of_the_rank_are_refused() -> None:
+    axis, style = all_ranks(), RowwiseParallel(input_layouts=Shard(0))
+    tokens, offsets = torch.arange(4), torch.tensor([0, 2])
+    module: Any = parallelize_module(nn.EmbeddingBag(9, 6), axis, style)
+    with pytest.raises(LayoutError, match=r"begin with 0 .* got .*\[\(4, 2, 1, 2\)\] on ranks \[1\]"):
+        module(tokens, torch.tensor([axis.get_local_rank(), 2]))
+    with pytest.raises(LayoutError, match=r"end inside .* on ranks \[0, 1\]"):
+        module(tokens, torch.tensor([0, 5]))
+    with pytest.raises(LayoutError, match="got a DTensor of tokens and a Tensor of offsets"):
+        module(distribute_tensor(tokens, axis, [Shard(0)]), offsets)
+    on_dtensors: Any = parallelize_module(OwnForward(9, 6), axis, style)
+    not_lowered: Any = parallelize_module(nn.EmbeddingBag(9, 6), axis, style, lower=False)
+    for each in (on_dtensors, not_lowered):
+        with pytest.raises(LayoutError, match=r"offsets of all ranks' tokens, got a plain Tensor .* Give DTensors"):
+            each(tokens, offsets=offsets)
 
 
 @on_ranks(2)

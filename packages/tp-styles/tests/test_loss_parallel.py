@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode
@@ -33,4 +34,20 @@ def test_loss_parallel(smoothing: float) -> None:
     torch.testing.assert_close(loss.full_tensor(), expected)
     torch.testing.assert_close(plain, expected)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    assert_same_gradient(x, 1, full)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_loss_that_backward_computes_again(reentrant: bool) -> None:
+    full = torch.randn(6, 11, dtype=torch.double, requires_grad=True)
+    target = torch.randint(11, (6,))
+    expected: Any = functional.cross_entropy(full, target)
+    expected.backward()
+    x, _ = sharded(full, 1)
+    with loss_parallel():
+        loss: Any = checkpoint(functional.cross_entropy, x, target, use_reentrant=reentrant)
+        with CommDebugMode() as mode:
+            loss.backward()
+        assert mode.get_comm_counts()[ALL_REDUCE] == mode.get_total_counts() == 2
     assert_same_gradient(x, 1, full)

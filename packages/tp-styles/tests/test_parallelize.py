@@ -16,6 +16,7 @@ from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
+    HeadParallel,
     LayoutError,
     ParallelStyle,
     PlanError,
@@ -228,3 +229,80 @@ X = torch.zeros(1, 2, 4, 3)
 def test_what_is_no_mesh_is_refused_with_the_conversion(call: Any) -> None:
     with pytest.raises(LayoutError, match=r"device_mesh is builtins.str; make one .*interop.mesh_from_torch"):
         call("tp")
+
+
+ENCODER_PLANS: list[dict[str, Any]] = [
+    {"self_attn": HeadParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
+    {"self_attn": HeadParallel()},
+    {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("plan", ENCODER_PLANS)
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_fused_encoder_layers_call_modules_with_styles(plan: dict[str, Any], norm_first: bool) -> None:
+    options: Any = {"batch_first": True, "norm_first": norm_first}
+    layer: Any = nn.TransformerEncoderLayer(16, 8, 32, **options).double().eval()
+    encoder: Any = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first).eval()
+    x, padding = torch.randn(4, 6, 16, dtype=torch.double), torch.zeros(4, 6, dtype=torch.bool)
+    padding[0, -2:] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.double)
+    for single, where, mask in ((layer, "", "src_mask"), (encoder, "layers.*.", "mask")):
+        module = copy.deepcopy(single)
+        parallelize_module(module, all_ranks(), {where + name: style for name, style in plan.items()})
+        with torch.no_grad():
+            for how in ({}, {"src_key_padding_mask": padding}, {mask: causal, "is_causal": True}):
+                kept = ~padding if "src_key_padding_mask" in how else ...
+                torch.testing.assert_close(module(x, **how)[kept], single(x, **how)[kept])
+        for again in (copy.deepcopy(module), unparallelize_module(module)):
+            names = ("activation_relu_or_gelu", "use_nested_tensor")
+            held = [[vars(one).get(name) for one in tree.modules() for name in names] for tree in (again, single)]
+            assert (held[0] == held[1]) is (again is module), "what torch asks is as it was where no style is left"
+
+
+class Split(nn.Module):
+    """A fused projection, split by the sizes of one device, and 3 heads."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails = fails
+        self.qkv, self.q = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails == "split":
+            x, _, _ = self.qkv(x).split(12, dim=2)
+        if self.fails == "assert":
+            assert self.q(x).shape == x.shape
+        if self.fails == "other":
+            raise KeyError("nothing of shapes")
+        out: torch.Tensor = self.q(x).view(*x.shape[:-1], -1, 4)
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("fails", "error", "named"),
+    [
+        ("split", ValueError, "qkv (Linear, ColwiseParallel): weight (36, 12), here (18, 12); output S(-1)"),
+        ("heads", RuntimeError, "q (Linear, ColwiseParallel): weight (12, 12), here (6, 12); output S(-1)"),
+        ("assert", AssertionError, "modules of Split return a rank's part"),
+        ("norm", RuntimeError, "0 (Linear, ColwiseParallel): weight (8, 12), here (4, 12)"),
+        ("other", KeyError, ""),
+    ],
+)
+def test_errors_that_local_tensors_may_cause_have_a_note(fails: str, error: Any, named: str) -> None:
+    block: Any = nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8)) if fails == "norm" else Split(fails)
+    module: Any = nn.Sequential(block, nn.ReLU())
+    plan: Any = {"0.0" if fails == "norm" else "0.*": ColwiseParallel()}
+    for _ in range(2):
+        parallelize_module(module, all_ranks(), plan)
+        copied = copy.deepcopy(module)
+        for one in (module, copied):
+            with pytest.raises(error) as caught:
+                one(torch.randn(2, 4, 12))
+            notes = getattr(caught.value, "__notes__", [])
+            assert len(notes) == bool(named)
+            assert not named or (named in notes[0] and "output_layouts=Replicate()" in notes[0])
+        unparallelize_module(module)
+        assert not module._forward_hooks

@@ -12,11 +12,7 @@ from torch import nn
 from shoal_dtensor import DTensor
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import (
-    LayoutError,
-    SequenceParallel,
-    parallelize_module,
-)
+from shoal_tp_styles import LayoutError, SequenceParallel, parallelize_module
 from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
 
 

@@ -13,7 +13,15 @@ from torch.nn import functional
 
 from shoal_dtensor import Partial, Replicate, Shard
 from shoal_mesh import abstract_mesh
-from shoal_tp_styles import ColwiseParallel, PrepareModuleOutput, RowwiseParallel, SequenceParallel, verify
+from shoal_tp_styles import (
+    ColwiseParallel,
+    HeadParallel,
+    PackedColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    verify,
+)
 from shoal_tp_styles.plan.trial import MOST_PARAMETERS
 from shoal_tp_styles.testing import MLP, ModelArgs, Transformer, transformer_plan
 
@@ -170,3 +178,40 @@ def test_a_plan_that_does_not_run_is_told_with_the_line_of_the_model() -> None:
     found = verify(nn.Sequential(Residual()), {"0.inner": ColwiseParallel()}, MESH, torch.randn(3, 8)).wrong[0]
     line = Residual.forward.__code__.co_firstlineno + 1
     assert found.endswith(f" (test_trial.py:{line}, in Residual.forward)")
+
+
+def test_random_numbers_are_those_of_one_device_in_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {"self_attn": HeadParallel(), "linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    layer, x = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.3, batch_first=True), torch.randn(3, 5, 8)
+    before = torch.get_rng_state()
+    found = verify(layer, plan, MESH, x)
+    assert found.proven and layer.training
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr("shoal_tp_styles.lowering.collective_functions.in_memory_as", lambda like, tensor: tensor)
+    found = verify(layer, plan, MESH, x)  # what is drawn fills memory in another order
+    assert found.wrong and all(line.endswith("in training mode, with random numbers") for line in found.wrong)
+    assert not verify(nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0), plan, MESH, x).wrong
+
+
+def test_random_numbers_of_other_libraries_and_refusals_leave_a_plan_unproven() -> None:
+    import random
+
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            out = functional.dropout(super().forward(x), 0.3, self.training)  # type: ignore[no-untyped-call]  # of torch
+            return out * random.random() if self.training else out
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.drop, self.out = nn.Linear(8, 24), nn.Dropout(0.3), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            q, k, v = self.drop(self.qkv(x)).chunk(3, -1)
+            return self.out(q * k * v)
+
+    x = torch.randn(3, 8)
+    found = verify(Own(nn.Linear(8, 8)), {"0": ColwiseParallel(output_layouts=Replicate())}, MESH, x)
+    assert found.ok and re.search("one seed does not fix .* in training mode", found.unproven[0])
+    found = verify(Fused(), {"qkv": PackedColwiseParallel(blocks=3), "out": RowwiseParallel()}, MESH, x)
+    assert found.ok and re.search("does not run in training mode.*LayoutError", found.unproven[0])

@@ -22,6 +22,17 @@ from shoal_tp_styles.testing import ModelArgs, Transformer
 MESH = abstract_mesh((4,), ("tp",))
 
 
+def test_the_verdict_comes_first() -> None:
+    mlp, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)), torch.randn(2, 4)
+    plan = {"0": "colwise", "1": "rowwise"}
+    remarks = verify(mlp, plan, MESH, x)
+    assert remarks.proven and remarks.empty
+    assert str(remarks).startswith("the plan fits\n") and "<p>the plan fits</p><table>" in remarks._repr_html_()
+    assert str(verify(mlp, plan, MESH)).startswith("nothing is wrong with the plan, but it was not run\n")
+    for wrong in ({"0": "colwise", "1": "colwise"}, {"7": "colwise"}, {"0": SequenceParallel(sequence_dim=9)}):
+        assert str(verify(mlp, wrong, MESH, x)).startswith("the plan does not fit\n")
+
+
 def test_verify_finds_everything_without_a_process_group() -> None:
     model = Transformer(ModelArgs(n_layers=1, vocab_size=10, weight_tying=False))
     before = copy.deepcopy(model.state_dict())

@@ -158,13 +158,11 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     options: ContextOptions,
 ) -> Tensor:
     """`context_parallel_attention` on a communicator, with its options as one value."""
-    _check(query, key, value, enable_gqa)
-    layout = options.layout_of(query.shape[-2], comm)
+    layout = check_attention(query, key, value, attn_mask, enable_gqa, comm, options)
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    added = None if attn_mask is None else _added(attn_mask, query, layout, options.method)
+    added = None if attn_mask is None else _added(attn_mask, query, layout)
     q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
-    _check_rows(options.documents, q.shape[0])
     if options.method == "ulysses":
         exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
         q, k, v = exchange.to_heads(q, k, v)
@@ -177,6 +175,24 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
         kernel = BlockKernel(scale, mask.reach, None if added is None else fold_mask(added, q, k))
         out = _attention(q, k, v, Task(layout, comm, mask, kernel, options.method))
     return out.reshape(*query.shape[:-1], value.shape[-1])
+
+
+def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    enable_gqa: bool,
+    comm: Comm,
+    options: ContextOptions,
+) -> SequenceLayout:
+    """The layout of the sequence; raises what is wrong with arguments, which may differ by rank. Nothing is sent."""
+    _check(query, key, value, enable_gqa)
+    layout = options.layout_of(query.shape[-2], comm)
+    if attn_mask is not None:
+        _check_mask(attn_mask, query.shape[-2], layout, options.method)
+    _check_rows(options.documents, math.prod(query.shape[:-3]))
+    return layout
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
@@ -224,19 +240,24 @@ def _check_rows(documents: Documents | None, batch: int) -> None:
         raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
 
 
-def _added(mask: Tensor, query: Tensor, layout: SequenceLayout, method: Method) -> Tensor:
-    """What a user's mask adds to the scores, with 4 dims."""
+def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
+    if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != layout.length:
+        raise LayoutError(
+            f"attn_mask has this rank's {rows} rows and all {layout.length} columns in global order, got "
+            f"{tuple(mask.shape)}; shard its rows as the queries are. A model of transformers makes masks of a rank's "
+            "own columns for padding and for packed documents: leave out attention_mask, give documents=, and as "
+            "position_ids the rank's own, layout.positions(rank)"
+        )
     if method == "ulysses" or mask.requires_grad:
         raise UnsupportedAttentionError(
             "attn_mask with a gradient, or with method='ulysses', where no rank has all rows of its heads; use "
             "method='ring' and a constant mask, or say what the mask means: is_causal, window=, documents="
         )
+
+
+def _added(mask: Tensor, query: Tensor, layout: SequenceLayout) -> Tensor:
+    """What a user's mask adds to the scores, with 4 dims."""
     rows, columns = query.shape[-2], layout.length
-    if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != columns:
-        raise LayoutError(
-            f"attn_mask has this rank's {rows} rows and all {columns} columns in global order, got "
-            f"{tuple(mask.shape)}; shard its rows as the queries are"
-        )
     if mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
     shape = (*(query.shape[:-3] if mask.ndim > 3 else ()), *mask.shape[-3:-2], rows, columns)

@@ -5,8 +5,10 @@ May import: errors, parallel_attention, sequence_layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched_functions
-from shoal_mesh import Comm
+from shoal_mesh import Comm, all_gather
 
 from .errors import UnsupportedAttentionError
-from .parallel_attention import ContextOptions, sharded_attention
+from .parallel_attention import ContextOptions, check_attention, sharded_attention
 from .sequence_layout import SequenceLayout
 
 
@@ -29,12 +31,16 @@ class RoutedAttention(ReplacedAttention):
     Attributes:
         comm: the axis over which the sequence is sharded.
         options: method, layout, window and documents.
+        records: whether attention is refused where no gradients are recorded: in a block that is over before backward
+            runs a reentrant checkpoint in it again.
     """
 
-    def __init__(self, comm: Comm, options: ContextOptions) -> None:
+    def __init__(self, comm: Comm, options: ContextOptions, records: bool = False) -> None:
         super().__init__(self.attend)
         self.comm = comm
         self.options = options
+        self.records = records
+        self._agreed = comm.size == 1
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -45,7 +51,40 @@ class RoutedAttention(ReplacedAttention):
                 "F.scaled_dot_product_attention from outside of torch. Project queries, keys and values with Linear "
                 "modules and call F.scaled_dot_product_attention"
             )
+        if func is torch.diff and sys._getframe(1).f_code.co_name == "find_packed_sequence_indices":
+            return self._jumps(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _jumps(self, position_ids: Tensor, **how: Any) -> Tensor:
+        """What transformers takes for differences of neighbouring positions, where another than 1 is a new document.
+
+        Of a rank's positions in the sequence there is none, whatever ranges it has, and `documents` are known.
+        """
+        layout = self.options.layout
+        length = position_ids.shape[-1]
+        if isinstance(layout, str):
+            layout = self.options.layout_of(length, self.comm)
+        if layout.sizes[self.comm.rank] != length:
+            return torch.diff(position_ids, **how)  # refused by all ranks at the first attention
+        if self.options.documents is not None:
+            return torch.ones_like(position_ids)
+        return position_ids - layout.positions(self.comm.rank, position_ids.device) + 1
+
+    def _agree(self, check: Callable[[], object], device: torch.device) -> None:
+        """Raise on all ranks what is wrong with the arguments of some, at the first attention of a block."""
+        failure: StyleError | None = None
+        try:
+            check()
+        except StyleError as error:
+            failure = error
+        failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
+        wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
+        if wrong:
+            raise failure or LayoutError(
+                f"attention of a sharded sequence: the arguments of ranks {wrong} along {'x'.join(self.comm.axes)} do "
+                "not fit; their errors say what is wrong, and nothing of it was sent"
+            )
+        self._agreed = True
 
     def attend(  # noqa: PLR0913  # the signature of scaled_dot_product_attention
         self,
@@ -61,13 +100,19 @@ class RoutedAttention(ReplacedAttention):
         """Attention of the global sequence, at this rank's positions.
 
         Raises:
-            UnsupportedAttentionError: with dropout.
+            UnsupportedAttentionError: with dropout; or in a reentrant checkpoint inside of a module.
             LayoutError: if shapes or layouts of the arguments do not fit.
         """
         if dropout_p:
             raise UnsupportedAttentionError(
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
                 "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
+            )
+        if self.records and not torch.is_grad_enabled():
+            raise UnsupportedAttentionError(
+                "attention without gradients in a ContextParallel module that is called with them, as a reentrant "
+                "checkpoint in the module runs it: run again in backward, outside of the module, it would be attention "
+                "of local positions. Checkpoint the module, or run forward and backward in a context_parallel block"
             )
         tensors = query, key, value
         options = self.options
@@ -76,6 +121,9 @@ class RoutedAttention(ReplacedAttention):
             options = self._options_of(tensors, attn_mask)
             query, key, value = (x.to_local(grad_placements=x.placements) for x in tensors)  # type: ignore[attr-defined]  # DTensors all
         with unwatched_functions():
+            if not self._agreed:
+                check = partial(check_attention, query, key, value, attn_mask, enable_gqa, self.comm, options)
+                self._agree(check, query.device)
             out = sharded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa, self.comm, options)
             if spec is not None:
                 shape = torch.Size((*spec.shape[:-1], out.shape[-1]))

@@ -31,11 +31,12 @@ from .unit import Forward, Unit
 class BackwardPass:
     """What one backward pass has done to units, and has still to deliver."""
 
-    __slots__ = ("__weakref__", "_captures", "_expected", "_finished", "_open", "_reductions", "_units")
+    __slots__ = ("__weakref__", "_captures", "_expected", "_finished", "_open", "_opened", "_reductions", "_units")
 
     def __init__(self) -> None:
         self._units: dict[Unit, None] = {}  # all that belong together with those of the pass, in one order on all ranks
         self._open: list[Unit] = []
+        self._opened: set[Forward] = set()  # not those that a pass around this one has opened
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
         self._reductions: list[Reduction] = []
         self._captures = False  # whether the pass is one of torch.autograd.grad
@@ -58,6 +59,7 @@ class BackwardPass:
             )
         unit.refill(forward.gathered)
         unit.open.add(forward)
+        self._opened.add(forward)
         self._open.append(unit)
         self._units.update(dict.fromkeys(forward.units))
         self._expected.add(unit)
@@ -79,9 +81,10 @@ class BackwardPass:
         wanted = {i: g for i, g in zip(forward.trained, grads, strict=True) if routes[i] != "unused"}
         self._expected.discard(unit)
         self._units.update(dict.fromkeys(forward.units))
-        unit.open.discard(forward)
-        if not unit.open:
-            unit.leave()
+        if forward in self._opened:
+            unit.open.discard(forward)
+            if not unit.open:
+                unit.leave()
         captured = [r == "return" and not grad_hooked(unit.parameters[i].leaf) for i, r in routes.items()]
         self._captures |= any(captured)
         if not unit.syncs and (unit.stands_in or not any(captured)):

@@ -40,6 +40,10 @@ class FSDPModule(nn.Module):
         forward = super().__call__
         return as_forward(self, forward, args, kwargs) if STATE in vars(self) else forward(*args, **kwargs)
 
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed."""
+        return ", ".join(filter(None, [super().extra_repr(), "fully_shard"]))
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
 

@@ -10,14 +10,14 @@ May import: fsdp_module, policies, sharded_parameters, unit, unit_forward, unit_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import complete_forms, owners_of, takes, watch_draws
+from shoal_dtensor.internal import complete_forms, extended, owners_of, refuse_save_pretrained, takes, watch_draws
 from shoal_mesh import DeviceMesh, init_device_mesh
 
 from .fsdp_module import FSDPModule
@@ -27,12 +27,10 @@ from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
 from .unit_parameters import UnitParameters
 
-M = TypeVar("M", nn.Module, list[nn.Module])
-
 
 @takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
 def fully_shard(  # noqa: PLR0913  # torch's signature
-    module: M,
+    module: nn.Module | list[nn.Module],
     mesh: DeviceMesh | None = None,
     *,
     reshard_after_forward: bool | None = None,
@@ -40,7 +38,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # an immutable value, as in torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
-) -> M:
+) -> Any:  # of the module's class and an `FSDPModule`, which no type says
     """The module, its parameters sharded over data axes: gathered before its forward and backward, freed after them.
 
     Parameters become DTensors whose gradients are averaged over the data axes; those that styles have placed on other
@@ -96,9 +94,10 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
 def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
     """Make modules those of a unit."""
     for module in modules:
-        kind = type(module)
         vars(module)[STATE] = state
-        module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+        refuse_save_pretrained(module)
+        kind: Any = type(module)
+        module.__class__ = extended(FSDPModule, kind)
 
 
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:

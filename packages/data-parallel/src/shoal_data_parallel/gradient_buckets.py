@@ -3,12 +3,15 @@
 Autograd accumulates the gradient of this rank's rows in `.grad`.  A pass first sets aside what is there, takes each
 bucket's gradients away when the last of them has arrived, and puts the means in their place when it is over.
 
+`torch.autograd.grad` accumulates nothing: what it is to return is a tensor that gets the mean when the pass is over.
+
 May import: reduction, sharded_parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Spec
-from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import at_end_of_backward, backward_number, local_shard, will_run
+from shoal_dtensor.errors import LayoutError, SecondOrderError, StyleError
+from shoal_dtensor.internal import at_end_of_backward, backward_number, leaf_route, local_shard
+from shoal_mesh import all_gather
 from shoal_mesh.internal import dataclass
 
 from .reduction import ReducedParameter, Reduction, deliver
@@ -29,9 +33,20 @@ class Replica(ReducedParameter, Protocol):
 
     Attributes:
         leaf: where autograd accumulates the gradient of this rank's rows.
+        held: what optimizers see, and what a backward pass may be asked for.
     """
 
     leaf: nn.Parameter
+
+    @property
+    def held(self) -> nn.Parameter: ...
+
+    def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
+        """Have the gradient of a pass that does not accumulate in the leaf taken; handles that undo it.
+
+        Args:
+            take: gets the gradient of this rank's rows, and returns what is to be that of `held`.
+        """
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
@@ -58,6 +73,30 @@ class ReplicatedParameter:
         partial, reduced = ([placement] * mesh.ndim for placement in (Partial(), Replicate()))
         dtype = dtype or leaf.grad_dtype or leaf.dtype
         return cls(leaf, Spec(mesh, partial, shape, None, dtype), Spec(mesh, reduced, shape, None, dtype))
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The parameter."""
+        return self.leaf
+
+    def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
+        """Have the gradient of a pass that does not accumulate in the leaf taken; handles that undo it."""
+        leaf: Any = self.leaf
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+
+        def hook(grad: Tensor | None) -> Tensor | None:
+            if grad is None or leaf_route(node) != "return":
+                return None
+            if [*leaf._backward_hooks][-1] != handle.id:
+                raise StyleError(
+                    "replicate: a parameter has a gradient hook that was registered after replicate(...), so it would "
+                    "change the gradient of this rank's rows that torch.autograd.grad is to return the mean of; "
+                    "register it before, or call backward()"
+                )
+            return take(grad)
+
+        handle = leaf.register_hook(hook)
+        return [handle]
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
         """The local gradient and its layout before the reduction; None counts as zeros."""
@@ -136,6 +175,7 @@ class GradientBuckets:
         buckets: in the order in which they are reduced.
         syncs: whether passes reduce gradients; otherwise this rank keeps them for the next pass that does.
         around: called when a pass begins (True) and when it is over, also by an error (False).
+        held: the nodes of the parameters that optimizers see.
     """
 
     def __init__(self, buckets: Sequence[Bucket], around: Callable[[bool], None] = lambda running: None) -> None:
@@ -145,9 +185,13 @@ class GradientBuckets:
         self.parameters: list[Replica] = [parameter for bucket in buckets for parameter in bucket.parameters]
         self._bucket_of = {id(p.leaf): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
         self._pass: Callable[[], _Pass | None] = lambda: None
-        with torch.enable_grad():  # a leaf's node lives no longer than somebody holds it
+        with torch.inference_mode(False), torch.enable_grad():  # a leaf's node lives no longer than somebody holds it
             self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters]
-        self._handles = [node.register_prehook(self._begin) for node in self._nodes]
+            self.held: list[Any] = [torch.autograd.graph.get_gradient_edge(p.held).node for p in self.parameters]
+            self._handles = [
+                handle for at, p in enumerate(self.parameters) for handle in p.ask(partial(self._take, at))
+            ]
+        self._handles += [node.register_prehook(self._begin) for node in self._nodes]
         # This hook also has lowered modules leave the accumulation to autograd, so `_begin` comes before it.
         for parameter in self.parameters:
             self._handles.append(parameter.leaf.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]  # torch
@@ -168,7 +212,7 @@ class GradientBuckets:
         node.register_prehook(self._begin_if_needed)
 
     def _begin_if_needed(self, _: Any) -> None:
-        if self._pass() is None and any(map(_accumulates, self._nodes)):
+        if self._pass() is None and any(leaf_route(node) != "unused" for node in self.held):
             self._begin(None)
 
     def _begin(self, _: Any) -> None:
@@ -180,22 +224,21 @@ class GradientBuckets:
         assert current is not None, "the leaf's node began it"
         current.arrive(self._bucket_of[id(leaf)])
 
-
-def _accumulates(node: Any) -> bool:
-    """Whether the running pass accumulates into a leaf's `.grad`: `torch.autograd.grad` does not."""
-    try:
-        return bool(will_run(node))
-    except RuntimeError:
-        return False
+    def _take(self, at: int, grad: Tensor) -> Tensor | None:
+        self._begin(None)
+        current = self._pass()
+        assert current is not None, "it has just begun"
+        return current.take(at, grad)
 
 
 class _Pass:
     """One backward pass.  It is alive as long as the pass, so one that raises restores what was there."""
 
-    __slots__ = ("__weakref__", "_before", "_late", "_missing", "_number", "_of", "_open", "_reductions")
+    __slots__ = ("__weakref__", "_before", "_given", "_late", "_missing", "_number", "_of", "_open", "_reductions")
 
     def __init__(self, of: GradientBuckets) -> None:
         self._of, self._number = of, backward_number()
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of this rank's rows, and what gets the means
         self._open = False
         for parameter in of.parameters:
             parameter.check_hooks()
@@ -220,6 +263,42 @@ class _Pass:
         while len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0:
             self._reduce(len(self._reductions))
 
+    def take(self, at: int, grad: Tensor) -> Tensor | None:
+        """Keep a gradient that autograd does not accumulate; what it is to return instead."""
+        parameter = self._of.parameters[at]
+        if leaf_route(self._of.held[at]) != "return":
+            parameter.leaf.grad = grad if parameter.leaf.grad is None else parameter.leaf.grad + grad
+            return None
+        if backward_number() != self._number:
+            return None  # the pass around this one reduces what is made of it
+        if torch.is_grad_enabled():
+            raise SecondOrderError(
+                "replicate: torch.autograd.grad(..., create_graph=True) of a replicated parameter: the mean over ranks "
+                "has no derivative. Ask for gradients of inputs, or differentiate the module before it is replicated"
+            )
+        self._given[at] = grad, torch.empty_like(parameter.held.detach())
+        return self._given[at][1]
+
+    def _fill(self) -> None:
+        """Reduce what `torch.autograd.grad` was asked for, and fill what it returns."""
+        axes, asked = self._of.buckets[0].axes, sorted(self._given)
+        comm = axes.mesh.comm(tuple(range(axes.mesh.ndim)))
+        own = torch.tensor([[at in self._given for at in range(len(self._before))]], device=axes.mesh.device_type)
+        ranks = all_gather(own, comm).sum(0).tolist()
+        for parameter, count in zip(self._of.parameters, ranks, strict=True):
+            if 0 < count < comm.size:
+                raise LayoutError(
+                    f"replicate: torch.autograd.grad of a parameter of shape {tuple(parameter.leaf.shape)} that only "
+                    f"{count} of {comm.size} data-parallel ranks have used: the others would get None for it. Use "
+                    "backward(), which gives all ranks the mean with zeros"
+                )
+        bucket = Bucket("gradients that were asked for", [self._of.parameters[at] for at in asked], axes)
+        bucket.divisor = self._of.buckets[0].divisor
+        means: list[Any] = Reduction(bucket, [self._given[at][0] for at in asked], ["return"] * len(asked)).wait()
+        for at, mean in zip(asked, means, strict=True):
+            given: Any = self._given[at][1]
+            (local_shard(given) if isinstance(given, DTensor) else given).copy_(mean)
+
     def _reduce(self, at: int) -> None:
         bucket = self._of.buckets[at]
         self._reductions.append(Reduction(bucket, bucket.take(), ["accumulate"] * len(bucket.trained)))
@@ -227,7 +306,10 @@ class _Pass:
     def finish(self) -> None:
         """Reduce what is left, also of parameters that this rank has not used, and deliver."""
         buckets = self._of.buckets
-        if self._of.syncs:
+        if self._given:
+            self._fill()
+            self._restore()
+        elif self._of.syncs:
             for at in (*range(len(self._reductions), len(buckets)), *sorted(self._late)):
                 self._reduce(at)
             for reduction in self._reductions:

@@ -13,16 +13,17 @@ May import: policies, reduction, sharded_parameters.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import local_shard, redistribute_shards
+from shoal_dtensor.internal import leaf_route, local_shard, redistribute_shards
 from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
@@ -36,14 +37,16 @@ class ShardedReplica:
     """A parameter that every data-parallel rank has a replica of, and updates a shard of.
 
     Attributes:
-        leaf: what modules see.
+        leaf: where autograd accumulates; modules see it where it is frozen.
         sharded: what optimizers see.
         version: of the shard when the replica was gathered; None if it has to be.
+        seen: what modules see of a leaf that is trained.
     """
 
     leaf: nn.Parameter
     sharded: ShardedParameter
     version: tuple[object, ...] | None
+    seen: Tensor | None = None
 
     @classmethod
     def of(
@@ -54,6 +57,16 @@ class ShardedReplica:
         sharded = shard_parameter(param, sites, axes, None, policies, view=True)
         sharded.put(sharded.leaf)
         return cls(param, sharded, sharded.version())
+
+    @property
+    def held(self) -> nn.Parameter:
+        """What optimizers see."""
+        return self.sharded.leaf
+
+    def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
+        """Have the gradient of a pass that does not accumulate in the leaf taken; no handles."""
+        self.seen = _Seen.apply(self, take, self.leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+        return []
 
     @property
     def reduced(self) -> Spec:
@@ -101,12 +114,27 @@ class ShardedReplica:
             self.leaf = nn.Parameter(value, requires_grad=held.requires_grad)
         self.version = self.sharded.version()
 
-    def copied(self, memo: dict[int, Any]) -> ShardedReplica:
-        """That of a copy of the module."""
-        sites = tuple((copy.deepcopy(module, memo), name) for module, name in self.sharded.sites)
-        one, leaf = self.sharded, copy.deepcopy(self.sharded.leaf, memo)
-        sharded = ShardedParameter(sites, leaf, one.resting, one.gathered, one.inner, one.reduced)
-        return ShardedReplica(copy.deepcopy(self.leaf, memo), sharded, None)
+
+class _Seen(Function):
+    """A leaf and its shard -> what modules see, in any number of forwards and passes.
+
+    Backward: the gradient goes to the leaf, or is taken for the shard where a pass is asked for that by name.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, replica: ShardedReplica, take: Callable[[Tensor], Tensor | None], leaf: Tensor, shard: Tensor
+    ) -> Tensor:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return replica.sharded.view(local_shard(leaf) if isinstance(leaf, DTensor) else leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, Tensor | None, Tensor | None]:
+        (leaf, _), _ = ctx.next_functions[-2:]
+        if grad is None or leaf_route(leaf) == "accumulate":
+            return None, None, grad, None
+        return None, None, None, ctx.take(grad)
 
 
 class OptimizerShards:
@@ -144,7 +172,8 @@ class OptimizerShards:
         if self._shown is not replicas:
             self._shown = replicas
             for replica in self.replicas:
-                replica.sharded.put(replica.leaf if replicas else replica.sharded.leaf)
+                seen = replica.seen if replica.leaf.requires_grad and replica.seen is not None else replica.leaf
+                replica.sharded.put(seen if replicas else replica.held)
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -167,6 +196,7 @@ class OptimizerShards:
             moves = [(replica.sharded.resting, replica.sharded.gathered) for replica in group]
             return redistribute_shards([replica.sharded.shard() for replica in group], moves)
 
-    def copied(self, memo: dict[int, Any]) -> OptimizerShards:
-        """Those of a copy of the module."""
-        return OptimizerShards([replica.copied(memo) for replica in self.replicas], self._bucket_bytes)
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the module, whose replicas are filled at its first forward."""
+        replicas = [replace(replica, version=None, seen=None) for replica in self.replicas]
+        return vars(OptimizerShards(replicas, self._bucket_bytes))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
-from shoal_dtensor.internal import GradRoute, ShardsInFlight, redistribute_shards
+from shoal_dtensor.internal import FakeTensor, GradRoute, ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
 from .sharded_parameters import DataAxes
@@ -70,7 +70,7 @@ class Reduction:
         kept: what was taken from the group's.
     """
 
-    __slots__ = ("_in_flight", "_reduced", "group", "kept", "routes")
+    __slots__ = ("_in_flight", "_present", "_reduced", "group", "kept", "routes")
 
     def __init__(self, group: Group, grads: Sequence[Tensor | None], routes: Sequence[GradRoute]) -> None:
         self.group: Group = group
@@ -85,6 +85,7 @@ class Reduction:
             present.append(float(grad is not None or kept is not None))
             shards.append(local if kept is None else local + kept)
             moves.append((spec, group.parameters[i].reduced))
+        self._present: list[float] = present
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
         source, target = moves[0]
         moves.append(_move_of_flags(source, group.axes, len(present), target.dtype))
@@ -99,7 +100,7 @@ class Reduction:
             *reduced, flags = self._in_flight.wait()
             if self.group.divisor != 1:
                 torch._foreach_div_(reduced, self.group.divisor)
-            there = flags.reshape(-1, len(reduced))[0].tolist()
+            there = self._present if isinstance(flags, FakeTensor) else flags.reshape(-1, len(reduced))[0].tolist()
             self._reduced = [grad if count else None for grad, count in zip(reduced, there, strict=True)]
         return self._reduced
 

@@ -10,11 +10,10 @@ May import: gradient_buckets, optimizer_shards, reduction, sharded_parameters.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     complete_forms,
+    extended,
     is_compiling,
     local_shard,
     owners_of,
@@ -39,12 +39,11 @@ from .reduction import in_groups
 from .sharded_parameters import DataAxes, Site, check_plain_tensors, whole_parameters
 
 _STATE = "_shoal_replicated"
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @takes(module=nn.Module, bucket_bytes=int, shard_optimizer=bool)
 def replicate(  # noqa: PLR0913  # options that exclude one another in no way
-    module: Module,
+    module: nn.Module,
     mesh: DeviceMesh | str,
     *,
     bucket_bytes: int = 25 * 2**20,
@@ -52,13 +51,13 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     src_data_rank: int | None = 0,
     ignored_params: Iterable[nn.Parameter] = (),
     shard_optimizer: bool = False,
-) -> Module:
+) -> Any:  # of the module's class and a `ReplicateModule`, which no type says
     """The module, the gradients of its parameters averaged over data axes: in buckets, while backward goes on.
 
     It is called before or after styles, and before or after the optimizer is made.  All of a pass's
     gradients are delivered when it ends, so one that raises leaves every `.grad` as it was.  A parameter that only some
     ranks have used gets the mean of their gradients and zeros; one that no rank has used gets none.  Tensor hooks of a
-    parameter see the gradient of this rank's rows.
+    parameter see the gradient of this rank's rows.  `torch.autograd.grad` returns means too.
 
     Buffers are equal on all ranks at first, and each rank's own from then on: batch norms count their rank's rows.
 
@@ -87,7 +86,7 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
         ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
         ...     model = replicate(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), mesh["data"])
         ...     type(model).__name__, type(model[0].weight).__name__
-        ('ReplicateSequential', 'Parameter')
+        ('Sequential', 'Parameter')
     """
     if _STATE in vars(module):
         raise LayoutError(f"replicate: this {type(module).__name__} is replicated already")
@@ -110,8 +109,8 @@ def _install(state: Replicas, module: nn.Module) -> None:
     register_owner(state)
     state.attach(module)
     vars(module)[_STATE] = state
-    kind = type(module)
-    module.__class__ = type(f"Replicate{kind.__name__}", (ReplicateModule, kind), {"__module__": kind.__module__})
+    kind: Any = type(module)
+    module.__class__ = extended(ReplicateModule, kind)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
 
@@ -188,14 +187,15 @@ class Replicas:
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        """For a copy of the module, whose own parameters are attached at its first forward."""
-        module, ignored = copy.deepcopy((self.module, self.ignored), memo)
-        copied = Replicas(module, self.axes, self._bucket_bytes, self.dtype, ignored)
-        copied.divisor, copied.syncs = self.divisor, self.syncs
-        copied.shards = self.shards and self.shards.copied(memo)
-        register_owner(copied)
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the module, whose own parameters are attached at its first forward."""
+        copied = Replicas(self.module, self.axes, self._bucket_bytes, self.dtype, self.ignored)
+        copied.divisor, copied.syncs, copied.shards = self.divisor, self.syncs, self.shards
+        return {name: value for name, value in vars(copied).items() if name != "gradients"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, gradients=GradientBuckets([]))
+        register_owner(self)
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -273,9 +273,11 @@ class Replicas:
         held = self._parameters(module)
         trained: list[Any] = self.shards.trained(held) if self.shards else [p for p in held if p.requires_grad]
         leaves = [replica.leaf for replica in trained] if self.shards else trained
-        attached = [(leaf, leaf.dtype, leaf.device) for leaf in leaves]
+        optimized = [replica.held for replica in trained] if self.shards else trained
+        attached = [(*pair, pair[0].dtype, pair[0].device) for pair in zip(leaves, optimized, strict=True)]
         if len(attached) == len(self._attached) and all(
-            one[0] is other[0] and one[1:] == other[1:] for one, other in zip(attached, self._attached, strict=True)
+            one[0] is other[0] and one[1] is other[1] and one[2:] == other[2:]
+            for one, other in zip(attached, self._attached, strict=True)
         ):
             return
         if self.keeps_gradients:
@@ -333,6 +335,11 @@ class Replicas:
 
 class ReplicateModule:
     """What `replicate` adds to a module's class: control over the reduction of gradients, as torch names it."""
+
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed."""
+        module: Any = super()
+        return ", ".join(filter(None, [module.extra_repr(), "replicate"]))
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""

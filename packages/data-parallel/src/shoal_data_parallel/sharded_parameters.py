@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import (
+    FakeTensor,
     carry_gradient,
     carry_over,
     grad_hooked,
@@ -91,7 +92,8 @@ class ShardedParameter:
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
         shard = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
-        return self.leaf._version, shard._version, shard.data_ptr(), shard.dtype
+        memory = 0 if isinstance(shard, FakeTensor) else shard.data_ptr()
+        return self.leaf._version, shard._version, memory, shard.dtype
 
     def empty(self) -> Tensor:
         """A gathered local tensor without values."""

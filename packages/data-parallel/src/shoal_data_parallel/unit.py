@@ -9,7 +9,6 @@ May import: _torch, sharded_parameters.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
@@ -114,6 +113,7 @@ class Unit:
         divisor: what summed gradients are divided by.
         kept: local gradients that were kept, by parameter; `spoiled` if a backward that added to them was not finished.
         current: the gathered parameters; None before the first forward.
+        used: the last forward.
         open: the forwards whose backward is running.
         shows_gathered: whether the modules see gathered parameters rather than the leaves.
         next_forward, next_backward: the units that start to gather when this one's forward, or backward, begins; None:
@@ -134,23 +134,23 @@ class Unit:
         self.stands_in = False
         self.spoiled = False
         self.current: Gathered | None = None
+        self.used: Forward | None = None
         self.open: set[Forward] = set()
         self.shows_gathered: bool = False
         self.next_forward: Sequence[Unit] | None = None
         self.next_backward: Sequence[Unit] | None = None
         self._coming: tuple[ShardsInFlight, Versions] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """For a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
-        copied = Unit(self.name, copy.deepcopy(self.parameters, memo), self.axes)
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the module: the same parameters' copies, with nothing gathered and nothing kept."""
+        copied = Unit(self.name, self.parameters, self.axes)
         copied.divisor, copied.frees, copied.syncs = self.divisor, self.frees, self.syncs
-        memo[id(self)] = copied
-        copied.receive = copy.deepcopy(self.receive, memo)
-        return copied
+        copied.receive = self.receive
+        return vars(copied)
 
     def reset(self) -> None:
         """Begin again with other parameters: nothing is gathered, and the modules see the leaves."""
-        self.current, self._coming, self.trained = None, None, self._trained()
+        self.current, self.used, self._coming, self.trained = None, None, None, self._trained()
         self.show()
 
     def _trained(self) -> list[int]:
@@ -219,9 +219,23 @@ class Unit:
             )  # type: ignore[no-untyped-call]  # torch
             for i, view in zip(self.trained, recorded, strict=True):
                 views[i] = view
-        gathered.views = views
+        gathered.views, self.used = views, forward
         self.show(views)
         return forward
+
+    def enter_again(self) -> Forward:
+        """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
+        used = self.used
+        here = used is not None and used.gathered.filled and used.gathered.versions == self.versions
+        recorded = not torch.is_grad_enabled() or (used is not None and self._records(used))
+        if used is None or not here or not recorded:
+            return self.enter()
+        self.show(used.gathered.views)
+        return used
+
+    def _records(self, forward: Forward) -> bool:
+        views = forward.gathered.views
+        return forward.trained == self._trained() and all(views[i].requires_grad for i in forward.trained)
 
     def show(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Have the modules see these tensors; the leaves when left out."""

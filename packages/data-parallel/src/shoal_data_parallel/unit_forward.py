@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import eager_only, local_shard, pytree
+from shoal_dtensor.internal import FakeTensor, eager_only, is_compiling, local_shard, pytree
 from shoal_mesh.internal import dataclass
 
 from .backward_pass import in_backward, running_pass
@@ -89,6 +89,8 @@ class UnitState:
         self._forward: Forward | None = None
         self._waiting: set[nn.Module] = set()  # the modules whose forward is still to come in this forward of the unit
         self._guards: list[AbstractContextManager[Any]] = []
+        self._called: nn.Module | None = None  # one of the unit's, outside of the unit's forward
+        self._handles: list[Any] = []
         unit.receive = _receive
 
     def lead(self, inner: Sequence[UnitState]) -> None:
@@ -98,6 +100,32 @@ class UnitState:
             state.schedule = self.schedule
             state.unit.frees = state._frees is not False
         self.schedule.states += inner
+        for handle in (handle for state in inner for handle in state._handles):
+            handle.remove()
+        for module in {module for parameter in self.unit.parameters for module, _ in parameter.sites}:
+            self._handles += [
+                module.register_forward_pre_hook(self.before_call, prepend=True),
+                module.register_forward_hook(self.after_call, always_call=True),
+            ]
+
+    def before_call(self, module: nn.Module, args: Any) -> None:
+        """Hook: what stays gathered after the unit's forward is there for its modules, should they be called again."""
+        if is_compiling() or self.unit.shows_gathered or self.unit.frees:
+            return
+        forward, self._called = self.unit.enter_again(), module
+        forward.units = forward.units or self.schedule.units
+        self._guards.append(_guard(forward) if torch.is_grad_enabled() else nullcontext())
+        self._guards[-1].__enter__()
+
+    def after_call(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook, also of a call that raised."""
+        if is_compiling() or self._called is not module:
+            return
+        self._called = None
+        self._guards.pop().__exit__(None, None, None)
+        self.unit.show()
+        if self._frees is None and not torch.is_grad_enabled():
+            self.unit.free()
 
     def free_after_forward(self, frees: bool) -> None:
         """Free what was gathered after a forward, or keep it, from now on."""
@@ -191,7 +219,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
     given back.
     """
     gathered = forward.gathered
-    own = {tensor.untyped_storage().data_ptr() for tensor in gathered.tensors}
+    own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
     def pack(tensor: Tensor) -> Tensor | _OfUnit:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor

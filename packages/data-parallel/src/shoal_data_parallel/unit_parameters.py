@@ -5,7 +5,6 @@ May import: policies, sharded_parameters, unit_forward.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,11 +45,10 @@ class UnitParameters:
         self.ignored = ignored
         self._placement, self._policies = placement, policies
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitParameters:
-        state, ignored = copy.deepcopy((self.state, self.ignored), memo)
-        copied = UnitParameters(state, self.axes, ignored, self._placement, self._policies)
-        register_owner(copied)
-        return copied
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy of the module."""
+        vars(self).update(state)
+        register_owner(self)
 
     @property
     def data_mesh(self) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -175,10 +176,10 @@ def replicas_freeze(plain: Any, model: Any, mesh: DeviceMesh, shard_optimizer: b
         same_gradients(plain, model)
 
 
-def replicas_are_copied(plain: Any, model: Any, mesh: DeviceMesh) -> None:
+def replicas_are_copied(plain: Any, model: Any, mesh: DeviceMesh, copied_by: Callable[[Any], Any]) -> None:
     """A copy is replicated too."""
-    copied: Any = copy.deepcopy(model)
-    assert type(copied) is type(model)
+    copied = copied_by(model)
+    assert type(copied) is type(model) and type(model).__name__ == type(plain).__name__
     tokens, targets = batch(0)
     loss_of(plain, tokens, targets).backward()
     loss_of(copied, *own(mesh, tokens, targets)).backward()
@@ -282,3 +283,23 @@ def _same(state: Any, expected: Any) -> None:
             _same(state[key], value)
     elif isinstance(expected, Tensor):
         torch.testing.assert_close(full(state), expected)
+
+
+def replicas_are_asked_for_gradients(mesh: DeviceMesh, plain: Any, model: Any, compiled: bool) -> None:
+    """`torch.autograd.grad` and `backward(inputs=)` of some parameters give means of replicas."""
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager")
+    names = ["head.weight", "blocks.1.up.weight", "blocks.2.down.bias", "scale"]
+    for step in range(2):
+        tokens, targets = batch(step)
+        found: list[Any] = []
+        for one, rows in ((plain, (tokens, targets)), (model, own(mesh, tokens, targets))):
+            params = [one.get_parameter(name) for name in names]
+            with one.no_sync() if one is model else nullcontext():  # what is returned is reduced all the same
+                loss = loss_of(one, *rows) + 2 * loss_of(one, *rows)  # two forwards, one pass
+                found.append(torch.autograd.grad(loss, params))
+            loss_of(one, *rows).backward(inputs=params)
+            loss_of(one, *rows).backward()  # adds to them
+        for expected, got in zip(*found, strict=True):
+            torch.testing.assert_close(full(got), expected)
+        same_gradients(plain, model)

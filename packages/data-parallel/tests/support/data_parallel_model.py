@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = [
     "loss_of",
     "mesh_of",
     "own",
+    "pickled",
     "raising",
     "same_gradients",
     "same_weights",
@@ -121,6 +123,11 @@ def batch(step: int, rows: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens, targets = torch.randint(VOCABULARY, (2, rows, 5), generator=generator)
     return tokens, targets
+
+
+def pickled(model: nn.Module) -> Any:
+    """The module that a file of this one holds."""
+    return pickle.loads(pickle.dumps(model))
 
 
 def own(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from shoal_mesh import DeviceMesh
 
 from .errors import ArgumentTypeError
@@ -40,6 +43,11 @@ def check_type(where: str, name: str, value: object, kinds: type | tuple[type, .
     """
     if not isinstance(value, kinds):
         raise ArgumentTypeError(f"{where}: expected {name} to be {expected}, got {_described(value)}{_hint(value)}")
+    if kinds is Tensor and isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        kind, way_out = (
+            (f"{value.layout}", "to_dense()") if not value.is_nested else ("nested", "to_padded_tensor(0.0)")
+        )
+        raise ArgumentTypeError(f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}")
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:

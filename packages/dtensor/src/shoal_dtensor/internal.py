@@ -7,6 +7,7 @@ May import: _torch, arithmetic, layout, modules, random_layouts, redistribute, t
 
 from ._torch import (
     FakeTensor as FakeTensor,
+    FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
     TorchDispatchMode as TorchDispatchMode,
     at_end_of_backward as at_end_of_backward,
@@ -42,12 +43,15 @@ from .modules.gradient_routes import (
     first_order_only as first_order_only,
     grad_hooked as grad_hooked,
     grad_route as grad_route,
+    leaf_route as leaf_route,
 )
 from .modules.owners import (
     check_styled as check_styled,
+    extended as extended,
     given_back as given_back,
     in_turns as in_turns,
     owners_of as owners_of,
+    refuse_save_pretrained as refuse_save_pretrained,
     register_owner as register_owner,
 )
 from .modules.parameter_state import (
@@ -57,8 +61,11 @@ from .modules.parameter_state import (
     holds_tensors as holds_tensors,
     note_replaced as note_replaced,
 )
+from .random_layouts.functions import active as active, drawers_of as drawers_of
 from .random_layouts.local_layout import (
     current_watch as current_watch,
+    global_stride as global_stride,
+    in_memory_as as in_memory_as,
     layout_of as layout_of,
     note_layout as note_layout,
 )

@@ -8,78 +8,33 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
+    AllgatherOptions as AllgatherOptions,
+    AllreduceOptions as AllreduceOptions,
+    AllToAllOptions as AllToAllOptions,
     Backend,
-    BroadcastOptions,
-    PrefixStore,
-    ReduceOp,
-    ReduceScatterOptions,
-    Store,
-    TCPStore,
-    Work,
+    BroadcastOptions as BroadcastOptions,
+    PrefixStore as PrefixStore,
+    ReduceOp as ReduceOp,
+    ReduceScatterOptions as ReduceScatterOptions,
+    Store as Store,
+    TCPStore as TCPStore,
+    Work as Work,
 )
 from torch._library import opaque_object
-from torch.distributed import ProcessGroup, distributed_c10d as _c10d
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.autograd import forward_ad
+from torch.distributed import ProcessGroup as ProcessGroup, distributed_c10d as _c10d
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 from .errors import MeshTypeError
-
-__all__ = [
-    "WORLDS",
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BackendOptions",
-    "BroadcastOptions",
-    "PrefixStore",
-    "ProcessGroup",
-    "ReduceOp",
-    "ReduceScatterOptions",
-    "Store",
-    "TCPStore",
-    "TorchDispatchMode",
-    "Work",
-    "backend_config",
-    "backend_options",
-    "c10d_ops",
-    "constant_when_compiled",
-    "default_group",
-    "default_store",
-    "fake_store",
-    "full_backend_config",
-    "functional",
-    "group_by_name",
-    "group_name",
-    "group_of_op",
-    "group_ranks",
-    "in_backward",
-    "is_compiling",
-    "is_exporting",
-    "is_gloo",
-    "is_live",
-    "kept_in_order",
-    "known_groups",
-    "new_group",
-    "on_plain_kernels",
-    "plain_kernels",
-    "refuse_its_own_mesh",
-    "timeout_of",
-    "timeout_of_any",
-    "tree_leaves",
-    "without_importing_dynamo",
-]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -89,6 +44,37 @@ c10d_ops = torch.ops.c10d
 
 is_compiling = torch.compiler.is_compiling
 is_exporting = torch.compiler.is_exporting
+
+
+def is_traced(tensor: torch.Tensor | None = None) -> bool:
+    """Whether a collective is to be an operator of torch, not a call: for a compiler, make_fx, and fake tensors.
+
+    What records operators does not see a call, and a fake tensor has no memory to send.
+
+    Args:
+        tensor: what is sent; one that was made fake stays it outside of its mode.
+    """
+    if is_compiling() or _recorder_before_dispatch() is not None:
+        return True
+    if _active_modes() and (_active_mode(_KINDS.FAKE) or _active_mode(_KINDS.PROXY)) is not None:
+        return True
+    return type(tensor) is not torch.Tensor and isinstance(tensor, FakeTensor)
+
+
+_active_modes = torch._C._len_torch_dispatch_stack
+_active_mode = torch._C._get_dispatch_mode
+_KINDS = torch._C._TorchDispatchModeKey
+# That of make_fx(pre_dispatch=True).
+_recorder_before_dispatch = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode AD follows a tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
+
+
+# A block in which modes see no operators.
+unseen: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 # Its `_default_pg` is the default group: a read of 10 ns, where the public property takes 100.
 WORLDS = _c10d._world
 

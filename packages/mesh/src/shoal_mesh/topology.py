@@ -102,9 +102,9 @@ class Topology:
         try:
             links = [self.links[axis] for axis in axes]
         except (IndexError, TypeError, RuntimeError):  # RuntimeError: torch's own mesh
-            require_each(axes, int, "axes of a topology are indices")
             links = []
         if not links:
+            require_each(axes, int, "axes of a topology are indices")
             raise AxisError(f"a topology of {len(self.links)} axes has none of {axes!r:.80}: pass indices of axes")
         return Link(max(link.latency for link in links), min(link.bandwidth for link in links))
 

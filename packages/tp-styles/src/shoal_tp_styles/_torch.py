@@ -15,6 +15,7 @@ __all__ = [
     "autocast_dtype",
     "autocasting",
     "direct",
+    "hook_end_of_forward",
     "split_sizes",
     "transforming",
     "use_count",
@@ -63,3 +64,14 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     ):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def hook_end_of_forward(module: Any, hook: Callable[[Any, Any, Any], None] | None) -> None:
+    """Have a hook be called when a forward is over, also by an error, with None for the output; None: no longer.
+
+    It has one name in all modules, where torch numbers hooks: compiled blocks of equal structure share a graph.
+    """
+    for table, value in ((module._forward_hooks, hook), (module._forward_hooks_always_called, True)):
+        table.pop("shoal", None)
+        if hook is not None:
+            table["shoal"] = value

@@ -39,8 +39,10 @@ from .plan.trial import try_plan as try_plan
 from .sharding.expert_parameters import experts_of as experts_of
 from .sharding.module_kinds import (
     HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,
+    class_of as class_of,
     kinds_of as kinds_of,
     out_features as out_features,
 )
-from .sharding.module_sharding import COMPLETION as COMPLETION
+from .sharding.module_sharding import COMPLETION as COMPLETION, Adapter as Adapter
 from .styles.linear import COLWISE as COLWISE
+from .styles.lora import initialize_adapter as initialize_adapter

@@ -84,6 +84,18 @@ class First(nn.Module):
         return out
 
 
+class Bags(nn.Module):
+    """Weighted sums of two tokens each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.EmbeddingBag(8, 8, mode="sum")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x, torch.arange(0, x.shape[0], 2), x / 2)
+        return out
+
+
 class Mixing(nn.Module):
     """Attention of a tensor's two heads to themselves."""
 
@@ -168,6 +180,13 @@ CASES: dict[str, Case] = {
         RowwiseParallel(input_layouts=Replicate()),
         input=TOKENS.view(2, 4),
     ),
+    **{
+        f"own bags, {type(style).__name__}": Case(Bags, style, Shard(0), TOKENS, "inner")
+        for style in (
+            ColwiseParallel(input_layouts=Shard(0)),
+            RowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0)),
+        )
+    },
     "experts of sharded tokens": Case(lambda: Mixture(PackedExperts(6), 6), ExpertParallel(), Shard(0), path="experts"),
     "experts of all tokens": Case(
         lambda: Mixture(PackedExperts(6), 6), ExpertParallel(input_layouts=Replicate()), path="experts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NoReturn, TypeVar, cast
@@ -9,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo as eager_only
-from torch._guards import detect_fake_mode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shoal_mesh.internal import sums_are_in_tree
 
@@ -17,10 +18,11 @@ __all__ = [
     "eager_only",
     "is_compiling",
     "is_tracing",
+    "is_unrecorded",
     "never_compiled",
     "not_cached",
+    "raised_as_it_is",
     "recorder",
-    "records_values",
     "whole_when_compiled",
 ]
 
@@ -29,7 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 # Whether torch.compile, or an exporter, reads or traces the program that is running.
-is_compiling = torch.compiler.is_compiling
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 
 # The same, False while autograd traces what was read.
 is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
@@ -39,9 +41,18 @@ is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
 recorder: Callable[[], object] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY)
 
 
-def records_values() -> bool:
-    """Whether a recorder sees real tensors: `torch.func.linearize`, `make_fx`."""
-    return torch._guards.TracingContext.try_get() is None and detect_fake_mode() is None
+# That of make_fx(pre_dispatch=True).
+_recorder_before_dispatch: Callable[[], object] = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
+
+
+def is_unrecorded(tensor: torch.Tensor) -> bool:
+    """Whether a recorder (make_fx, torch.func.linearize) would take a tensor, of no input, for a constant."""
+    mode: Any = recorder() or _recorder_before_dispatch()
+    if mode is None or torch._guards.TracingContext.try_get() is not None or isinstance(tensor, FunctionalTensor):
+        return False
+    from torch.fx.experimental.proxy_tensor import has_proxy_slot  # loaded by who records
+
+    return not has_proxy_slot(tensor, mode.tracer)
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
@@ -62,6 +73,15 @@ def not_cached(reason: str) -> NoReturn:
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache  # loaded by who asks
 
     raise BypassAOTAutogradCache(reason)
+
+
+def raised_as_it_is(error: Exception) -> Exception:
+    """The error as one that torch.compile, if it runs, raises with its type and text."""
+    dynamo: Any = sys.modules.get("torch._dynamo.exc")
+    if dynamo is None:
+        return error
+    namespace = {"__str__": lambda _: str(error), "__reduce__": lambda _: (type(error), error.args)}
+    return cast("Exception", type(type(error).__name__, (type(error), dynamo.Unsupported), namespace)(*error.args))
 
 
 _WHOLE: dict[str, Callable[..., Any]] = {}

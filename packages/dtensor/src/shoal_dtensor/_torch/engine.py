@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # A number that changes whenever a dict does, and is never given again.
@@ -95,6 +98,41 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def before_optimizer_steps(hook: Callable[[Any, Any, Any], Any]) -> None:
     """Have a hook called before the step of every optimizer, with the optimizer and the arguments of its step."""
     register_optimizer_step_pre_hook(hook)
+
+
+def steps_as(optimizer: Optimizer, module: str) -> bool:
+    """Whether the optimizer's step is one of a module of torch, as it is in subclasses that do not override it."""
+    return type(optimizer).step.__module__.startswith(module)
+
+
+@torch.no_grad()
+def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, dict[str, Any]]:
+    """The state of the parameters of some groups as it is when their first step begins; the optimizer stays as it is.
+
+    Where torch's optimizers make it, nothing else is run. Others make it somewhere in a step: it is that after a step
+    of copies with a rate and gradients of zero, and none is made for some of the parameters alone.
+    """
+    kind: Any = type(optimizer)
+    known = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
+    if not known and optimizer.state:
+        return {}
+    stand_in, inside = object.__new__(kind), {}
+    vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
+    vars(stand_in).update(_optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    for group in groups:
+        copies = [param.detach() if known else param.detach().clone() for param in group["params"]]
+        for param, copied in zip(group["params"], copies, strict=True):
+            copied.requires_grad_().grad = torch.zeros_like(copied)
+            inside[param] = copied
+        rate = {"lr": group["lr"] * 0} if not known and "lr" in group else {}
+        stand_in.param_groups.append({**group, "params": copies, **rate})
+    if known:
+        for group in stand_in.param_groups:
+            lists: list[list[Any]] = [[] for _ in range(len(signature(kind._init_group).parameters) - 2)]
+            kind._init_group(stand_in, group, *lists)
+    elif inside:
+        kind.step(stand_in)
+    return {param: stand_in.state[copied] for param, copied in inside.items() if stand_in.state.get(copied)}
 
 
 def orthogonalized(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:

@@ -21,6 +21,14 @@ _WITH_STATISTICS = frozenset(
 )
 
 
+def as_meta_kernels_take_it(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of an operator with masks of bytes, which the kernel takes, as the masks of bools they stand for."""
+    if name not in ("aten::index", "aten::_unsafe_index"):
+        return args
+    bytes_ = (isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in args[1])
+    return (args[0], [each.bool() if mask else each for each, mask in zip(args[1], bytes_, strict=True)])
+
+
 def as_kernels_make_it(name: str, args: Sequence[Any], result: Any, device_type: str) -> Any:
     """A meta kernel's result with the dtypes and strides of the device's kernel.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,10 +13,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-__all__ = ["ReplacedAttention", "TorchDispatchMode", "dispatch_modes", "selectively_checkpointed", "unwatched"]
+__all__ = [
+    "FunctionMode",
+    "ReplacedAttention",
+    "TorchDispatchMode",
+    "dispatch_modes",
+    "selectively_checkpointed",
+    "unwatched",
+]
 
 # Number of dispatch modes that are active.
-dispatch_modes = torch._C._len_torch_dispatch_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def _is_selective(mode: object) -> bool:
@@ -35,7 +43,37 @@ def unwatched() -> AbstractContextManager[object]:
     return _disable_current_modes() if selectively_checkpointed() else nullcontext()
 
 
-class ReplacedAttention(TorchFunctionMode):
+def _unseen(function: Any) -> Callable[..., Any]:
+    """A function of torch that no mode sees, though modes are active in what it runs."""
+    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
+    unseen = FunctionType(
+        function.__code__,
+        function.__globals__ | unasked,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    unseen.__kwdefaults__ = function.__kwdefaults__
+    return unseen
+
+
+_BACKWARD = {f: _unseen(f) for f in (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+
+
+class FunctionMode(TorchFunctionMode):
+    """A mode that stays active in backward passes, which may recompute forwards; torch deactivates it in each call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        unseen = _BACKWARD.get(func)
+        if unseen is None:
+            return func(*args, **kwargs)
+        own = next((kind for kind in types if kind is not torch.Tensor), None)
+        with self:
+            return own.__torch_function__(func, types, args, kwargs) if own else unseen(*args, **kwargs)
+
+
+class ReplacedAttention(FunctionMode):
     """Inside, `F.scaled_dot_product_attention` is another function of the same arguments."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
@@ -45,4 +83,4 @@ class ReplacedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
             return self._attend(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)

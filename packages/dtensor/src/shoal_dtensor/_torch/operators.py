@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .meta_kernels import as_kernels_make_it
+from .meta_kernels import as_kernels_make_it, as_meta_kernels_take_it
 
 __all__ = [
     "Build",
@@ -24,6 +24,7 @@ __all__ = [
     "change_shape",
     "decomposition_of",
     "direct",
+    "out_of_sight",
     "results_of",
     "shapes_of",
     "unmarked_writes",
@@ -57,10 +58,11 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         DataDependentError: if the result's shape depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
-    with _out_of_sight():
+    with out_of_sight():
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
+            args = as_meta_kernels_take_it(op._schema.name, args)
             return as_kernels_make_it(op._schema.name, args, op(*args, **kwargs), device_type)
         except (NotImplementedError, RuntimeError):
             pass
@@ -69,17 +71,17 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
             return op(*args, **kwargs)
         with mode or _fake_mode(), _without_log():
             args, kwargs = build(torch.device("cpu"))
-            return op(*args, **kwargs)
+            return op(*as_meta_kernels_take_it(op._schema.name, args), **kwargs)
 
 
 def results_of(op: OpOverload, build: Build) -> Any:
     """What an operator returns on the CPU, out of sight of the user's modes."""
-    with _out_of_sight():
+    with out_of_sight():
         args, kwargs = build(torch.device("cpu"))
         return op(*args, **kwargs)
 
 
-def _out_of_sight() -> AbstractContextManager[Any]:
+def out_of_sight() -> AbstractContextManager[Any]:
     """A block in which the modes of users do not see operators; torch takes 13 us for it, modes or not."""
     modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
     return _disable_current_modes() if modes else nullcontext()
@@ -110,7 +112,7 @@ def direct(op: OpOverload, build: Build, expected: Sequence[Any]) -> Callable[..
     """
     plain: Callable[..., Any] = op._op
     for binding in _bindings(op):
-        with _out_of_sight():
+        with out_of_sight():
             try:
                 args, kwargs = build(META)
                 result = binding(*args, **kwargs)

@@ -50,7 +50,7 @@ def _around(cls: Any, local: torch.Tensor, spec: Any, requires_grad: bool) -> An
 around: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _around)
 
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 BASE: Any = torch._C.TensorBase  # attributes below what a subclass makes of them

@@ -71,6 +71,7 @@ def distribute_tensor(
         return _as_it_is(tensor, mesh, wanted, shard_order)
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
+    check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
     if not tensor.is_leaf:
         raise PlacementError(
             "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
-from shoal_mesh import DeviceMesh
+from shoal_mesh import Comm, DeviceMesh, all_gather
 
-from .._torch import is_tracing, pytree
+from .._torch import TRACED, is_tracing, never_compiled, out_of_sight, pytree
 from ..argument_types import check_callable, check_mesh, check_type
+from ..dispatch.plain_tensors import digest_of
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
-from ..layout.placements import Placement
+from ..layout.placements import Placement, Replicate
+from ..layout.spec import Spec
 from ..tensor.dtensor import DTensor
-from ..tensor.spec_arguments import check_replicated, compared_shapes
+from ..tensor.spec_arguments import coordinate_of, layout_of_rows, shape_row
 
 Placements = Sequence[Placement] | None
+TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
 
 
-def local_map(
+def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     func: Callable[..., Any] | None = None,
     out_placements: Placements | tuple[Placements, ...] = None,
     in_placements: tuple[Placements, ...] | None = None,
@@ -28,6 +35,7 @@ def local_map(
     device_mesh: DeviceMesh | None = None,
     *,
     redistribute_inputs: bool = False,
+    run_check: bool = True,
 ) -> Callable[..., Any]:
     """`func` on local tensors, as a function on DTensors.
 
@@ -40,20 +48,23 @@ def local_map(
         in_grad_placements: placements of the inputs' gradients as they come back from `func`.
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
+        run_check: in every call, compare over the mesh the shapes of the outputs, which may be uneven, and the values
+            of those that are said to be replicated: one all-gather of 152 bytes for each output. Threads may come in
+            any order. If False, nothing is sent: outputs have on every rank the shapes that they have on this one, or
+            the sizes that `out_placements` say (`Shard(dim, sizes=...)`), and replicas are equal. Compiled code does
+            not compare; it refuses unevenly sharded inputs unless this is False.
 
     Returns:
-        The wrapped function; given plain tensors alone it is `func`. In the first call with inputs of these specs, the
-        ranks compare the shapes of the outputs, and the values of replicated ones. The shapes are compared in every
-        call if an input or an output is unevenly sharded, so that uneven outputs are right too.
+        The wrapped function; given plain tensors alone it is `func`.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or
-            on all ranks, if outputs that are said to be replicated differ.
+            on all ranks, if the outputs' shapes fit no sharding or replicas differ.
         MixedTensorError: (when called) if a placement is given for a plain tensor.
     """
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
-        return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs)
+        return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check)
 
     check_callable("local_map", "func", func)
     _check_types(out_placements, device_mesh, in_placements=in_placements, in_grad_placements=in_grad_placements)
@@ -64,27 +75,17 @@ def local_map(
         kinds = [isinstance(item, DTensor) for item in flat if isinstance(item, torch.Tensor)]
         if kinds and not any(kinds):
             return func(*args, **kwargs)
-        _check_counts(len(flat), in_placements=in_placements, in_grad_placements=in_grad_placements)
-        wanted = in_placements or (None,) * len(flat)
-        mesh, uneven, local = device_mesh, False, []
-        for i, item in enumerate(flat):
-            if not isinstance(item, DTensor):
-                local.append(_plain(i, item, wanted[i]))
-                continue
-            placed = _placed(i, item, wanted[i], redistribute_inputs)
-            mesh = mesh or placed.device_mesh
-            uneven = uneven or not placed._spec.even
-            gradient = in_grad_placements[i] if in_grad_placements is not None else None
-            local.append(placed.to_local(grad_placements=gradient))
+        local, specs = _local_inputs(flat, in_placements, in_grad_placements, redistribute_inputs)
+        if run_check and is_tracing():
+            _refuse_uneven(specs)
+        mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        return _outputs(result, out_placements, mesh, _Signature(_key(func, flat), uneven))
+        numbered = None if not run_check or is_tracing() else functools.partial(_number_of, func, tuple(specs))
+        return _outputs(result, out_placements, mesh, numbered)
 
+    if not is_tracing():
+        never_compiled(mapped)
     return mapped
-
-
-def _key(func: Any, flat: Sequence[Any]) -> tuple[Any, ...]:
-    """What calls of one signature share: the code of the function, and the specs of its inputs."""
-    return getattr(func, "__code__", func), tuple(item._spec for item in flat if isinstance(item, DTensor))
 
 
 def _check_types(outputs: Any, mesh: Any, **inputs: Any) -> None:
@@ -95,23 +96,30 @@ def _check_types(outputs: Any, mesh: Any, **inputs: Any) -> None:
         check_mesh("local_map", mesh)
 
 
-def _plain(number: int, item: Any, wanted: Placements) -> Any:
-    """An input that is no DTensor, if no placements are asked of it."""
-    if wanted is not None and isinstance(item, torch.Tensor):
-        raise MixedTensorError(f"local_map: input {number} is a plain tensor, but {list(wanted)} is asked of it")
-    return item
+def _local_inputs(
+    flat: list[Any], wanted: tuple[Placements, ...] | None, grads: tuple[Placements, ...] | None, redistribute: bool
+) -> tuple[list[Any], list[Spec]]:
+    """What the function gets, and the layouts of the DTensors that it is of."""
+    for name, entries in ("in_placements", wanted), ("in_grad_placements", grads):
+        if entries is not None and len(entries) != len(flat):
+            given = f"{name} has {len(entries)} entries, the function got {len(flat)} inputs"
+            raise PlacementIndexError(f"local_map: {given}")
+    every, local, specs = (None,) * len(flat), [], []
+    for i, (item, placements, grad) in enumerate(zip(flat, wanted or every, grads or every, strict=True)):
+        placed = _placed(i, item, placements, redistribute)
+        if isinstance(placed, DTensor):
+            specs.append(placed._spec)
+            placed = placed.to_local(grad_placements=grad)
+        local.append(placed)
+    return local, specs
 
 
-def _check_counts(inputs: int, **given: Sequence[Placements] | None) -> None:
-    for name, entries in given.items():
-        if entries is not None and len(entries) != inputs:
-            raise PlacementIndexError(f"local_map: {name} has {len(entries)} entries, the function got {inputs} inputs")
-
-
-def _placed(index: int, item: DTensor, wanted: Placements, redistribute: bool) -> DTensor:
+def _placed(index: int, item: Any, wanted: Placements, redistribute: bool) -> Any:
     """An input in the placements that are asked of it."""
-    if wanted is None:
+    if wanted is None or not isinstance(item, torch.Tensor):
         return item
+    if not isinstance(item, DTensor):
+        raise MixedTensorError(f"local_map: input {index} is a plain tensor, but {list(wanted)} is asked of it")
     target = item._spec.with_(placements=tuple(wanted))
     if item._spec.same_layout(target):
         return item
@@ -123,29 +131,72 @@ def _placed(index: int, item: DTensor, wanted: Placements, redistribute: bool) -
     return item.redistribute(placements=wanted)
 
 
-class _Signature:
-    """One function on inputs of certain specs: whether its outputs were compared, and whether they always are."""
-
-    __slots__ = ("always", "first", "key")
-
-    # (function, specs) -> whether an output is unevenly sharded; the same on every rank.
-    _known: ClassVar[dict[Any, bool]] = {}
-
-    def __init__(self, key: Any, uneven: bool) -> None:
-        self.key, self.first = key, key not in self._known
-        self.always = uneven or self._known.get(key, False)
-
-    def remember(self, uneven: bool) -> None:
-        """Keep what the first call has shown."""
-        if len(self._known) >= MAX_SIGNATURES:
-            del self._known[next(iter(self._known))]
-        self._known[self.key] = uneven
+def _refuse_uneven(specs: Sequence[Spec]) -> None:
+    """Refuse inputs in compiled code whose outputs may have other shapes on other ranks."""
+    if not all(spec.even for spec in specs):
+        raise PlacementError(
+            f"local_map in compiled code: an input is unevenly sharded, {specs}, and ranks cannot compare the outputs; "
+            "say their sizes, out_placements=[Shard(dim, sizes=...)], and run_check=False, or call it outside of "
+            "compiled code"
+        )
 
 
-MAX_SIGNATURES = 4096
+class _Meeting:
+    """Where the ranks of a group tell each other numbers, for threads that may come in another order on each rank.
+
+    Every call is one round in which each rank says what it has, and what it is of. What other threads here ask for is
+    kept for them, and a thread waits for rounds of others until all ranks have said what it needs.
+    """
+
+    _of_group: ClassVar[WeakKeyDictionary[Any, _Meeting]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._said: dict[int, list[deque[list[int]]]] = {}
+
+    @classmethod
+    def over(cls, comm: Comm) -> _Meeting:
+        """The one of a group."""
+        return cls._of_group.setdefault(comm.group, cls())
+
+    def rows(self, comm: Comm, device_type: str, of: int, numbers: Sequence[int]) -> list[list[int]]:
+        """What all ranks say, by rank.
+
+        Args:
+            comm: of the group.
+            device_type: whose tensors the group sends.
+            of: what this is about, for the threads of other ranks that ask the same.
+            numbers: as many on all ranks.
+        """
+        with self._changed:
+            with out_of_sight():
+                every = all_gather(torch.tensor([[of, *numbers]], device=device_type), comm).tolist()
+            for rank, (about, *said) in enumerate(every):
+                self._said.setdefault(about, [deque() for _ in every])[rank].append(said)
+            self._changed.notify_all()
+            mine = self._said[of]
+            if not self._changed.wait_for(lambda: all(mine), TIMEOUT):
+                missing = [comm.ranks[rank] for rank, said in enumerate(mine) if not said]
+                raise PlacementError(
+                    f"local_map in a thread: no thread of ranks {missing} has called the function on such inputs for "
+                    f"{TIMEOUT:.0f} s; run_check=False compares nothing"
+                )
+            rows = [said.popleft() for said in mine]
+            if not any(mine):
+                del self._said[of]
+            return rows
 
 
-def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, signature: _Signature) -> Any:
+@functools.lru_cache(maxsize=4096)
+def _number_of(func: Any, specs: tuple[Spec, ...], index: int) -> int:
+    """A number of an output, equal on all ranks."""
+    name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
+    line = getattr(getattr(func, "__code__", None), "co_firstlineno", 0)
+    digest = hashlib.blake2b(f"{name} {line} {specs} {index}".encode(), digest_size=7)
+    return int.from_bytes(digest.digest(), "little") + 1
+
+
+def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, numbered: Callable[[int], int] | None) -> Any:
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
@@ -159,20 +210,32 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, signatur
             continue
         if mesh is None:
             raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
-        outputs.append(_wrapped(i, item, mesh, placements, signature))
-    if signature.first and not is_tracing():
-        signature.remember(any(isinstance(item, DTensor) and not item._spec.even for item in outputs))
+        if numbered is None or mesh.get_coordinate() is None or mesh.size() == 1:
+            outputs.append(DTensor.from_local(item, mesh, placements))
+        else:
+            outputs.append(_compared(i, item, mesh, placements, numbered))
     return pytree.tree_unflatten(outputs, structure)
 
 
-def _wrapped(
-    index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], signature: _Signature
+def _compared(
+    index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], numbered: Callable[[int], int]
 ) -> DTensor:
-    """An output as a DTensor, compared over the mesh where its signature asks for it."""
-    compares = (signature.first or signature.always) and mesh.get_coordinate() is not None and not is_tracing()
-    shape, order = None, None
-    if compares:
-        placements, shape, order = compared_shapes(local, mesh, placements, None)
-    if compares and signature.first:
-        check_replicated(f"output {index} of local_map", local.detach(), mesh, placements)
-    return DTensor.from_local(local, mesh, placements, shape=shape, shard_order=order)
+    """An output as a DTensor, of the shapes that all ranks have; refused on all of them if replicas differ."""
+    replicated = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1]
+    digest = digest_of([local]) if replicated and not isinstance(local, TRACED) else 0
+    # A program's main thread does the same in the same order on all ranks, whatever function each of them calls.
+    number = 0 if threading.current_thread() is threading.main_thread() else numbered(index)
+    comm = mesh.comm(tuple(range(mesh.ndim)))
+    rows = _Meeting.over(comm).rows(comm, mesh.device_type, number, [digest, *shape_row(local)])
+    digests: dict[tuple[int, ...], set[int]] = {}
+    for i, row in enumerate(rows):
+        where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate_of(i, mesh.shape)))
+        digests.setdefault(where, set()).add(row[0])
+    if any(len(of_replicas) > 1 for of_replicas in digests.values()):
+        axes = "x".join(mesh.axis_names[axis] for axis in replicated)
+        raise PlacementError(
+            f"output {index} of local_map, placed {list(placements)}, differs between ranks along {axes}; Partial() is "
+            "a tensor of which every rank has a summand"
+        )
+    sized, shape, order = layout_of_rows([row[1:] for row in rows], local, mesh, placements, None)
+    return DTensor.from_local(local, mesh, sized, shape=shape, shard_order=order)

@@ -10,8 +10,11 @@ one of them is called.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from .._torch import around_state_dicts
 from ..errors import StateDictError
 from ..redistribute.scatter import shard_of
 from ..tensor.dtensor import DTensor
+from .optimizer_states import completed, names_of, nested, optimizers_of, trained, with_first_states
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 Path = tuple[str | int, ...]
@@ -70,7 +74,9 @@ def get_optimizer_state_dict(
 
     Args:
         model: the model that the optimizers step.
-        optimizers: one or several; their state is initialised if there is none yet, as in torch.
+        optimizers: one or several. Reading changes nothing: a trainable parameter without state is given that with
+            which its first step begins, to be saved or filled. The state of an optimizer that is not torch's is unknown
+            before its first step; as in torch, it is that after a step without gradients.
         submodules: as in torch (deprecated there).
         options: as for `get_model_state_dict`; also `flatten_optimizer_state_dict`.
 
@@ -78,8 +84,9 @@ def get_optimizer_state_dict(
         StateDictError: the options are of another type, or an optimizer is not one of this model.
     """
     api, options = _read(options)
-    _check_optimizers(model, optimizers)
-    state: dict[str, Any] = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    optimizers = optimizers_of(model, optimizers)
+    with with_first_states(optimizers):
+        state: dict[str, Any] = api.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     return state
 
 
@@ -131,20 +138,19 @@ def set_optimizer_state_dict(
 
     Args:
         model: the model that the optimizers step.
-        optimizers: one or several; their state is initialised if there is none yet, as in torch.
+        optimizers: one or several.
         optim_state_dict: what `get_optimizer_state_dict` gives; with `broadcast_from_rank0` that of rank 0 counts.
         options: as for `set_model_state_dict`.
 
     Raises:
-        StateDictError: an entry has another shape than the state that it replaces, or an optimizer is not one of this
-            model: on every rank, nothing is changed.
+        StateDictError: an entry has another shape than the state that it replaces, one is missing though `strict`, or
+            an optimizer is not one of this model: on every rank, nothing is changed.
     """
     api, options = _read(options)
-    _check_optimizers(model, optimizers)
-    if options.full_state_dict:
-        target = api.get_optimizer_state_dict(model, optimizers, options=_sharded_options(options))
-        optim_state_dict = _sharded(optim_state_dict, target, options, check_keys=False)
-    api.set_optimizer_state_dict(model, optimizers, dict(optim_state_dict), options=_sharded_options(options))
+    optimizers = optimizers_of(model, optimizers)
+    get = partial(api.get_optimizer_state_dict, model, optimizers)
+    with _loadable(lambda own: get(options=own), optimizers, optim_state_dict, options) as (state, own):
+        api.set_optimizer_state_dict(model, optimizers, state, options=own)
 
 
 def set_state_dict(
@@ -183,20 +189,28 @@ def install_in_torch() -> None:
 def _get(original: Callable[..., Any], *args: Any) -> Any:
     """What torch returns for a model or its optimizers, with full tensors if the options ask for them."""
     *owners, options = args
-    if not (options.full_state_dict and _has_dtensors(owners[0])):
+    if not _has_dtensors(owners[0]):
         return original(*args)
-    state = original(*owners, replace(options, cpu_offload=False))  # on all ranks, as gathering takes them
+    with with_first_states(chain(*owners[1:])):
+        if not options.full_state_dict:
+            return original(*args)
+        state = original(*owners, replace(options, cpu_offload=False))  # on all ranks, as gathering takes them
     return _gathered(state, options)
 
 
 def _load(original: Callable[..., Any], original_get: Callable[..., Any], *args: Any) -> Any:
     """Load a state dict, with shards in place of its full tensors if the options say that it has these."""
     *owners, state, options = args
-    if not (options.full_state_dict and _has_dtensors(owners[0])):
+    if not _has_dtensors(owners[0]):
+        return original(*args)
+    if len(owners) == 2:
+        with _loadable(partial(original_get, *owners), owners[1], state, options) as (state, own):
+            return original(*owners, state, own)
+    if not options.full_state_dict:
         return original(*args)
     options_of_shards = _sharded_options(options)
     target = original_get(*owners, replace(options_of_shards, ignore_frozen_params=False))
-    state = _sharded(state, target, options, check_keys=len(owners) == 1 and options.strict)
+    state = _sharded(state, target, options, check_keys=options.strict)
     return original(*owners, state, options_of_shards)
 
 
@@ -220,20 +234,29 @@ def _read(options: Any) -> tuple[Any, Any]:
     return api, options
 
 
-def _check_optimizers(model: nn.Module, optimizers: Any) -> None:
-    known = {id(parameter) for parameter in model.parameters()}
-    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise StateDictError(
-                        f"{type(optimizer).__name__} steps a tensor of shape {tuple(parameter.shape)} that is not a "
-                        "parameter of the model: construct the optimizer after the model is parallelized"
-                    )
-
-
 def _sharded_options(options: Any) -> Any:
     return replace(options, full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
+
+
+@contextmanager
+def _loadable(
+    get: Callable[[Any], Any], optimizers: Sequence[torch.optim.Optimizer], state: Any, options: Any
+) -> Iterator[tuple[dict[str, Any], Any]]:
+    """What torch is to load in the block, with which options: checked, complete, in the layouts of the optimizers."""
+    own = replace(_sharded_options(options), flatten_optimizer_state_dict=False, strict=False)
+    with_state = {param for optimizer in optimizers for param, entry in optimizer.state.items() if entry != {}}
+    with with_first_states(optimizers):
+        groups = get(own)["param_groups"]
+        state = nested(state, groups)
+        structure = _structure(state, options)
+        _check(structure, {})
+        given, named = structure.get("state", {}), names_of(optimizers, groups)
+        held = {name for name, param in named.items() if param in with_state}
+        with trained(each for name, each in named.items() if given.get(name)), with_first_states(optimizers):
+            target = get(own)
+            _check(structure, target)
+            whole = completed(structure if options.full_state_dict else state, target, held, strict=options.strict)
+            yield _laid_out(whole, state, target, options) if options.full_state_dict else whole, own
 
 
 # --- full state dicts -------------------------------------------------------------------------------------------------
@@ -275,6 +298,13 @@ def _sharded(state: Mapping[str, Any], target: Mapping[str, Any], options: Any, 
     """`R -> placements`: a full state dict with the layouts of the target; checked before any tensor moves."""
     structure = _structure(state, options)
     _check(structure, target, check_keys=check_keys)
+    return _laid_out(structure, state, target, options)
+
+
+def _laid_out(
+    structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
+) -> dict[str, Any]:
+    """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
     device = next((each.device for each in _tensors(target) if isinstance(each, DTensor)), torch.device("cpu"))
 
     def shard(path: Path, info: Any) -> Any:
@@ -317,7 +347,7 @@ def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: 
     return full
 
 
-def _check(structure: Any, target: Mapping[str, Any], *, check_keys: bool) -> None:
+def _check(structure: Any, target: Mapping[str, Any], *, check_keys: bool = False) -> None:
     """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
     if isinstance(structure, StateDictError):
         raise structure

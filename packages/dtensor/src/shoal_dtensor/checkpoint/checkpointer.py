@@ -168,7 +168,7 @@ class Checkpointer:
             try:
                 dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
             except dist.checkpoint.api.CheckpointException as error:
-                raise CheckpointError(f"step {step} was not loaded: {error.failures}") from error
+                raise CheckpointError(f"step {step} was not loaded: {_said(error)}") from error
 
     def _write_quietly(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         try:
@@ -198,11 +198,17 @@ class Checkpointer:
         try:
             dcp.save(state_dict, checkpoint_id=steps.partial(step), process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
-            raise CheckpointError(f"step {step} was not saved: {error.failures}") from error
+            raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
         written: list[Files] = agreed(read_back, group)
         agreed(complete, group)
         agreed(partial(self._check, step), group)
         agreed(lambda: steps.remove_all_but(self._keep) if first else None, group)
+
+
+def _said(error: dist.checkpoint.api.CheckpointException) -> str:
+    """What went wrong, by rank."""
+    failures = sorted(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures)
 
 
 def _copied(value: Any) -> Any:

@@ -16,8 +16,14 @@ from warnings import warn
 
 from shoal_mesh import purpose
 
-from .._torch import FakeTensor, OpOverload, around, never_compiled, recorder, records_values
-from ..errors import NoRuleError
+from .._torch import (
+    OpOverload,
+    around,
+    never_compiled,
+    raised_as_it_is,
+    recorder,
+)
+from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.run_once import run_once, write_back
 from ..scopes import blocks, current, entered, own_scope
@@ -34,7 +40,7 @@ from .decision import (
 )
 from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .in_place import count_writes, follow
-from .plain_tensors import OF_SHAPES, values_read, verify_replicated
+from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
 from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
 from .size_classes import forget
@@ -88,6 +94,8 @@ def dispatch(  # noqa: C901, PLR0912  # see above
     try:  # an overload's own hash is a Python function
         cache = (current() if blocks else own_scope()).decisions[id(op)]
     except KeyError:
+        cache = None
+    if cache is None:  # not in the handler: errors are raised without a miss before them
         cache = _new_op_cache(cls, op)
     named = kwargs = {} if kwargs is None else kwargs
     key: Any
@@ -117,10 +125,12 @@ def dispatch(  # noqa: C901, PLR0912  # see above
             named = cache.readers.keywords(kwargs, key, types)
         key = tuple(key)
     if recorder():
-        _check_recorded(op, local)
+        _check_recorded(cls, op, [*args, *kwargs.values()])
     try:
         decision = cache.decisions[key]
     except (KeyError, TypeError):  # symbols among the arguments have no hash
+        decision = None
+    if decision is None:
         return _on_cache_miss(_Call(cls, op, args, kwargs, local, named), cache, key)
     if decision.slow_path:
         return _run_slow_path(_Call(cls, op, args, kwargs, local, named), decision)
@@ -135,31 +145,33 @@ def dispatch(  # noqa: C901, PLR0912  # see above
         for shard in result:
             wrapped.append(around(cls, shard, decision.outputs[len(wrapped)], False))
         return wrapped
-    if kind is _NONE:
-        if decision.unreported_writes:
-            count_writes(decision.unreported_writes, args, kwargs)
-        return result
-    return _wrapped(cls, result, decision, args, kwargs)
+    count_writes(decision.unreported_writes, args, kwargs)
+    return result if kind is _NONE else _wrapped(cls, result, decision, args, kwargs)
 
 
 never_compiled(dispatch)
 
 
-def _check_recorded(op: OpOverload, local: Sequence[Any]) -> None:
-    """Refuse an operator whose shards torch.fx would take for constants of its record."""
-    if records_values() and not any(isinstance(tensor, FakeTensor) for tensor in tensors_in(local)):
-        raise NoRuleError(
-            f"{op} on a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
-            f"hold the values of now. Use torch.func.jvp or torch.compile, or pass make_fx every DTensor as an input"
-        )
-
-
-def _new_op_cache(cls: Any, op: OpOverload) -> _OpCache:
+def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     """An empty cache for an operator in the current scope."""
+    if not isinstance(op, OpOverload):
+        raise raised_as_it_is(
+            OperatorArgumentError(
+                f"{op} takes no DTensors: call it on local tensors in local_map, in layouts in which shards need "
+                "nothing of each other"
+            )
+        ) from None
     scope = current()
     rule = rule_of(op, scope)
     cache = _OpCache(op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.each)
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
+
+
+def _check_recorded(cls: Any, op: Any, values: Sequence[Any]) -> None:
+    """Refuse a call on shards that a recorder would take for constants."""
+    for tensor in tensors_in(values):
+        if isinstance(tensor, cls):
+            check_recorded(str(op), tensor._local_tensor)
 
 
 def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:

@@ -21,8 +21,17 @@ import torch
 
 from shoal_mesh import DeviceMesh, all_reduce, purpose
 
-from .._torch import TRACED, FakeTensor, OpOverload, disabled_torch_function, in_backward, make_wrapper, pytree
-from ..errors import MixedTensorError
+from .._torch import (
+    TRACED,
+    FakeTensor,
+    OpOverload,
+    disabled_torch_function,
+    in_backward,
+    is_unrecorded,
+    make_wrapper,
+    pytree,
+)
+from ..errors import MixedTensorError, NoRuleError
 from ..rules.language.op_schema import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
@@ -72,7 +81,7 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     notice = notice_of(what, [need], current())
     if notice:
         warnings.warn(notice, stacklevel=2)
-    digest = _digest(tensors)
+    digest = digest_of(tensors)
     mine = torch.tensor([digest, -digest, 0 if candidates else 1], dtype=torch.int64, device=mesh.device_type)
     with purpose(f"{what}: comparison of plain tensors"):
         highest, lowest, refused = all_reduce(mine, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
@@ -97,29 +106,41 @@ def _advice() -> str:
     )
 
 
-# Operators over the gradients of a model that has both kinds: what takes both.
-_CLIP = "; for gradients of both kinds, shoal_dtensor.clip_grad_norm_"
+# Operators over the gradients of a model that has plain ones too, or some of other meshes: what takes all.
+_CLIP = "; for gradients of both kinds or of several meshes, shoal_dtensor.clip_grad_norm_"
+_LOAD = (
+    "; to load full tensors, shoal_dtensor.set_model_state_dict(model, state_dict, "
+    "options=StateDictOptions(full_state_dict=True))"
+)
 _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
+    "copy_": _LOAD,
 }
+
+
+def instead(what: str) -> str:
+    """What to say of an operator that another function calls, which users are to replace; usually nothing."""
+    return next((way for start, way in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
 
 
 def _mixed(what: str, shapes: str) -> str:
     # How DistributedDataParallel's constructor compares the ranks' parameters: all of them in one flat tensor.
     wrapped = what == "aten.cat.default" and not in_backward()
+    replicated = "" if instead(what) == _LOAD else ", or count plain tensors as replicated in implicit_replication()"
     return (
         f"{what} got DTensors together with a plain tensor of shape {shapes}; make it a DTensor with "
-        f"distribute_tensor or DTensor.from_local, or count plain tensors as replicated in implicit_replication()"
+        f"distribute_tensor or DTensor.from_local{replicated}; a parameter of fully_shard is gathered by a "
+        "call of its module, or by unshard()"
         + (
             "; for DistributedDataParallel of a module with both kinds, shoal_data_parallel.replicate"
             if wrapped
             else ""
         )
-        + next((way for start, way in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
+        + instead(what)
     )
 
 
-def _digest(tensors: Sequence[torch.Tensor]) -> int:
+def digest_of(tensors: Sequence[torch.Tensor]) -> int:
     """A number of 62 bits that depends on shapes, dtypes and every bit of the values."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
@@ -179,7 +200,7 @@ def _references_of_temporary() -> int:
         return arg
 
     class Probe(torch.Tensor):
-        __torch_function__ = disabled_torch_function  # type: ignore[assignment]  # torch's stub has one argument more
+        __torch_function__ = disabled_torch_function
 
         @classmethod
         def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
@@ -237,3 +258,17 @@ _VARARGS, _NAMED = 4, 8  # flags of a code object: it takes *args, **kwargs
 
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def check_recorded(what: str, shard: torch.Tensor) -> None:
+    """Refuse what a recorder would take a shard for a constant of: its record would hold the values of now.
+
+    Raises:
+        NoRuleError: if it would.
+    """
+    if is_unrecorded(shard):
+        raise NoRuleError(
+            f"{what} of a DTensor while torch.fx records operators (torch.func.linearize, make_fx): the record would "
+            "hold the values of now. Pass make_fx local tensors and make DTensors of them inside, with "
+            "DTensor.from_local; or use torch.compile, or torch.func.jvp"
+        )

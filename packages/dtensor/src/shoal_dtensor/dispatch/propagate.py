@@ -45,6 +45,7 @@ from .decision import (
 )
 from .global_outputs import global_outputs, without_memory
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
+from .plain_tensors import instead
 from .results import with_memory_order
 from .size_classes import KnownClass, SizeClass, class_of, known_class
 from .symbolic_calls import NeedsConstantsError, constants_of, example_of, in_symbolic_runs, placed_like
@@ -383,6 +384,6 @@ def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:
         if spec.mesh is not specs[0].mesh and spec.mesh != specs[0].mesh:
             raise MixedTensorError(
                 f"{op}: its inputs are on different meshes: {specs[0].mesh} and {spec.mesh}; "
-                f"redistribute one of them to the other's mesh first"
+                f"redistribute one of them to the other's mesh first{instead(str(op))}"
             )
     return specs[0].mesh

@@ -199,15 +199,14 @@ def known_class(
     """
     if call is None:
         return None
-    try:
+    if call.key in _known:
         return _known[call.key]
-    except KeyError:
-        if len(_known) >= MAX_CLASSES:
-            del _known[next(iter(_known))]
-        reshape = call.reshaped is not None
-        known = KnownClass(op, build, (), {}) if reshape else _shown(op, rule.sizes or (), call, args, kwargs, build)
-        _known[call.key] = known
-        return known
+    if len(_known) >= MAX_CLASSES:
+        del _known[next(iter(_known))]
+    reshape = call.reshaped is not None
+    known = KnownClass(op, build, (), {}) if reshape else _shown(op, rule.sizes or (), call, args, kwargs, build)
+    _known[call.key] = known
+    return known
 
 
 def _shown(

@@ -123,7 +123,8 @@ def _order_of_strided(
             raise PlacementError(
                 f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis {axis}: the axes to its "
                 f"right that shard dim {placement.dim} have sizes {[mesh_shape[a] for a in before]}; "
-                f"no leading part of them multiplies to {strided[axis]}"
+                f"no leading part of them multiplies to {strided[axis]}. Use a factor to which one does, or pad the "
+                f"dim to a multiple of {strided[axis]}: alone on a dim that it divides, a factor counts equal runs"
             )
         order[placement.dim] = (*before[:position], axis, *before[position:])
     return order

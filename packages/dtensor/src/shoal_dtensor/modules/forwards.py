@@ -62,6 +62,10 @@ class ModuleForward(ABC):
         assert module is not None, "a forward outlived its module"
         return module
 
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed."""
+        return self.inner.extra_repr() if self.inner is not None else type(self.module).extra_repr(self.module)
+
     # --- what is known of plain tensors that enter and leave, on the axis of a one-axis mesh -------------------------
 
     def input_layouts(self) -> Sequence[Placement | None]:
@@ -110,8 +114,10 @@ def set_forward(module: nn.Module, forward: ModuleForward | None) -> None:
     """Have a callable stand in for a module's forward; None gives it that of its class back."""
     if forward is None:
         module.__dict__.pop("forward", None)
+        module.__dict__.pop("extra_repr", None)
     else:
         module.__dict__["forward"] = MethodType(_call_with_signature(type(forward), type(module).forward), forward)
+        module.__dict__["extra_repr"] = forward.extra_repr
 
 
 @lru_cache(maxsize=1024)

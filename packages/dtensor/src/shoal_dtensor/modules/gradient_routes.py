@@ -33,14 +33,16 @@ def grad_route(node: Any, param: Any) -> GradRoute:
         node: where the autograd function's edge of this parameter leads (`ctx.next_functions`).
         param: the parameter that the function was called with.
     """
-    if is_compiling():
-        return "return"
+    route: GradRoute = "return" if is_compiling() else leaf_route(node)
+    return "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route
+
+
+def leaf_route(node: Any) -> GradRoute:
+    """What autograd does in this backward pass with the gradient of a leaf, whose node this is."""
     try:
-        if not will_run(node):
-            return "unused"
+        return "accumulate" if will_run(node) else "unused"
     except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
         return "return"
-    return "accumulate" if param.is_leaf and not grad_hooked(param) else "return"
 
 
 def grad_hooked(param: Any) -> bool:

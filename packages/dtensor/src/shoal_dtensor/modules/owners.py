@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -19,6 +20,46 @@ from ..errors import LayoutError, StyleError
 from .parameter_state import has_own_hooks
 
 Item = TypeVar("Item")
+
+
+@lru_cache(maxsize=1024)
+def extended(base: Any, kind: Any) -> Any:
+    """`kind` with the methods of `base`: by its name the class of the user, which files and libraries look for."""
+
+    def reduce(module: nn.Module, protocol: Any) -> Any:
+        """The class is found by its parts where a copy is made or loaded."""
+        make, args, *state = super(found, module).__reduce_ex__(protocol)
+        return (_empty, (base, kind), *state) if args == (found,) else (make, args, *state)
+
+    own = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__reduce_ex__": reduce,
+        "_shoal_class": getattr(kind, "_shoal_class", kind),
+    }
+    found: Any = type(kind.__name__, (base, kind), own)
+    return found
+
+
+def refuse_save_pretrained(module: nn.Module, refused: bool = True) -> None:
+    """Have the method of a model of transformers that would write shards as the whole name the one that does not."""
+    own = vars(module)
+    if refused and hasattr(type(module), "save_pretrained") and not hasattr(module, "peft_config"):  # writes adapters
+        own.setdefault("save_pretrained", _save_pretrained)
+    elif own.get("save_pretrained") is _save_pretrained:
+        del own["save_pretrained"]
+
+
+def _save_pretrained(*_: object, **__: object) -> None:
+    raise StyleError(
+        "save_pretrained: this model's parameters are shards, of which transformers knows nothing. On all ranks call "
+        "hf.save_sharded(model, directory): from_pretrained of transformers reads what it writes"
+    )
+
+
+def _empty(base: type, kind: type) -> Any:
+    found = extended(base, kind)
+    return found.__new__(found)
 
 
 class Owner(Protocol):

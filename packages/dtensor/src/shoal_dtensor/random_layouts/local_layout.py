@@ -5,7 +5,7 @@ It is an attribute of the tensor object: it lives as long as the tensor, and cos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal_mesh.internal import dataclass
 
+from .._torch import is_compiling
 from ..layout.spec import Spec
 
 _ATTRIBUTE = "_shoal_layout"
@@ -79,3 +80,30 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif type(value) in (tuple, list):
             yield from tensors_in(value)
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """The dims, those with large strides first; of two with one stride, that of size 1 is the inner one."""
+    if is_compiling():  # strides are symbols, which cannot be sorted; nothing is watched there
+        return list(range(tensor.ndim))
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
+
+
+def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of a dense global tensor whose dims lie in memory as those of the local one."""
+    stride, step = [0] * local.ndim, 1
+    for dim in reversed(_memory_order(local)):
+        stride[dim], step = step, step * max(1, shape[dim])
+    return tuple(stride)
+
+
+def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, its dims in memory as those of another one: draws into it fill the same elements."""
+    if is_compiling():
+        return tensor
+    order = _memory_order(like)
+    if order == _memory_order(tensor):
+        return tensor
+    held = tensor.new_empty([tensor.shape[dim] for dim in order])
+    return held.permute([order.index(dim) for dim in range(tensor.ndim)]).copy_(tensor)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from torch import Tensor, nn
 
@@ -72,7 +72,7 @@ class DrawRegion(ModuleForward):
 
     __slots__ = ("arrived", "batch", "drawers", "meshes")
 
-    sampling = "watched"
+    sampling: ClassVar[Literal["watched"]] = "watched"
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, inner: ModuleForward | None = None) -> None:
         super().__init__(module, mesh, inner)

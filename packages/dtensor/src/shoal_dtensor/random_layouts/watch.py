@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from shoal_mesh import DeviceMesh, all_gather
 
-from .._torch import saving_state, unwatched_functions
+from .._torch import FunctionMode, saving_state, unwatched_functions
 from ..errors import LayoutError
 from ..layout.dim_sharding import shard_sizes
 from ..layout.placements import Placement, Replicate, Shard
@@ -29,13 +28,12 @@ from ..modules.forwards import ModuleForward
 from ..scopes import implicit_replication
 from ..tensor.dtensor import DTensor
 from ..tensor.shard_access import local_shard
-from .follow import WAY_OUT, followed, replicated
 from .functions import active, drawers_of, draws, name_of
-from .layouts import extents, global_stride
-from .local_layout import PLAIN, LocalLayout, layout_of, note_layout, tensors_in
+from .layouts import WAY_OUT, extents, followed, replicated
+from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, tensors_in
 
 
-class Watch(TorchFunctionMode):
+class Watch(FunctionMode):
     """Follows the layouts of local tensors on a mesh, and draws as one device.
 
     Attributes:
@@ -65,7 +63,7 @@ class Watch(TorchFunctionMode):
         name = name_of(func)
         if draws(name, args, kwargs):
             return self.draw(name, func, args, kwargs)
-        out = func(*args, **kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)
         if isinstance(out, Tensor):
             self.follow(name, func, args, kwargs, (out,))
         elif isinstance(out, tuple | list) and out and isinstance(out[0], Tensor):

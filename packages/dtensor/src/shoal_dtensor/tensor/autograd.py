@@ -18,7 +18,7 @@ from shoal_mesh.internal import is_observed, note
 
 from .._torch import apply, is_transformed, make_wrapper
 from ..dispatch.communication_policy import obey
-from ..dispatch.plain_tensors import verify_replicated
+from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..dispatch.results import wrap
 from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
@@ -61,6 +61,7 @@ def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool
 
 def _arriving(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """A DTensor of the local tensor that arrives: now, at its first use, or with the others of a `coalesce()` block."""
+    check_recorded("redistribute", local)
     batch = current_batch()
     if batch is not None:
         return pending(cls, batch.add(way, local, tensor), way.dst, local.device)

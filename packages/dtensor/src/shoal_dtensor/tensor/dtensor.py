@@ -16,6 +16,7 @@ from ..argument_types import check_type
 from ..dispatch.communication_policy import obey
 from ..dispatch.dispatch import dispatch
 from ..dispatch.in_place import following_base
+from ..dispatch.plain_tensors import check_recorded
 from ..dispatch.results import wrap
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
@@ -28,10 +29,11 @@ from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gr
 from .getitem import has_lists, with_lists, without_numbers
 from .parameter_gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
-from .torch_fsdp import Absent, refuse_fsdp
+from .torch_fsdp import Absent, refuse_fsdp, without_memory
 from .traced_spec import of_wrapper, placed_alike
 
 
+@without_memory
 class DTensor(torch.Tensor):
     """A global tensor spread over a device mesh.
 
@@ -152,6 +154,8 @@ class DTensor(torch.Tensor):
                 where this tensor is partial. Where ranks use a replicated tensor in different ways, its gradient is
                 `Partial()`.
         """
+        if not is_tracing():
+            check_recorded("to_local", self._local_tensor)
         if torch.is_grad_enabled() and self.requires_grad:
             local: torch.Tensor = apply(ToLocal, self, grad_placements)
             return local

@@ -22,9 +22,11 @@ from .._torch import (
     apply,
     at_end_of_backward,
     backward_number,
+    is_tracing,
     is_transformed,
     set_thread_object,
     thread_object,
+    whole_when_compiled,
 )
 from ..dispatch.communication_policy import obey
 from ..dispatch.results import wrap
@@ -56,9 +58,11 @@ class ParameterGradientHook:
             return None
         gradient = grad
         if not isinstance(grad, self.cls):
-            if is_transformed(grad):  # several gradients at once: nothing is accumulated
+            if not is_tracing() and is_transformed(grad):  # several gradients at once: nothing is accumulated
                 return None
             gradient = as_gradient(self.cls, grad, self.spec)
+        if is_tracing():  # by compiled autograd
+            return _placed(gradient, self.spec)
         spec = gradient._spec
         target = _target(self.spec, spec)
         if target is None:
@@ -90,11 +94,20 @@ class CheckedHook:
     def __call__(self, grad: Any) -> Any:
         # An autograd function of several parameters has no gradient for those that a pass did not use.
         result = None if grad is None else self.hook(grad)
-        if result is None or is_transformed(result):
+        if result is None or (not is_tracing() and is_transformed(result)):
             return result
         result = as_gradient(self.cls, result, self.spec)
         placed = ParameterGradientHook(self.cls, self.spec)(result) if self.is_leaf else None
         return result if placed is None else placed
+
+
+@whole_when_compiled
+def _placed(gradient: Any, leaf: Spec) -> Any:
+    """A gradient in a leaf's layout, as one node of a graph."""
+    target = _target(leaf, gradient._spec)
+    if target is None:
+        return gradient
+    return gradient.redistribute(placements=target.placements, shard_order=target.shard_order)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ import torch
 from shoal_mesh import DeviceMesh, LockstepError, all_gather, broadcast, check_replicas, current_mesh
 from shoal_mesh.internal import in_lockstep
 
-from .._torch import is_tracing
+from .._torch import is_tracing, out_of_sight
 from ..argument_types import check_mesh, check_type
 from ..errors import PlacementError
 from ..layout.dim_sharding import DimSharding, ShardOrder
@@ -50,7 +50,10 @@ def target_spec(
         PlacementError: if placements are missing or do not fit, or ask for a partial state that `source` is not in.
     """
     if placements is None:
-        raise PlacementError(f"redistribute: expected placements, one per mesh axis; the tensor is {source!r}")
+        first: object = mesh
+        listed = isinstance(first, list | tuple)
+        hint = f": the first argument is the mesh, write placements={first}" if listed else ""
+        raise PlacementError(f"redistribute: expected placements, one per mesh axis{hint}; the tensor is {source!r}")
     target_mesh = source.mesh
     if mesh is not None and mesh is not target_mesh:
         check_mesh("redistribute", mesh)
@@ -89,6 +92,7 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     Raises:
         PlacementError: if the placements do not fit the mesh, or `shape` asks for another local shape.
     """
+    check_type("DTensor.from_local", "local_tensor", local, torch.Tensor, "a plain tensor")
     placements, shard_order = read_placements(mesh, placements, shard_order)
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
@@ -192,17 +196,17 @@ def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
     Raises:
         PlacementError: if there are any.
     """
-    placements, shape, order = compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
+    placements, shape, order = _compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
     actual = Spec(spec.mesh, placements, shape, None, spec.dtype, order)
     if not actual.same_layout(spec):
         raise PlacementError(
             f"{what}: {spec!r} takes every rank to hold a shard of the same size, but together they hold {actual!r}; "
             f"give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
         )
-    check_replicated(what, local, spec.mesh, spec.placements)
+    _check_replicated(what, local, spec.mesh, spec.placements)
 
 
-def check_replicated(what: str, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+def _check_replicated(what: str, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """Refuse, on all ranks, tensors that differ along mesh axes on which they are said to be replicated.
 
     Raises:
@@ -216,7 +220,7 @@ def check_replicated(what: str, local: torch.Tensor, mesh: DeviceMesh, placement
         raise PlacementError(f"{error}; Partial() is a tensor of which every rank has a summand") from error
 
 
-def compared_shapes(
+def _compared_shapes(
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -227,9 +231,26 @@ def compared_shapes(
     Raises:
         PlacementError: if the shapes of the ranks fit no sharding by these placements.
     """
-    everywhere = mesh.comm(tuple(range(mesh.ndim)))
-    mine = torch.tensor([local.ndim, *local.shape, *([0] * (16 - local.ndim))], device=local.device)
-    shapes = [tuple(row) for row in all_gather(mine.view(1, -1), everywhere).tolist()]
+    with out_of_sight():
+        mine = torch.tensor([shape_row(local)], device=mesh.device_type)
+        rows = all_gather(mine, mesh.comm(tuple(range(mesh.ndim)))).tolist()
+    return layout_of_rows(rows, local, mesh, placements, shard_order)
+
+
+def shape_row(local: torch.Tensor) -> list[int]:
+    """A shape as numbers, as many for any number of dims up to 16."""
+    return [local.ndim, *local.shape, *([0] * (16 - local.ndim))]
+
+
+def layout_of_rows(
+    rows: Sequence[Sequence[int]],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shard_order: ShardOrder | None,
+) -> tuple[tuple[Placement, ...], tuple[int, ...], ShardOrder]:
+    """What `_compared_shapes` gives, of the `shape_row`s of all ranks of the mesh. Raises as it does."""
+    shapes = [tuple(row) for row in rows]
     if len({row[0] for row in shapes}) != 1:
         raise PlacementError(f"from_local: the ranks pass tensors of {sorted({row[0] for row in shapes})} dims")
     even = _even_shape(local.shape, placements, mesh.shape) if len(set(shapes)) == 1 else None
@@ -240,7 +261,7 @@ def compared_shapes(
         axes = axes_of.get(dim, ())
         by_coordinate: dict[tuple[int, ...], int] = {}
         for index, row in enumerate(shapes):
-            coordinate = _coordinate(index, mesh.shape)
+            coordinate = coordinate_of(index, mesh.shape)
             where = tuple(coordinate[axis] for axis in axes)
             if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
                 raise PlacementError(
@@ -263,11 +284,11 @@ def compared_shapes(
 def _check_runs(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse shards of other sizes than the runs of strided dims have together."""
     for index, row in enumerate(shapes):
-        expected = spec.local_shape_at(_coordinate(index, spec.mesh.shape))
+        expected = spec.local_shape_at(coordinate_of(index, spec.mesh.shape))
         if expected != row[1 : 1 + len(expected)]:
             raise PlacementError(
                 f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
-                f"{_coordinate(index, spec.mesh.shape)}, that rank passes {row[1 : 1 + len(expected)]}"
+                f"{coordinate_of(index, spec.mesh.shape)}, that rank passes {row[1 : 1 + len(expected)]}"
             )
 
 
@@ -279,7 +300,7 @@ def _checked(
     shard_order: ShardOrder | None,
 ) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...], ShardOrder]:
     """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
-    result, total, order = compared_shapes(local, mesh, placements, shard_order)
+    result, total, order = _compared_shapes(local, mesh, placements, shard_order)
     if shape is not None and tuple(shape) != total:
         raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {total}")
     for axis, placement in enumerate(result):
@@ -288,7 +309,8 @@ def _checked(
     return local, result, total, order
 
 
-def _coordinate(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def coordinate_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of the rank with a row-major index in a mesh of some shape."""
     coordinate = []
     for size in reversed(shape):
         coordinate.append(index % size)

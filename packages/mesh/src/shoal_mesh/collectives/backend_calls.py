@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._torch import functional, is_compiling, is_exporting
+from .._torch import functional, has_tangent, is_compiling, is_exporting, is_traced
+from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from ..shared_memory.channel import channel_of
 from ..shared_memory.exchange import SharedMemoryTransport
@@ -46,7 +47,12 @@ def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Ten
 
     Exported programs run where there is none.  Of a group written in Python C++ has no backend, and calls methods of it
     that it may not have.
+
+    Raises:
+        CollectiveError: forward-mode AD follows the operand, and would lose it here.
     """
+    if not is_compiling() and has_tangent(operand):
+        raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")
     here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
     collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
     return functional.wait_tensor(in_its_pass(collective, distinct(operand), *arguments, comm.name))  # type: ignore[no-any-return]  # operators have no types
@@ -54,7 +60,7 @@ def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Ten
 
 def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
     """Reduce in place; while compiling the result is another tensor, so use what is returned."""
-    if is_compiling():
+    if is_traced(tensor):
         return _in_graph("all_reduce", tensor, comm, op), None
     return tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background)
 
@@ -69,7 +75,7 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
         op == "sum"
         and 2 < comm.size <= ONE_SHOT_RANKS
         and comm.on_gloo
-        and not is_compiling()  # before the size, which a compiler may know as a symbol only
+        and not is_traced(tensor)  # before the size, which a compiler may know as a symbol only
         and 0 < tensor.nbytes <= ONE_SHOT_BYTES
         and tensor.device.type == "cpu"
         and tensor.is_floating_point()
@@ -79,7 +85,7 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
 
 def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(m, ...) -> (size * m, ...), in the order of the group."""
-    if is_compiling():
+    if is_traced(tensor):
         return _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size), None
     tensor = in_memory(tensor)
     shape = tensor.shape
@@ -91,7 +97,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     """(size * m, ...) -> (m, ...)."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
-    if is_compiling():
+    if is_traced(tensor):
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size), None
     tensor = in_memory(tensor)
     shape = tensor.shape
@@ -103,7 +109,7 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
     """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i of the group."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
-    if is_compiling():
+    if is_traced(tensor):
         sizes = [tensor.shape[0] // comm.size] * comm.size
         return _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes), None
     tensor = in_memory(tensor)
@@ -124,7 +130,7 @@ def all_to_all_exact(
     flat: Tensor, comm: Comm, send: list[int], receive: list[int], out: Tensor | None = None, background: bool = False
 ) -> Started:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
-    if is_compiling():
+    if is_traced(flat):
         return _in_graph("all_to_all_single", flat, comm, receive, send), None
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
@@ -143,7 +149,7 @@ def exchange_flat(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequen
 def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False) -> Started:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
-    if is_compiling():
+    if is_traced(tensor):
         return _in_graph("broadcast", tensor, comm, root), None
     return tensor, carrier_of(comm, tensor, "", background).broadcast_(tensor, root)
 
@@ -152,7 +158,7 @@ def packed(
     kind: str, tensors: Sequence[Tensor], comm: Comm, receive: Receive, sizes: Sequence[int] = (), op: str = ""
 ) -> Handle | None:
     """Many tensors in one message in the background, their blocks in index order; None where the caller packs them."""
-    if comm.size == 1 or is_compiling():
+    if comm.size == 1 or is_traced(tensors[0]):
         return None
     carrier, order = carrier_of(comm, tensors[0], op), comm.order
     if kind != "all_gather" or order is None:

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling
+from .._torch import is_traced
 from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
 from ..events import Event, in_observed, observers, run_observed
@@ -57,14 +57,16 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
         _keep(blocks[0], out[0])
         return out
     own, order = comm.rank, backend_calls.group_to_index(comm)
-    straight = is_compiling() or not (_is_around(blocks, order, own) or _is_around(out, order, own))
+    example = _example(blocks, out, comm)
+    traced = is_traced(example)
+    straight = traced or not (_is_around(blocks, order, own) or _is_around(out, order, own))
     sends = [() if straight and i == own else blocks[i] for i in order]
     arrivals = [() if straight and i == own else out[i] for i in order]
-    flat = _packed(list(chain.from_iterable(sends)), _example(blocks, out, comm))
+    flat = _packed(list(chain.from_iterable(sends)), example)
 
     def run() -> None:
         into = list(chain.from_iterable(arrivals))
-        target = None if is_compiling() else _as_one(into)
+        target = None if traced else _as_one(into)
         received, work = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
         if straight:
             _keep(blocks[own], out[own])
@@ -72,9 +74,8 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
             work.wait()
         if target is None:
             _unpack(received, into)
-        if is_compiling() and not received.numel():
-            for place in [*chain.from_iterable(out)][:1]:
-                place.copy_(bound(place, received))
+        if traced and not received.numel() and (places := [*chain.from_iterable(out)]):
+            places[0].copy_(bound(places[0], received))
 
     if observers and not in_observed():
         run_observed(_event(blocks, comm, out, flat), run)
@@ -112,7 +113,7 @@ def _packed(blocks: Sequence[Tensor], like: Tensor | None) -> Tensor:
         example = blocks[0] if blocks else like
         assert example is not None, "no blocks, no dtype"
         return bound(example.new_empty((0,)), example)
-    if is_compiling():
+    if is_traced(filled[0]):
         return torch.cat([block.reshape(-1) for block in filled])
     joined = _as_one(filled)
     if joined is not None:

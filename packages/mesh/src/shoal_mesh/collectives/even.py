@@ -14,7 +14,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling
+from .._torch import is_compiling, is_traced
 from ..errors import CollectiveError
 from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
@@ -148,7 +148,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
     own = tensor if in_order else _not_overlapping(tensor)
     reduced = _reduce_own(own, comm, how, async_op)
     if isinstance(reduced, Pending):
-        in_place = own is tensor and how.dtype is None and not how.divide
+        in_place = own is tensor and how.dtype is None and not how.divide and not is_traced(tensor)
         return reduced if in_place else Pending(tensor, None, lambda into: into.copy_(reduced.wait()))
     return tensor if reduced is tensor else tensor.copy_(reduced)
 

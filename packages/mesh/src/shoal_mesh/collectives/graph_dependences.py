@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling, is_exporting, tree_leaves
+from .._torch import is_exporting, is_traced, tree_leaves
 from ..groups.process_groups import Comm
 
 NAMESPACE = __name__.split(".collectives", maxsplit=1)[0].replace(".", "_")
@@ -71,7 +71,7 @@ def bound(tensor: Tensor, *to: Tensor) -> Tensor:
         >>> bound(torch.tensor([1.0, 3.0, 6.0]), totals)
         tensor([1., 3., 6.])
     """
-    if not is_compiling():
+    if not is_traced(tensor):
         return tensor
     nothing = [_real(other).reshape(-1)[:0].to(tensor.dtype) for other in to]
     return torch.cat([tensor.reshape(-1), *nothing]).view(tensor.shape)
@@ -99,7 +99,7 @@ def contribution(operand: Tensor, held: bool, other: float) -> Tensor:
         >>> contribution(torch.ones(2), True, 0.0), contribution(torch.ones(2), False, 0.0)
         (tensor([1., 1.]), tensor([0., 0.]))
     """
-    if is_compiling() and not is_exporting():
+    if is_traced(operand) and not is_exporting():
         Comm.run_at_first()  # defines it
         result: Tensor = getattr(torch.ops, NAMESPACE).contribution(operand, held, other)
         return result

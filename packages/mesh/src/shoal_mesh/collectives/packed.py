@@ -213,7 +213,8 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 def _in_rows(arrived: Tensor, sizes: Sequence[int]) -> Sequence[Tensor] | Tensor:
     """A tensor of some sizes as one of each."""
-    return arrived.view(len(sizes), -1) if len(set(sizes)) == 1 and sizes[0] else torch.split(arrived, list(sizes))
+    alike = any(sizes) and all(n == sizes[0] for n in sizes)  # no set of them: symbols have no hash
+    return arrived.view(len(sizes), -1) if alike else torch.split(arrived, list(sizes))
 
 
 def _observed(

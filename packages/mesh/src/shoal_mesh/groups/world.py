@@ -209,7 +209,12 @@ def all_gather_objects(group: ProcessGroup, value: object) -> list[Any]:
 
 
 def _all_gather_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
-    """The bytes of every rank of a group, equally many on all of them."""
+    """The bytes of every rank of a group, equally many on all of them; no mode makes them fake, or records them."""
+    with _torch.unseen():
+        return _exchanged_bytes(group, data)
+
+
+def _exchanged_bytes(group: ProcessGroup, data: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
     every = torch.empty(len(data) * group.size(), dtype=torch.uint8, device=own.device)
     from ..shared_memory.backend_work import BackendWork  # as above

@@ -17,18 +17,22 @@ class Job:
         payload: pickled (args, kwargs), read only after the function's module is loaded.
         state: attributes of the test instance when the function is a method, None otherwise.
         path: `sys.path` of the parent.
+        argv: `sys.argv` of the parent.
         cwd: working directory of the parent.
         store: port of the parent's store, and a prefix that no other job has.
         backend: of the default group.
+        last: whether a rank ends when it has answered.
     """
 
     function: Reference
     payload: bytes
     state: dict[str, Any] | None
     path: list[str]
+    argv: list[str]
     cwd: str
     store: tuple[int, str]
     backend: str
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..argument_types import require
 from ..errors import MeshError, RankError
 from ..groups.world import all_gather_objects, ensure_world
+from .pickle_functions import refuse_while_loading
 from .pool import RankPool
 
 P = ParamSpec("P")
@@ -63,6 +64,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         MeshTypeError: an argument of a wrong type, or one that cannot be sent.
         MeshError: `nprocs` is missing, or not the number of ranks that exist.
         RankError: ranks failed differently or did not return. If all failed with one error, that error is raised.
+            Also where a script calls this as soon as it is imported, which the ranks do.
 
     Example:
         >>> launch(lambda offset: dist.get_rank() + offset, 2, 10)
@@ -70,6 +72,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
     """
     require(fn, Callable, "launch runs a function")  # type: ignore[arg-type]  # an abstract class
     require(nprocs, int | None, "launch takes a number of ranks")
+    refuse_while_loading()
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return _on_present_ranks(fn, nprocs, args, kwargs)
     if nprocs is None:
@@ -107,7 +110,7 @@ def kept_pool(nprocs: int, backend: str | None = None) -> RankPool:
 
 def _pool(nprocs: int, backend: str | None) -> AbstractContextManager[RankPool]:
     if _Kept.pools is None:
-        return RankPool(nprocs, backend=backend, show_output=True)
+        return RankPool(nprocs, backend=backend, show_output=True, once=True)
     return nullcontext(kept_pool(nprocs, backend))
 
 

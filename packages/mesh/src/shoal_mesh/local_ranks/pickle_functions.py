@@ -20,7 +20,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from ..argument_types import kind_of
-from ..errors import MeshTypeError
+from ..errors import MeshTypeError, RankError
 from ..values import dataclass
 
 
@@ -144,9 +144,13 @@ def _load_file(name: str, file: str) -> ModuleType:
 _LOADING: list[str] = []
 
 
-def loading_file() -> str:
-    """The file that this rank is running to find a function in it; empty when it is not."""
-    return _LOADING[-1] if _LOADING else ""
+def refuse_while_loading() -> None:
+    """Raise a RankError if this rank is running a file to find a function in it."""
+    if _LOADING:
+        raise RankError(
+            f"{_LOADING[-1]} starts ranks as soon as it is imported, and the ranks import it to find the function that "
+            "they are to run; put what starts them under `if __name__ == '__main__':`"
+        )
 
 
 def _dump_code(function: FunctionType, *, with_globals: bool, seen: tuple[str, ...]) -> bytes:

@@ -32,7 +32,7 @@ from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
 from .fork_server import ForkServer
 from .job import Failure, Job
-from .pickle_functions import dump_function, loading_file
+from .pickle_functions import dump_function, refuse_while_loading
 
 R = TypeVar("R")
 _IDS = count()
@@ -47,6 +47,7 @@ class RankPool:
         size: number of ranks.
         backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, else `gloo`.
         show_output: let the ranks print where the parent does; otherwise what they print is shown with a failure.
+        once: a rank ends when it has returned, as under torchrun, so that others which wait for it raise.
 
     Raises:
         MeshTypeError: the size is no integer.
@@ -58,7 +59,7 @@ class RankPool:
         [2, 2]
     """
 
-    def __init__(self, size: int, *, backend: str | None = None, show_output: bool = False) -> None:
+    def __init__(self, size: int, *, backend: str | None = None, show_output: bool = False, once: bool = False) -> None:
         require(size, int, "a pool has a number of ranks")
         require(backend, str | None, "a backend is named by a string, such as 'gloo'")
         if size < 1:
@@ -66,7 +67,7 @@ class RankPool:
         self.size = size
         gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
         self.backend: str = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
-        self._show_output = show_output
+        self._show_output, self._once = show_output, once
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._folder: Path | None = None
@@ -92,11 +93,7 @@ class RankPool:
         """
         if self._connections and self._parent == os.getpid():
             return
-        if script := loading_file():
-            raise RankError(
-                f"{script} starts ranks as soon as it is imported, and the ranks import it to find the function that "
-                f"they are to run; put what starts them under `if __name__ == '__main__':`"
-            )
+        refuse_while_loading()
         self._parent = os.getpid()
         self._folder = Path(tempfile.mkdtemp(prefix="shoal_"))
         address = str(self._folder / "s")
@@ -155,13 +152,16 @@ class RankPool:
             port = ForkServer.get().store.port
             store = (port, f"{self._key}/{next(self._jobs)}")
             self._printed = {rank: self._log_size(rank) for rank in range(self.size)}
-            job = pickle.dumps(Job(reference, payload, state, list(sys.path), os.getcwd(), store, self.backend))
+            process = (list(sys.path), list(sys.argv), os.getcwd())
+            job = pickle.dumps(Job(reference, payload, state, *process, store, self.backend, self._once))
             try:
                 answers, hung = self._collect(job, timeout)
             except BaseException:  # Ctrl-C: the ranks are in the middle of something
                 self._kill()
                 raise
             failures = {rank: value for rank, (good, value) in answers.items() if not good}
+        if self._once and not (failures or hung):
+            self._kill()
         if failures or hung:
             self._raise(reference.qualname, failures, hung, timeout)
         return [answers[rank][1] for rank in range(self.size)]
@@ -222,6 +222,8 @@ class RankPool:
         if hung:
             why = f"within {_GRACE:.0f} s of that" if failures else f"in {timeout:g} s"
             what.append(f"{_ranks(hung)} had not returned {why}")
+        if returned := [rank for rank in range(self.size) if rank not in failures and rank not in hung]:
+            what.append(f"{_ranks(returned)} had returned")
         paragraphs = ["; ".join(what)]
         for trace, ranks in _grouped(texts):
             paragraphs.append(f"--- {_ranks(ranks)} ---\n{trace.rstrip()}")

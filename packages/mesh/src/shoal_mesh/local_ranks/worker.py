@@ -119,6 +119,8 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(answer)
+        if job.last:
+            return
 
 
 def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
@@ -126,6 +128,7 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
 
     if sys.path != job.path:
         sys.path[:] = job.path
+    sys.argv[:] = job.argv
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
     function = load_function(job.function)  # as in any program: its imports run first, then communication starts

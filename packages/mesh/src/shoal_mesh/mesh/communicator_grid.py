@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from .. import _torch
@@ -29,10 +29,16 @@ class CommunicatorGrid(RankGrid):
         """Use groups that exist, one per axis.
 
         Raises:
-            MeshError: a group has other ranks than its axis.
+            MeshError: a group has other ranks than its axis; also on ranks outside of the mesh that are in it.
         """
-        for axis, group in enumerate(groups if self._coordinate is not None else ()):
-            ranks, members = self.ranks_along(axis), tuple(_torch.group_ranks(group))
+        for axis, group in enumerate(groups):
+            members = tuple(_torch.group_ranks(group))
+            if self._coordinate is not None:
+                ranks = self.ranks_along(axis)
+            elif all(self.coordinate_of(rank) is None for rank in members):
+                continue
+            else:
+                ranks = ()  # none through this rank
             if set(ranks) != set(members):
                 raise MeshError(
                     f"axis {self.axis_names[axis]} of {self!r} has the ranks {ranks}, but its group has {members}"
@@ -53,14 +59,14 @@ class CommunicatorGrid(RankGrid):
         try:
             comm = self._comms.get(axes)
         except TypeError:  # a list, or what is no axis at all
-            axes = self._axes(axes)
-            comm = self._comms.get(axes)
+            comm = None
         if comm is None:
             indices = self._axes(axes)
             comm = self._comms.get(indices)
             if comm is None:
                 comm = self._comms[indices] = self._create_comm(indices)
-            self._comms[axes] = comm
+            if isinstance(axes, Hashable):  # a list may have come
+                self._comms[axes] = comm
         return comm
 
     def _create_comm(self, axes: tuple[int, ...]) -> Comm:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 from .._torch import (
+    FakeTensor,
     TorchDispatchMode,
     c10d_ops,
     functional,
@@ -311,7 +312,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything pass; record collectives of others."""
-        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in types):
+        if any(t.__torch_dispatch__ is not Tensor.__torch_dispatch__ and t is not FakeTensor for t in types):
             return self._run_subclass(func, args, kwargs or {})
         name = func._overloadpacket.__name__
         if in_observed():

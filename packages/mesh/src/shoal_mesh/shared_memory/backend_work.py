@@ -119,8 +119,9 @@ def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int
     if started is None:
         return "the store of the default group does not answer, so its process or host (rank 0?) may be gone", ()
     if silent := tuple(rank for rank in ranks if rank not in started):
-        names = ", ".join(map(str, silent))
-        return f"rank {names} has not reported it: it is elsewhere, stuck or out of reach", silent
+        names, many = ", ".join(map(str, silent)), len(silent) > 1
+        who = f"ranks {names} have not reported it: they are" if many else f"rank {names} has not reported it: it is"
+        return f"{who} elsewhere, stuck or out of reach", silent
     same = "all ranks have reported it and started the same last: one has left one out, or the network is slow"
     return _differing(started) or (same, ())
 

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from torch import nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import check_device_mesh, local_shard
-from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce
 from shoal_tp_styles import UnmatchedPlanWarning
-from shoal_tp_styles.internal import Plan
+from shoal_tp_styles.internal import Adapter, Plan, initialize_adapter, shardings_of
 
 from ..errors import CheckpointError
 from ..weights.loading import Loaded, Reader, load_sharded, reader_of
@@ -55,7 +56,8 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         model_class: a class of transformers, also an Auto class; that of the configuration if left out.
         dtype: of floating-point parameters; that of the configuration for "auto".
         strict: raise if the files and the model do not have the same entries; otherwise those that are missing are
-            initialized as the model class does, with the same values on any number of ranks.
+            initialized as the model class does, else by their module's `reset_parameters` or their style, with the
+            same values on any number of ranks.
         output_loading_info: return a `Loaded` too: what is missing, what unexpected, how many bytes this rank read.
         config_kwargs: changes of the configuration, `attn_implementation` among them.
 
@@ -65,7 +67,8 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
     Raises:
         CheckpointError: if the path has no model; it says what was expected and what is there.
         LayoutError: if the mesh has several axes and none is named "tp".
-        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`, or weights are quantized.
+        PlanError: if no plan is found, the plan does not fit, entries differ under `strict`, nothing initializes
+            a missing one, or weights are quantized.
 
     Example:
         >>> from shoal_mesh import init_device_mesh
@@ -84,7 +87,7 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         _parallelize(model, mesh, plan)
         loaded = load_sharded(model, converted, strict=False)
     _check(model, loaded, strict=strict)
-    _initialize_rest(model, mesh.device_type)
+    _initialize_rest(model, mesh)
     _finish(model, home, mesh)
     return (model, loaded) if output_loading_info else model
 
@@ -212,20 +215,62 @@ def _check(model: Any, loaded: Loaded, *, strict: bool) -> None:
         )
 
 
-def _initialize_rest(model: Any, device: str) -> None:
-    """Values for buffers, which no file has, and for missing parameters, as the model class initializes them."""
-    for module in model.modules():
+def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
+    """Values for buffers, which no file has, and for missing parameters, by the rules of the model and of its modules.
+
+    Raises:
+        PlanError: on all ranks alike, if there is no rule for one of them.
+    """
+    rest: dict[str, tuple[nn.Module, str]] = {}
+    places: dict[int, list[tuple[torch.Tensor, dict[str, Any], str]]] = {}
+    for path, module in model.named_modules():
         filled = True
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
                 if not _is_meta(tensor):
                     tensor._is_hf_initialized = True  # which transformers heeds
                     continue
-                filled, table[name] = False, _allocated(tensor, device)
+                rest[f"{path}.{name}" if path else name] = module, name
+                places.setdefault(id(tensor), []).append((tensor, table, name))
+                filled, table[name] = False, _allocated(tensor, mesh.device_type)
         module._is_hf_initialized = filled
     model.initialize_weights()
+    for (_, first, name), *others in places.values():  # each draws values, and the first one's count
+        for _, table, other in others:
+            table[other] = first[name]
+    for module in dict.fromkeys(rest[path][0] for path in _untouched(rest, mesh)):
+        _initialize(module, {name for owner, name in rest.values() if owner is module})
+    left = _untouched(rest, mesh)
+    if left:
+        raise PlanError(
+            f"from_pretrained: nothing initializes {left}, which the files do not have: neither _init_weights of "
+            f"{type(model).__name__} nor reset_parameters of their modules. Write one of them, or files that have them"
+        )
+
+
+def _untouched(rest: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> list[str]:
+    """The tensors of which some rank still has no values."""
+    holes = [bool(_is_unset(getattr(module, name)).any()) for module, name in rest.values()]
+    if any(isinstance(getattr(module, name), DTensor) for module, name in rest.values()):  # shards may be empty
+        holes = all_reduce(torch.tensor(holes, dtype=torch.int, device=mesh.device_type), mesh.comm(0)).tolist()
+    return [path for path, hole in zip(rest, holes, strict=True) if hole]
+
+
+def _initialize(module: nn.Module, names: set[str]) -> None:
+    """Some tensors of a module, by its own rule; the others keep their values."""
+    adapted = any(isinstance(sharding.options, Adapter) for sharding, _ in shardings_of(module))
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    rule = partial(initialize_adapter, module) if adapted else own
+    if rule is not None:
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        with torch.no_grad():
+            kept = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
+            rule()
+            for name, value in kept.items():
+                tensors[name].copy_(value)
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
@@ -235,7 +280,21 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 def _allocated(tensor: torch.Tensor, device: str) -> torch.Tensor:
     with torch.no_grad():
         if isinstance(tensor, DTensor):
-            value: torch.Tensor = DTensor(torch.empty_like(local_shard(tensor), device=device), tensor.spec)
+            value: torch.Tensor = DTensor(_unset_like(local_shard(tensor), device), tensor.spec)
         else:
-            value = torch.empty_like(tensor, device=device)
+            value = _unset_like(tensor, device)
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+
+def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Values that no rule gives: NaN, or the largest integer."""
+    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max if whole else torch.nan, device=device)
+
+
+def _is_unset(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a tensor's local values are those of `_unset_like`; a bool has no such value."""
+    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    if local.is_floating_point() or local.is_complex():
+        return local.isnan()
+    return local == (torch.inf if local.dtype is torch.bool else torch.iinfo(local.dtype).max)

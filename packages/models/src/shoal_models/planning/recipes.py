@@ -30,7 +30,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from shoal_tp_styles.internal import COLWISE, experts_of, kinds_of, named_styles, out_features
+from shoal_tp_styles.internal import COLWISE, class_of, experts_of, kinds_of, named_styles, out_features
 
 Entries = dict[str, ParallelStyle]
 
@@ -281,7 +281,8 @@ def _of_vocabulary(module: nn.Module, shared: list[str]) -> ParallelStyle:
 
 def _pair(module: nn.Module) -> Iterator[tuple[str, str]]:
     """The two Linears of a parent that has no others, where the second reads the first's output."""
-    linears = [(name, child) for name, child in module.named_children() if type(child) is nn.Linear]
+    children: Any = module.named_children()
+    linears = [(name, child) for name, child in children if class_of(child) is nn.Linear]
     if len(linears) != 2:
         return
     (first, a), (second, b) = linears

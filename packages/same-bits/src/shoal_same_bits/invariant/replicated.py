@@ -21,7 +21,7 @@ from shoal_dtensor.internal import first_order_only
 from shoal_mesh import Comm, all_reduce
 from shoal_mesh.internal import tree_sum
 from shoal_tp_styles import Collective, Lowered, ModuleCall
-from shoal_tp_styles.internal import Params, Tokenwise, from_local, local_input, nbytes
+from shoal_tp_styles.internal import Params, Tokenwise, class_of, from_local, local_input, nbytes
 
 from .._torch import apply
 from .block_sums import contiguous_block, entered
@@ -136,7 +136,7 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
     local: Any = lowered.local(*names) if names else {}
     tokens = {name: apply(_ForTokens, local[name], x.shape, cells) for name in names}
     absent = dict.fromkeys(lowered.params.keys() - names)
-    compute = _NORMS.get(type(lowered.module), lowered.compute)
+    compute = _NORMS.get(class_of(lowered.module), lowered.compute)
     try:
         return compute(lowered.module, x, tokens | absent)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class RoutedExperts(Lowered):
     """
 
     __slots__ = ("beside", "experts", "own", "per_rank", "shared", "tensor")
-    sampling = "refused"
+    sampling: ClassVar[Literal["refused"]] = "refused"
 
     def resolve(self) -> None:
         experts = self.sharding.options

@@ -6,7 +6,7 @@ x: R, choices: R, weights: R, W: S(hidden) -> y: P -> R        one reduction of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ class SlicedExperts(Lowered):
     """A module of experts, of whose hidden features each rank holds some: its own forward gives a partial sum."""
 
     __slots__ = ()
-    sampling = "refused"
+    sampling: ClassVar[Literal["refused"]] = "refused"
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from shoal_dtensor import DTensor, Replicate
+from shoal_dtensor.internal import FunctionMode
 
 from .functional import cross_entropy, nll_loss
 from .rows import LogitRows
@@ -43,7 +43,7 @@ def loss_parallel() -> Iterator[None]:
         yield
 
 
-class _Mode(TorchFunctionMode):
+class _Mode(FunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -53,7 +53,7 @@ class _Mode(TorchFunctionMode):
             logits = args[0] if args else kwargs.get("input")
             if isinstance(logits, DTensor) and _shards_classes(logits):
                 return replacement(*args, **kwargs)
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _shards_classes(logits: DTensor) -> bool:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import current_watch, is_compiling, unwatched_functions
+from shoal_dtensor.internal import current_watch, global_stride, is_compiling, unwatched_functions
 from shoal_mesh import DeviceMesh, differentiable
 
 from ..sharding.collective import Collective
@@ -157,7 +157,7 @@ def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Se
     placement = _positive(placement, tensor.ndim)
     if shape is None:
         return DTensor.from_local(tensor, mesh, (placement,), run_check=False)
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    stride = global_stride(tensor, shape)
     return DTensor.from_local(tensor, mesh, (placement,), run_check=False, shape=torch.Size(shape), stride=stride)
 
 
@@ -169,16 +169,18 @@ class Boundary(Lowered):
     """
 
     __slots__ = ()
-    sampling = "watched"
+    sampling: ClassVar[Literal["watched"]] = "watched"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharding, mesh = self.sharding, self.mesh
+        module = self.module
+        if isinstance(module, nn.EmbeddingBag):
+            _refuse_own_offsets(sharding, args[1] if len(args) > 1 else kwargs.get("offsets"))
         args = _through(args, sharding.inputs, lambda x, port: _enter(x, port, sharding, mesh), sharding, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
                 kwargs[name] = _enter(kwargs[name], port, sharding, mesh)
         inner = self.inner
-        module = self.module
         out = inner(*args, **kwargs) if inner is not None else type(module).forward(module, *args, **kwargs)
         if sharding.outputs is None:
             return out
@@ -197,6 +199,16 @@ class Boundary(Lowered):
             yield from port_moves(port, call.kwargs.get(name))
         for value, port in zip(call.outputs, call.sharding.outputs or (), strict=False):
             yield from port_moves(port, value)
+
+
+def _refuse_own_offsets(sharding: ModuleSharding, offsets: Any) -> None:
+    layout = sharding.input_port().layout
+    if isinstance(layout, Shard) and offsets is not None and not isinstance(offsets, DTensor):
+        raise LayoutError(
+            f"{sharding.style}: an EmbeddingBag that runs on DTensors (a forward of its own, lower=False) takes the "
+            f"offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside input_layouts={layout}. Give "
+            "DTensors, or input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the bags"
+        )
 
 
 def _through(

@@ -1,8 +1,9 @@
 """Differentiable collectives on plain activations of one mesh axis.
 
 Between modules a plain tensor has a layout that only its modules know, and so has its gradient: the gradient of a
-replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Each function's
-backward is the reverse move:
+replicated tensor is complete and equal on all ranks, that of a sharded one is this rank's shard.  Dims stay in memory
+as they lie: what is drawn later fills elements in that order, as on one device.  Each function's backward is the
+reverse move:
 
     reduce           P -> R       backward: nothing              (all-reduce)
     scatter          P -> S(d)    backward: gather               (reduce-scatter)
@@ -22,7 +23,7 @@ from torch.autograd import Function
 
 from shoal_dtensor import Placement, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import is_compiling, selectively_checkpointed, unwatched, whole_when_compiled
+from shoal_dtensor.internal import in_memory_as, is_compiling, selectively_checkpointed, unwatched, whole_when_compiled
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
 from shoal_mesh.internal import all_reduce_
 
@@ -75,7 +76,7 @@ class _Reduce(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        return all_reduce(x, comm)
+        return in_memory_as(x, all_reduce(x, comm))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -88,8 +89,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
         ctx.where = comm, dim, sizes
-        out: Tensor = reduce_scatter_dim(x, comm, dim, sizes)
-        return out
+        return in_memory_as(x, reduce_scatter_dim(x.contiguous(), comm, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -102,8 +102,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes, partial: bool) -> Tensor:
         ctx.where, ctx.partial = (comm, dim, sizes), partial
-        out: Tensor = gather_dim(x, comm, dim, sizes)
-        return out
+        return in_memory_as(x, gather_dim(x.contiguous(), comm, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -117,7 +116,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
         ctx.where = comm, dim, sizes
-        return _own_shard(x, comm, dim, sizes)
+        return in_memory_as(x, _own_shard(x, comm, dim, sizes))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -163,13 +162,13 @@ def reduce(tensor: Tensor, comm: Comm) -> Tensor:
 
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`P -> S(dim)`: this rank's shard of the sum over the axis."""
-    out: Tensor = _collective("scatter", tensor.contiguous(), comm, dim, sizes)
+    out: Tensor = _collective("scatter", tensor, comm, dim, sizes)
     return out
 
 
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`: the shards of all ranks."""
-    out: Tensor = _collective("gather", tensor.contiguous(), comm, dim, sizes, False)
+    out: Tensor = _collective("gather", tensor, comm, dim, sizes, False)
     return out
 
 
@@ -204,7 +203,7 @@ def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) ->
     shared = find_token(tensor, key, grad)
     if shared is not None:
         return shared
-    token: Tensor = _collective("gather", tensor.contiguous(), comm, dim, sizes, True)
+    token: Tensor = _collective("gather", tensor, comm, dim, sizes, True)
     if not (grad and tensor.is_leaf):
         keep_token(tensor, key, token)
     return token

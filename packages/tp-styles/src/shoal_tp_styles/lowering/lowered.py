@@ -79,6 +79,13 @@ class Lowered(ModuleForward):
         sizes = () if sharded is None else weight.spec.sizes(sharded)
         return sizes if sizes and sizes[self.comm.rank] == size else None
 
+    def extra_repr(self) -> str:
+        """What the module shows of itself when it is printed, and its styles."""
+        sharding = self.sharding
+        declares = sharding.parameters or sharding.inputs or sharding.outputs or sharding.lowering
+        style = f"{sharding.style} on {'x'.join(map(str, self.mesh.axis_names))}" if declares else ""
+        return ", ".join(filter(None, [super().extra_repr(), style]))
+
     def join(self, block: TracedShards, name: str) -> None:
         """Read the parameters, in compiled code, with those of the other modules of a block."""
         self.traced_shards: TracedShards = block
@@ -120,10 +127,7 @@ class Lowered(ModuleForward):
         """
         if not is_tracing():
             params = self.params
-            try:
-                own = {name: params[name] for name in names}
-            except KeyError:  # one is computed since
-                own = {name: self.parameter(name) for name in names}
+            own = {name: params[name] if name in params else self.parameter(name) for name in names}  # computed since
             return local_parameters(own, comm)
         return summed_gradients({name: self.shard(name) for name in names}, comm)
 

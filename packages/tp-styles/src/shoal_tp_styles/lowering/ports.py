@@ -87,7 +87,9 @@ def declare_sharded_input(call: ModuleCall) -> Iterator[Collective]:
     yield from port_moves(call.sharding.input_port(), call.input())
 
 
-def sharded_output(lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes) -> Tensor:
+def sharded_output(
+    lowered: Lowered, out: Tensor, features: int, size: int, sizes: Sizes, port: Port | None = None
+) -> Tensor:
     """`S(features) -> port`: what leaves a module whose ranks each hold some features of the output.
 
     Args:
@@ -96,8 +98,9 @@ def sharded_output(lowered: Lowered, out: Tensor, features: int, size: int, size
         features: the dim that is sharded.
         size: features of all ranks.
         sizes: features of each rank.
+        port: the output's port; that of the lowering if left out.
     """
-    port, local = lowered.port_out, lowered.sharding.local_outputs
+    port, local = port or lowered.port_out, lowered.sharding.local_outputs
     if local and port.layout == port.desired:
         return out
     if local and port.desired.is_replicate():
@@ -122,7 +125,9 @@ def _bias(lowered: Lowered, bias: Tensor | str | None, comm: Comm | None = None)
     return local_parameters({"bias": bias}, comm)["bias"]
 
 
-def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None, features: int = -1) -> Tensor:
+def partial_output(
+    lowered: Lowered, partial: Tensor, bias: Tensor | str | None, features: int = -1, port: Port | None = None
+) -> Tensor:
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
     Args:
@@ -130,11 +135,12 @@ def partial_output(lowered: Lowered, partial: Tensor, bias: Tensor | str | None,
         partial: the rank's summand.
         bias: a replicated parameter, or the name of one of the module's, added after the reduction.
         features: the dim of the output to which the bias belongs.
+        port: the output's port; that of the lowering if left out.
 
     Raises:
         LayoutError: if plain outputs would have shards of different sizes.
     """
-    port, comm, local = lowered.port_out, lowered.comm, lowered.sharding.local_outputs
+    port, comm, local = port or lowered.port_out, lowered.comm, lowered.sharding.local_outputs
     features %= partial.ndim
     where = sharded_dim(port.desired, comm)
     if where is not None:

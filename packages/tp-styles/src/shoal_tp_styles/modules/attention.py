@@ -74,9 +74,10 @@ class AttentionHeads(FusedLowering):
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
-        partial = functional.linear(mixed.transpose(1, 2).flatten(-2), weight)
+        # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that follows draws.
+        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
         # The output's layout refers to the dims of the caller's tensors.
-        partial = partial.squeeze(0) if not batched else partial if module.batch_first else partial.transpose(0, 1)
+        partial = partial.squeeze(1) if not batched else partial.transpose(0, 1) if module.batch_first else partial
         out = partial_output(self, partial, module.out_proj.bias)
         if attention is None or not need_weights:
             return out, None

@@ -229,6 +229,8 @@ class ColumnLinear(Lowered):
         try:
             weight, bias = params["weight"], params["bias"]
         except KeyError:  # one is computed since
+            weight = bias = None
+        if weight is None:
             return self.finish(self.general(input))
         if not torch.is_grad_enabled():
             if type(weight) is not DTensor:

@@ -7,6 +7,7 @@ rows      tokens: R -> y: R | S(d)       every rank looks up its own tokens, zer
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +15,26 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from shoal_dtensor import DTensor, Replicate
-from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import first_order_only, grad_route, is_compiling, local_shard, selectively_checkpointed
+from shoal_mesh import all_gather, all_gather_v
+from shoal_mesh.internal import dataclass
 
 from .._torch import apply
 from ..lowering.boundary import local_input, port_moves
-from ..lowering.collective_functions import gather_dim, sharded_dim
+from ..lowering.collective_functions import gather_dim, gather_partial, sharded_dim
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import deliver_grad
-from ..lowering.ports import declare_partial_output, declare_sharded_output, partial_output, sharded_output
+from ..lowering.ports import (
+    declare_partial_output,
+    declare_replicated_input,
+    declare_sharded_output,
+    nbytes,
+    partial_output,
+    replicated_input,
+    sharded_output,
+)
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 
@@ -71,10 +82,10 @@ class ColumnEmbedding(Lowered):
         out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
         return self.finish(out)
 
-    def finish(self, out: Tensor) -> Tensor:
+    def finish(self, out: Tensor, port: Port | None = None) -> Tensor:
         """The output in the layout that leaves the module."""
         spec = self.spec("weight")
-        return sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1))
+        return sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1), port)
 
 
 class _OwnRows(Function):
@@ -147,11 +158,71 @@ class RowEmbedding(Lowered):
         return functional.embedding(own, table, padding, None, 2.0, module.scale_grad_by_freq)
 
 
-def _bag_inputs(lowered: Lowered, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Tokens and offsets, replicated."""
-    tokens = replicated_tokens(lowered, input)
-    replicated = Port(Replicate(), Replicate())
-    return tokens, None if offsets is None else replicated_tokens(lowered, offsets, replicated)
+@dataclass(frozen=True, slots=True)
+class _Bags:
+    """The bags of all ranks, replicated, and the port by which their results leave."""
+
+    tokens: Tensor
+    starts: Tensor | None
+    weights: Tensor | None
+    leaving: Port
+
+    @classmethod
+    def of(cls, lowered: Lowered, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> _Bags:
+        """The bags of one call; plain tokens that arrive sharded, with offsets, are this rank's own bags."""
+        arriving = lowered.port_in
+        if offsets is not None and isinstance(arriving.layout, Shard):
+            if isinstance(input, DTensor) is not isinstance(offsets, DTensor):
+                raise LayoutError(
+                    f"{lowered.sharding.style}: offsets count the tokens of this rank where both are plain and "
+                    f"input_layouts is {arriving.layout}, those of all ranks where both are DTensors; got a "
+                    f"{type(input).__name__} of tokens and a {type(offsets).__name__} of offsets"
+                )
+            if not isinstance(input, DTensor):
+                return cls._of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
+        starts = None if offsets is None else replicated_tokens(lowered, offsets, Port(Replicate(), Replicate()))
+        whole = None if weights is None else replicated_input(lowered, weights)
+        return cls(replicated_tokens(lowered, input), starts, whole, lowered.port_out)
+
+    @classmethod
+    def _of_ranks(cls, lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
+        """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
+        comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
+        last = int(bool(module.include_last_offset))
+        held = [input.shape[dim], offsets.shape[0] - last]
+        own = torch.stack([*offsets.new_tensor(held), offsets[:1].sum(), offsets[-1:].sum()])
+        rows: list[list[int]] = all_gather(own, comm).view(-1, 4).tolist()
+        outside = [
+            rank
+            for rank, (tokens, bags, first, end) in enumerate(rows)
+            if first or (end != tokens if last or not bags else end > tokens)
+        ]
+        if outside:
+            raise LayoutError(
+                f"{lowered.sharding.style}: offsets begin with 0 and end inside of the rank's own tokens (at their end "
+                f"with include_last_offset), got (tokens, bags, first, last) {[(*rows[r],) for r in outside]} on ranks "
+                f"{outside} along {'x'.join(comm.axes)}"
+            )
+        tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
+        starts = all_gather_v(offsets[: held[1]] + sum(tokens[: comm.rank]), comm, bags)
+        if last:
+            starts = torch.cat([starts, starts.new_tensor([sum(tokens)])])
+        whole = None if weights is None else gather_partial(weights, comm, dim, tokens)
+        if len(set(bags)) > 1 and leaving.desired in (Shard(0), Shard(-2)):
+            leaving = Port(leaving.layout, Shard(0, sizes=bags))
+        return cls(all_gather_v(input.contiguous(), comm, tokens, dim), starts, whole, leaving)
+
+    @staticmethod
+    def collectives(call: ModuleCall) -> Iterator[Collective]:
+        """Those of `of`."""
+        given = {**dict(zip(("input", "offsets", "per_sample_weights"), call.args, strict=False)), **call.kwargs}
+        port, offsets, weights = call.sharding.input_port(), given.get("offsets"), given.get("per_sample_weights")
+        yield from port_moves(port, given["input"])
+        if offsets is not None and isinstance(port.layout, Shard):
+            yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
+            yield Collective("all_gather", nbytes(offsets))
+        if weights is not None:
+            yield from declare_replicated_input(replace(call, args=(weights,), kwargs={}))
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):
@@ -159,27 +230,28 @@ class ColumnEmbeddingBag(ColumnEmbedding):
 
     __slots__ = ()
 
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from _Bags.collectives(call)
+        yield from declare_sharded_output(call)
+
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         module: Any = self.module
-        tokens, starts = _bag_inputs(self, input, offsets)
+        bags = _Bags.of(self, input, offsets, per_sample_weights)
         weight: Any = self.local("weight")["weight"]
-        if per_sample_weights is not None and per_sample_weights.requires_grad:
-            raise UnsupportedModuleError(
-                "ColwiseParallel: an EmbeddingBag returns no gradient of per_sample_weights; detach them"
-            )
         out = functional.embedding_bag(
-            tokens,
+            bags.tokens,
             weight,
-            starts,
+            bags.starts,
             scale_grad_by_freq=module.scale_grad_by_freq,
             mode=module.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=bags.weights,
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
         )
-        return self.finish(out)
+        return self.finish(out, bags.leaving)
 
 
 class RowEmbeddingBag(Lowered):
@@ -198,31 +270,27 @@ class RowEmbeddingBag(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from port_moves(call.sharding.input_port(), call.input())
+        yield from _Bags.collectives(call)
         yield from declare_partial_output(call)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         module: Any = self.module
-        tokens, starts = _bag_inputs(self, input, offsets)
+        bags = _Bags.of(self, input, offsets, per_sample_weights)
         weight: Any = self.local("weight")["weight"]
-        rows, first = weight.shape[0], self.spec("weight").offset(0)
-        counted = torch.ones_like(tokens, dtype=weight.dtype)
+        rows, own = weight.shape[0], bags.tokens - self.spec("weight").offset(0)
+        counted = torch.ones_like(own, dtype=torch.bool)
         if module.padding_idx is not None:
-            counted = counted * (tokens != module.padding_idx)
-        own = tokens - first
-        factor = counted * ((own >= 0) & (own < rows))
-        if per_sample_weights is not None:
-            factor = factor * per_sample_weights
+            counted = bags.tokens != module.padding_idx
         # A row of zeros stands for the tokens of other ranks, so a rank may also hold no rows at all.
         table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-        own = torch.where(factor != 0, own, rows)
-        bags = {"mode": "sum", "include_last_offset": module.include_last_offset}
-        out = functional.embedding_bag(own, table, starts, per_sample_weights=factor, **bags)
+        own = torch.where(counted & (own >= 0) & (own < rows), own, rows)
+        how = {"mode": "sum", "include_last_offset": module.include_last_offset}
+        out = functional.embedding_bag(own, table, bags.starts, per_sample_weights=bags.weights, **how)
         if module.mode == "mean":
-            ones = counted.new_ones(1, 1)
-            zeros = torch.zeros_like(tokens)
-            counts = functional.embedding_bag(zeros, ones, starts, per_sample_weights=counted, **bags)
+            ones, zeros = weight.new_ones(1, 1), torch.zeros_like(own)
+            factor = counted.to(weight.dtype)
+            counts = functional.embedding_bag(zeros, ones, bags.starts, per_sample_weights=factor, **how)
             out = out / counts.clamp(min=1)
-        return partial_output(self, out, None)
+        return partial_output(self, out, None, port=bags.leaving)

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_dtensor.internal import in_memory_as
 
 from ..lowering.boundary import port_moves
 from ..lowering.collective_functions import gather, gather_partial
@@ -138,7 +139,8 @@ class HiddenUnits(Lowered):
         features, size = parts[0].ndim - 1, sum(self.sizes)
         if len(parts) == 1:
             return sharded_output(self, parts[0], features, size, self.sizes)
-        out = torch.cat([gather(part, self.comm, features, self.sizes) for part in parts], -1)
+        whole = [gather(part, self.comm, features, self.sizes) for part in parts]
+        out = in_memory_as(parts[0], torch.cat(whole, -1))
         if self.sharding.local_outputs:
             return out
         return DTensor.from_local(out, self.mesh, (Replicate(),), run_check=False)

@@ -165,6 +165,8 @@ class RowLinear(Lowered):
         try:
             weight, bias = params["weight"], params["bias"]
         except KeyError:  # one is computed since
+            weight = bias = None
+        if weight is None:
             return self.general(input)
         try:
             out: Tensor = _row_direct(input, weight, bias, self.comm, None)

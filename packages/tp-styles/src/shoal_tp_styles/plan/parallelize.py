@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
-from typing import Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from shoal_dtensor import DTensor, Shard
 from shoal_dtensor.errors import LayoutError, PlanError
 from shoal_dtensor.internal import (
     check_device_mesh,
     check_styled,
     complete_forms,
     given_back,
+    refuse_save_pretrained,
     takes,
     unwatch_draws,
     watch_draws,
 )
 from shoal_mesh import DeviceMesh, current_mesh
 
-from ..apply.apply import plain_module
+from .._torch import hook_end_of_forward
+from ..apply.apply import plain_module, shardings_of
 from ..errors import UnmatchedPlanWarning
-from ..lowering.lowered import trace_blocks
+from ..lowering.lowered import lowered_of, trace_blocks
 from .resolve import AutoPlan, Plan, resolve
+
+_NOTE = "The model is parallel:"
+# What each of them asks before it takes the kernel, and asks for nothing else.
+_FUSED = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+_WAS_FUSED = "_shoal_was_fused"
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -77,16 +88,70 @@ def parallelize_module(
         return module
     _refuse_unproven(parallelize_plan, mesh)
     resolved = resolve(module, parallelize_plan)
-    for problem in resolved.unmatched:
-        if on_unmatched == "error":
-            raise PlanError(problem)
-        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=3)
+    _report(resolved.unmatched, on_unmatched)
     unwatch_draws(module)
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
     watch_draws(module)
     trace_blocks(module)
+    refuse_save_pretrained(module)
+    _run_children(module)
+    if any(lowered_of(child) for child in module.modules() if child is not module):
+        hook_end_of_forward(module, _explain)
     return module
+
+
+def _report(unmatched: Sequence[str], how: Literal["warn", "error"]) -> None:
+    """Say which paths of a plan match no module."""
+    for problem in unmatched:
+        if how == "error":
+            raise PlanError(problem)
+        warnings.warn(problem, UnmatchedPlanWarning, stacklevel=4)
+
+
+def _run_children(root: nn.Module) -> None:
+    """Have torch's encoder layers call modules that have styles: their fused kernel reads parameters alone."""
+    for module in root.modules():
+        name = next((name for kind, name in _FUSED.items() if isinstance(module, kind)), "")
+        own = vars(module)
+        if name and any(lowered_of(child) for child in module.modules()):
+            own.setdefault(_WAS_FUSED, own[name])
+            own[name] = False
+        elif _WAS_FUSED in own:
+            own[name] = own.pop(_WAS_FUSED)
+
+
+def _explain(module: nn.Module, args: Any, output: Any) -> None:
+    """Note on an error of a forward, which is over then, what its likely cause is: plain local tensors."""
+    if output is not None:
+        return
+    error = sys.exc_info()[1]
+    explained = type(error).__module__.startswith("shoal_") or any(_NOTE in n for n in getattr(error, "__notes__", ()))
+    if explained or not isinstance(error, RuntimeError | ValueError | TypeError | IndexError | AssertionError):
+        return
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        owner = frame.f_locals.get("self")
+        found = [*_local_outputs(owner)] if isinstance(owner, nn.Module) else []
+        if found:
+            error.add_note(
+                f"{_NOTE} modules of {type(owner).__name__} return a rank's part of their output, which code that "
+                f"counts features or heads of one device does not expect:\n{chr(10).join(found[:4])}\n"
+                "Take sizes from tensors, as x.unflatten(-1, (-1, head_dim)) does; shard a fused projection by "
+                "PackedColwiseParallel and complete heads by .heads(count, size); or let a style return all of it, "
+                "output_layouts=Replicate(). What was kept of a model that is not parallel (a cache) has all heads."
+            )
+            return
+
+
+def _local_outputs(owner: nn.Module) -> Iterator[str]:
+    """The modules in another one whose output is a plain local shard."""
+    for path, module in owner.named_modules():
+        for sharding, mesh in shardings_of(module):
+            left = sharding.output_port().desired
+            if path and sharding.local_outputs and isinstance(left, Shard) and mesh.size() > 1:
+                held = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
+                shapes = [f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}" for n, p in held[:1]]
+                yield f"  {path} ({type(module).__name__}, {sharding.style}): {'; '.join([*shapes, f'output {left}'])}"
 
 
 def _mesh(given: DeviceMesh | None) -> DeviceMesh:
@@ -122,5 +187,9 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
     """
     with given_back(check_styled(module)):
         plain = plain_module(module)
+    refuse_save_pretrained(plain, any(isinstance(param, DTensor) for param in plain.parameters()))
+    _run_children(plain)
+    for owner in plain.modules():
+        hook_end_of_forward(owner, None)
     watch_draws(plain)  # it may be data-parallel
     return plain

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal_dtensor import DTensor, Placement, Replicate
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
-from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns
+from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, watch_draws
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass, progress
 
@@ -149,6 +149,7 @@ class Resolved:
 def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
     """Apply a plan to a copy of a model, where every rank has the same parameters."""
     resolve(model, plan).apply(mesh, src_data_rank=None)
+    watch_draws(model)
 
 
 _Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there

@@ -1,7 +1,8 @@
 """`try_plan`: one forward and backward of a parallel model on simulated ranks, against the plain model.
 
 Inputs are replicated; what leaves the model may be sharded.  In float64 and eval mode, so that only the plan makes a
-difference.  Nothing is changed, no process group is used, and nothing is raised.
+difference; a model that draws random numbers runs in training mode too.  Nothing is changed, no process group is used,
+and nothing is raised.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.internal import active, drawers_of
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
@@ -72,27 +74,53 @@ def try_plan(
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
         return Trial(unproven=(refusal,))
-    try:
-        single = copy.deepcopy(model).double().cpu().eval()
-        with torch.random.fork_rng(devices=()), torch.enable_grad():
-            _vary_constants(single)
-            expected = _run(copy.deepcopy(single), args, kwargs)
-    except Exception as error:  # whatever the user's model raises is a finding
-        return Trial(unproven=(f"the plain model does not run on these inputs: {_shown(error)}",))
+    with torch.random.fork_rng(devices=()), torch.enable_grad():
+        try:
+            single = copy.deepcopy(model).double().cpu().eval()
+        except Exception as error:  # whatever the user's model raises is a finding
+            return Trial(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
+        _vary_constants(single)
+        trial = _tried(single, parallelize, mesh, args, kwargs)
+        if trial.proven and any(map(active, drawers_of(single.train()))):
+            trial = _tried(single, parallelize, mesh, args, kwargs)
+    return trial
+
+
+def _tried(
+    single: nn.Module,
+    parallelize: Callable[[nn.Module, DeviceMesh], object],
+    mesh: DeviceMesh,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Trial:
+    """What a run in the mode of a plain model showed; in training mode from one seed."""
+    where = " in training mode, with random numbers" if single.training else ""
+
+    def plain() -> _Results:
+        torch.manual_seed(0)
+        return _run(copy.deepcopy(single), args, kwargs)
 
     def one_rank(view: DeviceMesh) -> _Results:
         with torch.enable_grad():
             module = copy.deepcopy(single)
             parallelize(module, view)
+            torch.manual_seed(0)
             return _run(module, args, kwargs)
 
+    try:
+        expected = plain()
+        if single.training and any(_differences([plain()], expected)):
+            return Trial(unproven=(f"one seed does not fix what the plain model computes{where}",))
+    except Exception as error:  # likewise
+        return Trial(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
     try:
         from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 
         results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
-        return Trial(wrong=(f"the plan does not run: {_shown(error)}{_line_of_model(error)}",))
-    return Trial(wrong=tuple(_differences(results, expected)))
+        line = f"the plan does not run{where}: {_shown(error)}{_line_of_model(error)}"
+        return Trial(unproven=(line,)) if single.training else Trial(wrong=(line,))
+    return Trial(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
 
 
 def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

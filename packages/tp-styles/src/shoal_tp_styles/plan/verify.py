@@ -60,18 +60,25 @@ class Verification:
         if not self.ok:
             raise PlanError(str(self))
 
+    @property
+    def verdict(self) -> str:
+        """In a few words, what the findings come to; the first line of what is printed."""
+        if not self.ok:
+            return "the plan does not fit"
+        return "the plan fits" if self.proven else "nothing is wrong with the plan, but it was not run"
+
     def _lines(self) -> list[tuple[str, str]]:
         names = ("errors", "wrong", "unmatched", "empty", "uneven", "unsharded", "unproven")
         return [(name, line) for name in names for line in getattr(self, name)]
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name}: {line}" for name, line in self._lines()) or "the plan fits"
+        return "\n".join([self.verdict, *(f"{name}: {line}" for name, line in self._lines())])
 
     def _repr_html_(self) -> str:
         from html import escape  # 2 ms, for notebooks only
 
         rows = (f"<tr><th>{name}</th><td>{escape(line)}</td></tr>" for name, line in self._lines())
-        return f"<table>{''.join(rows)}</table>" if self._lines() else "<p>the plan fits</p>"
+        return f"<p>{self.verdict}</p>" + (f"<table>{''.join(rows)}</table>" if self._lines() else "")
 
 
 @takes(model=nn.Module)
@@ -79,7 +86,8 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
     """What is wrong with a plan for a model.  Nothing is changed or raised; the mesh may be an `abstract_mesh`.
 
     With example inputs the plan is run: one forward and backward on every rank of the mesh, simulated in this process,
-    against the plain model, in float64 and eval mode.  A small configuration of a model proves the plan for its shape.
+    against the plain model, in float64 and eval mode; and in training mode, from one seed, if the model drops or draws.
+    A small configuration of a model proves the plan for its shape.
 
     Args:
         model: the root of the plan's paths; on any device, also meta.
@@ -93,6 +101,7 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
         >>> from shoal_tp_styles import ColwiseParallel
         >>> model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
         >>> print(verify(model, {"0": ColwiseParallel(), "7": ColwiseParallel()}, abstract_mesh((4,))))
+        the plan does not fit
         unmatched: plan entry '7' matches no module of Sequential: no child of the root matches '7'
         empty: 0.weight: dim 0 of 6 in shards of [2, 2, 2, 0] along 0
         empty: 0.bias: dim 0 of 6 in shards of [2, 2, 2, 0] along 0

@@ -44,6 +44,12 @@ def kinds_of(module: nn.Module) -> tuple[type[nn.Module], ...]:
     return (TransposedLinear, *parents) if _is_transposed(module) else parents
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its user knows it, where `fully_shard` or `replicate` gave it another."""
+    kind: type[nn.Module] = getattr(type(module), "_shoal_class", type(module))
+    return kind
+
+
 def is_grouped(module: Any) -> bool:
     """Whether a module is a convolution of several groups, which reads each input channel in one of them."""
     return isinstance(module, CONVOLUTIONS) and module.groups > 1

@@ -17,6 +17,7 @@ from ..experts.routed_experts import RoutedExperts
 from ..experts.shared_expert import BlockMembers, OverlappedBlock
 from ..experts.sliced_experts import DividedInput, SlicedExperts
 from ..sharding.expert_parameters import expert_shards, experts_of, hidden_shards
+from ..sharding.module_kinds import class_of
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 
@@ -123,7 +124,7 @@ class IdentityExpert(DeclaredStyle):
     """
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
-        if type(module) is not nn.Identity:
+        if class_of(module) is not nn.Identity:
             raise unsupported("IdentityExpert", module, (nn.Identity,))
         return ModuleSharding("IdentityExpert", lowering=DividedInput, distributes=False)
 

@@ -159,7 +159,8 @@ class ColwiseParallel(_FeatureStyle):
     every step of the sequence; states have the layout of the output, which of two directions is Replicate.
 
     Args:
-        input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.
+        input_layouts: layout of a plain input; Replicate if left out.  Inside it is replicated.  Sharded tokens of an
+            EmbeddingBag with offsets are each rank's own bags, of any number and length.
         output_layouts: layout of the output; the last dim sharded if left out (channels for Conv).
         use_local_output: return the plain local tensor instead of a DTensor.
 
@@ -273,7 +274,7 @@ class RowwiseParallel(_FeatureStyle):
     ones, with their output channels, so that nothing is summed.
 
     Args:
-        input_layouts: layout of a plain input; the last dim sharded if left out.
+        input_layouts: layout of a plain input; the last dim sharded if left out.  Of bags as in `ColwiseParallel`.
         output_layouts: layout of the output; Replicate if left out.
         use_local_output: return the plain local tensor instead of a DTensor.
 

@@ -75,15 +75,21 @@ class LoRA(DeclaredStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Linear), "sharding() has checked the type"
         weight = module.weight
-        a = weight.new_empty(self.rank, module.in_features)
-        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-        module.register_parameter("lora_A", nn.Parameter(a))
-        module.register_parameter("lora_B", nn.Parameter(weight.new_zeros(module.out_features, self.rank)))
+        module.register_parameter("lora_A", nn.Parameter(weight.new_empty(self.rank, module.in_features)))
+        module.register_parameter("lora_B", nn.Parameter(weight.new_empty(module.out_features, self.rank)))
+        initialize_adapter(module)
         if not self.train_base:
             for param in (module.weight, module.bias):
                 if param is not None:
                     param.requires_grad_(False)
         return super()._apply(module, device_mesh)
+
+
+def initialize_adapter(module: nn.Module) -> None:
+    """`A` as a Linear's weight, `B` zero."""
+    lora_a, lora_b = module.get_parameter("lora_A"), module.get_parameter("lora_B")
+    nn.init.kaiming_uniform_(lora_a, a=math.sqrt(5))
+    nn.init.zeros_(lora_b)
 
 
 @takes(model=nn.Module)

@@ -11,6 +11,7 @@ from ..lowering.lowered import Lowered
 from ..modules.dropout import SequenceDropout
 from ..modules.norm import TOKENWISE, Tokenwise, is_norm
 from ..modules.recurrent import RECURRENT, Recurrent
+from ..sharding.module_kinds import class_of
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle
 
@@ -59,6 +60,6 @@ class SequenceParallel(DeclaredStyle):
             "SequenceParallel",
             inputs=(port,),
             outputs=(port,),
-            lowering=_LOWERINGS.get(type(module)) or (Tokenwise if is_norm(module) else None),
+            lowering=_LOWERINGS.get(class_of(module)) or (Tokenwise if is_norm(module) else None),
             local_outputs=self.use_local_output,
         )

@@ -10,9 +10,12 @@ from shoal_dtensor import Placement, Replicate, Shard
 from shoal_mesh.internal import dataclass
 
 from ..apply.apply import TIED
+from ..sharding.module_kinds import class_of
 from ..sharding.module_sharding import ModuleSharding
 from .linear import ColwiseParallel, RowwiseParallel
 from .style import DeclaredStyle
+
+_TIED = (nn.Linear, nn.Embedding)
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -35,7 +38,7 @@ def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
         >>> style_of_tied(nn.Linear(4, 8), Shard(0))
         TiedStyle(of=ColwiseParallel(output_layouts=Replicate()))
     """
-    if not isinstance(placement, Shard) or placement.sizes is not None or type(module) not in (nn.Linear, nn.Embedding):
+    if not isinstance(placement, Shard) or placement.sizes is not None or class_of(module) not in _TIED:
         return None
     columns = (placement.dim == 0) == isinstance(module, nn.Linear)
     whole = Replicate()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._torch import in_backward
 from ..language.local_ops import sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -21,6 +22,19 @@ from .gathered_results import assumed_result_bytes, gathered, global_positions, 
 def replicated(call: OpCall) -> Iterator[Row]:
     """Every element on every rank."""
     yield from ()
+
+
+def _sparse(decided: LocalCall) -> LocalFunction:
+    """In a backward pass it is the gradient of an embedding: dense, as no DTensor is sparse."""
+    op = decided.call.op
+
+    def run(dims: int, dense_dims: int, size: Any, indices: Tensor, values: Tensor, **kwargs: Any) -> Tensor:
+        if in_backward() and dims == 1:
+            return values.new_zeros(size).index_add_(0, indices[0], values)
+        result: Tensor = op(dims, dense_dims, size, indices, values, **kwargs)
+        return result
+
+    return run
 
 
 def nonzero(call: OpCall) -> Iterator[Row]:
@@ -113,6 +127,7 @@ DATA_DEPENDENT: Table = family(
         "nonzero_static.default": Rule(replicated),
         # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
         "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, dynamic=True),
+        "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, dynamic=True),
         "masked_scatter.default masked_scatter_.default": Rule(masked_scatter, _masked_scatter),
         "masked_scatter_backward.default": Rule(replicated),
     }

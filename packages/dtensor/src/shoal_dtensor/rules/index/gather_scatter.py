@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal_mesh.internal import bound
 
 from ...layout.tensor_meta import TensorMeta
-from ..language.index_bounds import local_positions
+from ..language.index_bounds import adds_up, local_positions
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -41,7 +41,8 @@ def gather(call: OpCall) -> Iterator[Row]:
             if d != dim and source.shape[d] == index.shape[d]:
                 yield call.row(self=S(d), index=S(d), out=S(d))
         yield call.row(index=S(dim), out=S(dim))
-        yield call.row(self=S(dim), out=lookup_partial(source))
+        if adds_up(source):
+            yield call.row(self=S(dim), out=lookup_partial(source))
     yield from call.keeping_partials("self")
 
 
@@ -52,7 +53,8 @@ def index_select(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(d)) for d in range(source.ndim) if d != dim)
         if call["index"].ndim:
             yield call.row(index=S(0), out=S(dim))
-        yield call.row(self=S(dim), out=lookup_partial(source))
+        if adds_up(source):
+            yield call.row(self=S(dim), out=lookup_partial(source))
     yield from call.keeping_partials("self")
 
 

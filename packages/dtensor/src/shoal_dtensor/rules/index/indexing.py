@@ -18,7 +18,7 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.index_bounds import from_the_front, local_positions
+from ..language.index_bounds import adds_up, from_the_front, local_positions
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -89,7 +89,8 @@ def index(call: OpCall) -> Iterator[Row]:
         if call.outputs[0].shape[where.first + j] != 1:
             yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
     reduced = all_reduce_traffic(prod(call.outputs[0].shape) * source.dtype.itemsize)
-    yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in where.indexed for d in dims)
+    summed = where.indexed if adds_up(source) else ()
+    yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
     yield from call.keeping_partials("self")
 
 
@@ -251,7 +252,7 @@ def _value_shape(values: Tensor, ndim: int, first: int, positions: Sequence[int]
 def take(call: OpCall) -> Iterator[Row]:
     source, index = call["self"], call["index"]
     yield from (call.row(index=S(d), out=S(d)) for d in range(index.ndim))
-    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim))
+    yield from (call.row(self=S(d), out=lookup_partial(source)) for d in range(source.ndim) if adds_up(source))
     yield from call.keeping_partials("self")
 
 

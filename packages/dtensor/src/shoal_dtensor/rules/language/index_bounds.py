@@ -11,6 +11,13 @@ from ..._torch import TRACED
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
+    from ...layout.tensor_meta import TensorMeta
+
+
+def adds_up(source: TensorMeta) -> bool:
+    """Whether lookups along a sharded dim can: torch only moves numbers of other dtypes, which are gathered."""
+    small_float = source.dtype.is_floating_point and source.dtype.itemsize == 1
+    return not small_float and source.dtype not in (torch.uint16, torch.uint32, torch.uint64)
 
 
 def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
-from ..language.index_bounds import check_bounds
+from ..language.index_bounds import adds_up, check_bounds
 from ..language.local_ops import in_every_form, sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -22,7 +22,8 @@ def embedding(call: OpCall) -> Iterator[Row]:
     ndim = call["indices"].ndim
     yield from (call.row(indices=S(d), out=S(d)) for d in range(ndim))
     yield call.row(weight=S(1), out=S(ndim))
-    yield call.row(weight=S(0), out=P("sum"))
+    if adds_up(call["weight"]):
+        yield call.row(weight=S(0), out=P("sum"))
     yield from call.linear("weight")
 
 
@@ -83,10 +84,13 @@ def _embedding_bag(decided: LocalCall) -> LocalFunction | None:
 
 def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
     """By embedding dim; where a maximum was taken, its places have that dim too."""
-    if call.get("sparse"):  # no DTensor has that layout
-        return
     yield from call.linear("grad")
     yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
+
+
+def _embedding_bag_backward(decided: LocalCall) -> LocalFunction | None:
+    """Dense: no DTensor is sparse."""
+    return with_arguments(decided.call, sparse=False) if decided.call.get("sparse") else None
 
 
 def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
@@ -118,7 +122,7 @@ EMBEDDING: Table = family(
     {
         "embedding": Rule(embedding, _embedding),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
-        "_embedding_bag_dense_backward _embedding_bag_backward": Rule(embedding_bag_backward),
+        "_embedding_bag_dense_backward _embedding_bag_backward": Rule(embedding_bag_backward, _embedding_bag_backward),
         "_embedding_bag_per_sample_weights_backward": Rule(per_sample_weights_backward, _per_sample_weights_backward),
         "embedding_dense_backward": Rule(embedding_dense_backward),
     }

@@ -1,6 +1,6 @@
 """torch's own data parallelism and sharded tensors over a mesh or parameters of shoal: right, or refused at the call.
 
-Covers: tensor/torch_fsdp.py, shoal_mesh/_torch.py.
+Covers: parallel modules in torch's own wrappers.
 """
 
 from __future__ import annotations

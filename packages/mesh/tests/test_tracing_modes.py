@@ -1,0 +1,121 @@
+"""Covers: _torch.py, `is_traced`: collectives of fake tensors send nothing, recorders see collectives as operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shoal_mesh import (
+    CollectiveError,
+    CommDebugMode,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_blocks,
+    broadcast,
+    comm_over,
+    init_device_mesh,
+    permute,
+    reduce_scatter,
+    reduce_scatter_v,
+)
+from shoal_mesh.internal import all_gather_packed, all_reduce_, all_reduce_packed, reduce_scatter_packed
+from shoal_mesh.testing import on_ranks
+
+AXIS = (0, 1)
+
+
+def received(pending: Any) -> list[Tensor]:
+    flat: list[Tensor] = []
+    pending.wait(lambda tensors: flat.extend(tensor.clone() for tensor in tensors))
+    return flat
+
+
+def blocks(x: Tensor) -> Tensor:
+    out = torch.empty(4)
+    all_to_all_blocks([[x[:1, :2]], [x[1:, :2]]], comm_over(AXIS), [[out[:2].view(1, 2)], [out[2:].view(1, 2)]])
+    return out
+
+
+def in_place(x: Tensor) -> Tensor:
+    own = x.clone()
+    all_reduce_(own, comm_over(AXIS))
+    all_reduce_(own, comm_over(AXIS), async_op=True).wait()
+    return own
+
+
+# Of a tensor (2, 4), which is another one on each rank.
+COLLECTIVES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": lambda x: all_reduce(x, comm_over(AXIS), "avg"),
+    "all_reduce complex": lambda x: all_reduce(torch.view_as_complex(x.view(2, 2, 2)).conj(), comm_over(AXIS)),
+    "all_reduce_": in_place,
+    "all_reduce_coalesced": lambda x: all_reduce_coalesced([x, x.double()], comm_over(AXIS)),
+    "all_reduce_packed": lambda x: received(all_reduce_packed([x.view(-1)], comm_over(AXIS))),
+    "all_gather": lambda x: all_gather(x, comm_over(AXIS), 1, async_op=True).wait(),
+    "all_gather_v": lambda x: all_gather_v(x[: dist.get_rank() + 1], comm_over(AXIS), (1, 2)),
+    "all_gather_packed": lambda x: received(all_gather_packed([x.view(-1)], comm_over(AXIS), (8, 8))),
+    "reduce_scatter": lambda x: reduce_scatter(x, comm_over(AXIS)),
+    "reduce_scatter_v": lambda x: reduce_scatter_v(x, comm_over(AXIS), (3, 1), 1),
+    "reduce_scatter_packed": lambda x: received(reduce_scatter_packed([x.view(-1)], comm_over(AXIS), (3, 5))),
+    "all_to_all": lambda x: all_to_all(x, comm_over(AXIS), 0, 1),
+    "all_to_all_blocks": blocks,
+    "broadcast": lambda x: broadcast(x, comm_over(AXIS), 1),
+    "permute": lambda x: permute(x, comm_over((1, 0)), (1, 0)),
+}
+
+
+def leaves(result: Any) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(result)
+
+
+@on_ranks(2)
+def test_fake_tensors_reach_no_wire() -> None:
+    for name, collective in COLLECTIVES.items():
+        expected = leaves(collective(torch.ones(2, 4)))
+        with FakeTensorMode():
+            found = leaves(collective(torch.ones(2, 4)))
+        assert all(isinstance(tensor, FakeTensor) for tensor in found), name
+        assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected], name
+    with FakeTensorMode():
+        fake = torch.ones(2, 4)
+    for name, collective in COLLECTIVES.items():  # they stay fake outside
+        if name != "all_to_all_blocks":  # whose result is made there
+            assert all(isinstance(tensor, FakeTensor) for tensor in leaves(collective(fake))), name
+    assert all_reduce(torch.ones(3), comm_over(AXIS)).tolist() == [2, 2, 2]
+
+
+@on_ranks(2)
+def test_meshes_are_made_and_collectives_counted_among_fake_tensors() -> None:
+    with FakeTensorMode(), CommDebugMode() as inside:
+        all_reduce(torch.ones(2), (init_device_mesh("cpu", (2,)), 0))
+    with CommDebugMode() as outside, FakeTensorMode():
+        all_reduce(torch.ones(2) * 2, comm_over(AXIS))
+    assert inside.get_total_counts() == outside.get_total_counts() == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic", "pre_dispatch"])
+def test_make_fx_records_collectives(mode: str) -> None:
+    example, other = (torch.arange(8.0).view(2, 4) * (dist.get_rank() + k) for k in (1, 3))
+    how = {"pre_dispatch": True} if mode == "pre_dispatch" else {"tracing_mode": mode}
+    for name, collective in COLLECTIVES.items():
+        graph = make_fx(collective, **how)(example)
+        for found, expected in zip(leaves(graph(other)), leaves(collective(other)), strict=True):
+            assert torch.equal(found, expected), name
+
+
+@on_ranks(2)
+def test_a_recorded_collective_loses_no_tangent() -> None:
+    x = torch.ones(2)
+    with pytest.raises(CollectiveError, match="no forward-mode derivative"):
+        torch.func.linearize(lambda x: all_reduce(x, comm_over(AXIS)), x)
+    assert all_reduce(x, comm_over(AXIS)).tolist() == [2, 2]
