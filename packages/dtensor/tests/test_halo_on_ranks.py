@@ -1,4 +1,4 @@
-"""Covers: rules/exchange/halo.py, rules/nn/{convolution,conv_transpose,pooling,planes,resampling}.py, on ranks."""
+"""Covers: rules/exchange/{halo,ranges}.py, rules/nn/{convolution,pooling,planes,resampling}.py, on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE
-from shoal_dtensor.rules.exchange.halo import SlidingWindows
+from shoal_dtensor.rules.exchange.halo import Windows
+from shoal_dtensor.rules.exchange.ranges import intervals
 from shoal_dtensor.testing import validate
 from shoal_dtensor.testing.trial import Trial
 from shoal_mesh import CommDebugMode, init_device_mesh
@@ -202,19 +203,34 @@ def test_transposed_convolutions_of_two_sharded_dims() -> None:
 SMALL = st.integers(1, 4)
 
 
-@given(st.integers(1, 12), SMALL, SMALL, st.integers(0, 4), SMALL, st.lists(st.integers(0, 5), min_size=4, max_size=4))
-def test_shards_make_all_outputs_once_in_order(
-    length: int, kernel: int, stride: int, padding: int, dilation: int, weights: list[int]
+@given(st.data(), st.booleans(), st.integers(1, 12), SMALL, SMALL, st.integers(0, 4), SMALL)
+def test_shards_make_all_outputs_once_in_order_and_read_what_these_need(
+    data: Any, transposed: bool, length: int, kernel: int, stride: int, padding: int, dilation: int
 ) -> None:
-    made = (length + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    """Against the definition: a window of inputs per output, or transposed a window of outputs per input."""
+    reach = dilation * (kernel - 1)
+    made = (length - 1) * stride - 2 * padding + reach + 1 if transposed else (length + 2 * padding - reach - 1)
+    made = made if transposed else made // stride + 1
     if made <= 0:
         return
+    windows = Windows(length, made, kernel, stride, padding, dilation, transposed)
+    weights = data.draw(st.lists(st.integers(0, 5), min_size=4, max_size=4))
     total = sum(weights)
     stops = [length * sum(weights[: i + 1]) // total if total else length for i in range(4)]
     sizes = tuple(b - a for a, b in zip([0, *stops[:-1]], stops, strict=True))
-    cut = SlidingWindows(length, made, kernel, stride, padding, dilation)(DimSharding((0,), (4,), sizes))
+    cut = windows(DimSharding((0,), (4,), sizes))
     assert cut.length == made
     assert min(cut.sizes) >= 0
+    taps = [dilation * j - padding for j in range(kernel)]
+    for start, stop in intervals(cut):
+        outputs = range(start, stop)
+        if transposed:
+            needed = [i for i in range(length) for tap in taps if i * stride + tap in outputs]
+        else:
+            needed = [o * stride + tap for o in outputs for tap in taps]
+        first, last = windows.reads((start, stop))
+        assert not needed or first <= min(needed) <= max(needed) < last
+        assert not needed or transposed or (first, last) == (min(needed), max(needed) + 1)
 
 
 @pytest.mark.parametrize(("shape", "placements"), [((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)])], ids=str)

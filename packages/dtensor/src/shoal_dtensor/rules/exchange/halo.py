@@ -1,9 +1,17 @@
-"""Halos: the border rows of other ranks that windows sliding along a sharded dim read.
+"""Windows that run along a sharded dim, and halos: the border rows of other ranks that they read.
 
 A convolution of 8 rows with kernel 3 and padding 1, sharded as 4 + 4 on 2 ranks (`-` is padding):
 
     rank 0 holds  0 1 2 3        computes outputs 0..3, reads  - 0 1 2 3 4    row 4 is its halo, from rank 1
     rank 1 holds  4 5 6 7        computes outputs 4..7, reads  3 4 5 6 7 -    row 3 is its halo, from rank 0
+
+Transposed, with stride 2, kernel 3 and padding 1, input `i` adds to the outputs 2i-1, 2i, 2i+1.  Of 4 inputs and 7
+outputs:
+
+    rank 0 holds  0 1            computes outputs 0..3, reads  0 1 2          input 2 adds to output 3
+    rank 1 holds  2 3            computes outputs 4..6, reads  2 3
+
+Without padding, inputs 0 1 2 make the outputs -1..5, which are cropped to 0..3, or filled up with zeros.
 
 One exchange with exact blocks fetches the halo.  The gradient of those rows goes back the same way and is added to the
 owner's.
@@ -11,48 +19,43 @@ owner's.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
+from math import prod
 
 import torch
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks
 from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ...layout.spec import Spec
-from ..language.rows import Traffic
-
-Interval = tuple[int, int]
-
-
-class Windows(Hashable, Protocol):
-    """Which outputs a shard computes, as a map of shardings, and what a range of outputs reads of `length` inputs."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def overlap(self) -> int: ...
-    def __call__(self, sharding: DimSharding) -> DimSharding: ...
-    def reads(self, outputs: Interval) -> Interval: ...
+from ...layout.tensor_meta import TensorMeta
+from ..language.rule import OpCall, Traffic
+from .ranges import Interval, Relocation, Run, intervals
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindows:
-    """Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`.
+class Windows:
+    """Which inputs every output reads along a dim.  As a map of shardings: which outputs a shard computes.
 
-    As a map of shardings: each shard of the input computes the outputs whose windows have their middle in it.
+    Output `o` reads inputs `o * stride - padding + dilation * j` for `j` below `kernel`; a shard computes the outputs
+    whose windows have their middle in it.  Transposed, input `i` adds to the outputs `i * stride - padding + dilation *
+    j`; a shard of n inputs computes `n * stride` outputs, the last one also what is left.
 
     Attributes:
         length: how many inputs.
         outputs: how many outputs.
+        transposed: whether windows are of outputs.
+        beside: inputs on either side that an output reads besides those that reach it, which interpolation does.
 
     Example:
-        >>> SlidingWindows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
+        >>> Windows(8, 8, kernel=3, padding=1)(DimSharding((0,), (2,), (5, 3))).sizes
         (5, 3)
+        >>> doubled = Windows(8, 16, kernel=2, stride=2, transposed=True, beside=1)
+        >>> doubled.reads((4, 8))
+        (1, 5)
     """
 
     length: int
@@ -61,48 +64,89 @@ class SlidingWindows:
     stride: int = 1
     padding: int = 0
     dilation: int = 1
+    transposed: bool = False
+    beside: int = 0
+
+    @property
+    def reach(self) -> int:
+        """How far the last element of a window is from its first."""
+        return self.dilation * (self.kernel - 1)
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
-        bounds = [*map(self._before, sharding.offsets), self.outputs]
-        bounds[0] = 0
+        bounds = [0, *map(self._before, sharding.offsets[1:]), self.outputs]
         return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
     def _before(self, position: int) -> int:
         """How many outputs belong to the inputs before `position`."""
         if position >= self.length:
             return self.outputs
-        middle = self.dilation * (self.kernel - 1) // 2 - self.padding
-        return min(max(-(-(position - middle) // self.stride), 0), self.outputs) if position else 0
+        if position == 0:
+            return 0
+        middle = 0 if self.transposed else self.reach // 2 - self.padding
+        outputs = position * self.stride if self.transposed else -(-(position - middle) // self.stride)
+        return min(max(outputs, 0), self.outputs)
 
     def reads(self, outputs: Interval) -> Interval:
-        """What the windows of a range of outputs read; it may reach over both ends of the input."""
-        first, last = outputs[0], outputs[1] - 1
-        if last < first:
+        """What a range of outputs reads; windows of inputs may reach over both ends of the input."""
+        start, stop = outputs
+        if start >= stop:
             return 0, 0
-        reach = self.dilation * (self.kernel - 1)
-        return first * self.stride - self.padding, last * self.stride - self.padding + reach + 1
+        if not self.transposed:
+            return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.reach + 1
+        first = -(-(start + self.padding - self.reach) // self.stride) - self.beside
+        last = (stop - 1 + self.padding) // self.stride + 1 + self.beside
+        return self.clipped((first, last))
+
+    def clipped(self, inputs: Interval) -> Interval:
+        """What a range has of the inputs."""
+        start = min(max(inputs[0], 0), self.length)
+        return start, max(start, min(inputs[1], self.length))
+
+    def reached(self, inputs: Interval) -> Interval:
+        """The outputs that a range of inputs reaches, of a transposed operator."""
+        start = inputs[0] * self.stride - self.padding
+        return start, start + (inputs[1] - inputs[0] - 1) * self.stride + self.reach + 1
 
     @property
     def overlap(self) -> int:
         """Inputs that two neighbouring windows share, so about the size of a halo."""
-        return max(self.dilation * (self.kernel - 1) + 1 - self.stride, 0)
+        if self.transposed:
+            return max(-(-(self.reach + 1) // self.stride) - 1, 0) + 2 * self.beside
+        return max(self.reach + 1 - self.stride, 0)
 
 
-def halo_traffic(windows: Windows, row_bytes: int) -> Traffic | None:
-    """The traffic of windows along a sharded dim; None where they need no halo, however the dim is sharded.
+def per_dim(call: OpCall, name: str, count: int) -> list[int]:
+    """An argument with a number for each of `count` spatial dims, or one for all."""
+    value = call.get(name, [1])
+    return [*value] * (count if len(value) == 1 else 1)
 
-    Args:
-        windows: the windows.
-        row_bytes: of one position of the dim.
+
+def windows_of(
+    call: OpCall, source: TensorMeta, result: TensorMeta, kernel: Sequence[int], *, transposed: bool = False
+) -> dict[int, Windows]:
+    """The windows along every spatial dim, the last ones, of a call with a stride, a padding and perhaps a dilation."""
+    count = len(kernel)
+    stride = per_dim(call, "stride", count) if call["stride"] else kernel
+    padding, dilation = per_dim(call, "padding", count), per_dim(call, "dilation", count)
+    return {
+        d: Windows(source.shape[d], result.shape[d], kernel[i], stride[i], padding[i], dilation[i], transposed)
+        for i, d in enumerate(range(source.ndim - count, source.ndim))
+    }
+
+
+def halo_traffic(windows: Windows, source: TensorMeta, dim: int) -> Traffic | None:
+    """The traffic of windows along a sharded dim of `source`; None where they need no halo, however it is sharded.
 
     Example:
         Windows of 2 that do not overlap, of 4 inputs: sharded as 3 + 1 the second one needs an input of the first rank.
 
-        >>> halo_traffic(SlidingWindows(4, 4, kernel=1), 8) is None
+        >>> row = TensorMeta((4, 2), (2, 1), torch.float32)
+        >>> halo_traffic(Windows(4, 4, kernel=1), row, 0) is None
         True
-        >>> halo_traffic(SlidingWindows(4, 2, kernel=2, stride=2), 8)(4)
+        >>> halo_traffic(Windows(4, 2, kernel=2, stride=2), row, 0)(4)
         8
     """
+    row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
     size = max(windows.overlap, 1) * max(row_bytes, 1)
     return (lambda ranks: size) if _needs_halo(windows) else None
 
@@ -116,122 +160,113 @@ def _needs_halo(windows: Windows) -> bool:
 
 def _reads_others(windows: Windows, sharding: DimSharding) -> bool:
     """Whether any shard reads what it does not hold."""
-    pairs = zip(_intervals(sharding), _intervals(windows(sharding)), strict=True)
-    reads = ((held, _clipped(windows.reads(outputs), windows.length)) for held, outputs in pairs)
-    return any(wanted[0] < wanted[1] and _common(held, wanted) != wanted for held, wanted in reads)
+    pairs = zip(intervals(sharding), _wanted(windows, sharding), strict=True)
+    return any(start < held[0] or held[1] < stop for held, (start, stop) in pairs)
 
 
-@dataclass(frozen=True, slots=True)
+def _wanted(windows: Windows, sharding: DimSharding) -> list[Interval]:
+    """What each shard's windows read of the input; an empty range of the shard where they read nothing."""
+    pairs = zip(intervals(sharding), intervals(windows(sharding)), strict=True)
+    reads = [(held[0], windows.clipped(windows.reads(outputs))) for held, outputs in pairs]
+    return [wanted if wanted[0] < wanted[1] else (start, start) for start, wanted in reads]
+
+
 class Halo:
-    """One sharded dim of an input, and the windows that slide along it.
+    """One sharded dim of an input along which windows run, as this rank sees it.
 
     Attributes:
-        spec: of the input.
         dim: the dim.
-        windows: its windows.
+        reads: what this rank's windows read; it may reach over both ends of the input.
+        margins: how far it does, at the start and at the end.
+        widths: how many outputs the operator, which knows nothing of the others, makes too few at the start and at the
+            end; negative where it makes too many.
     """
 
-    spec: Spec
-    dim: int
-    windows: Windows
-
-    @property
-    def _sharding(self) -> DimSharding:
-        return self.spec.dim_sharding(self.dim)
-
-    @property
-    def _index(self) -> int:
-        return self._sharding.index(self.spec.coordinate or (0,) * self.spec.mesh.ndim)
-
-    @property
-    def outputs(self) -> int:
-        """How many outputs this rank computes."""
-        return self.windows(self._sharding).sizes[self._index]
-
-    @property
-    def reads(self) -> Interval:
-        """What this rank's windows read; it may reach over both ends of the input."""
-        return self.windows.reads(_intervals(self.windows(self._sharding))[self._index])
-
-    @property
-    def margins(self) -> tuple[int, int]:
-        """How far this rank's windows reach over the ends of the input."""
-        first, last = self.reads
-        return max(0, min(last, 0) - first), max(0, last - max(first, self.windows.length))
-
-    def _wanted(self) -> list[Interval]:
-        """What each shard's windows read of the input."""
-        outputs = _intervals(self.windows(self._sharding))
-        return [_clipped(self.windows.reads(each), self.windows.length) for each in outputs]
+    def __init__(self, spec: Spec, dim: int, windows: Windows) -> None:
+        sharding = spec.dim_sharding(dim)
+        self.dim = dim
+        self._relocation = Relocation(spec, dim, _wanted(windows, sharding), [Run(0, 0, windows.length)])
+        self._moves = _reads_others(windows, sharding)
+        begin, end = windows(sharding).interval_of(self._relocation.index)
+        first, last = self.reads = windows.reads((begin, end))
+        self.margins = max(0, min(last, 0) - first), max(0, last - max(first, windows.length))
+        start, stop = windows.reached(self.reads) if windows.transposed else (begin, end)
+        self.widths = start - begin, end - stop
 
     def fetch(self, x: Tensor) -> Tensor:
         """What this rank's windows read of the input, `x` being its shard."""
-        held, wanted, me = _intervals(self._sharding), self._wanted(), self._index
-        if not _reads_others(self.windows, self._sharding):
-            return _rows(x, self.dim, wanted[me], held[me][0])
-        result = x.new_empty(self._resized(x, wanted[me]))
-        blocks = [[_rows(x, self.dim, _common(held[me], w), held[me][0])] for w in wanted]
-        out = [[_rows(result, self.dim, _common(h, wanted[me]), wanted[me][0])] for h in held]
-        all_to_all_blocks(blocks, self.spec.mesh.comm(self._sharding.axes), out)
-        return result
+        if self._moves:
+            return self._relocation.forwards(x)
+        (start, stop), (held, _) = self._relocation.wanted, self._relocation.held
+        return x.narrow(self.dim, start - held, stop - start)
 
     def return_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of this rank's shard out of the gradients of what every rank fetched."""
-        held, wanted, me = _intervals(self._sharding), self._wanted(), self._index
-        total = gradient.new_zeros(self._resized(gradient, held[me]))
-        own = _common(held[me], wanted[me])
-        _rows(total, self.dim, own, held[me][0]).copy_(_rows(gradient, self.dim, own, wanted[me][0]))
-        if not _reads_others(self.windows, self._sharding):
-            return total
-        nothing = (held[me][0], held[me][0])
-        sends = [nothing if i == me else _common(h, wanted[me]) for i, h in enumerate(held)]
-        receives = [nothing if i == me else _common(held[me], w) for i, w in enumerate(wanted)]
-        blocks = [[_rows(gradient, self.dim, each, wanted[me][0])] for each in sends]
-        out = [[gradient.new_empty(self._resized(gradient, each))] for each in receives]
-        all_to_all_blocks(blocks, self.spec.mesh.comm(self._sharding.axes), out)
-        for each, (block,) in zip(receives, out, strict=True):
-            _rows(total, self.dim, each, held[me][0]).add_(block)
-        return total
-
-    def _resized(self, like: Tensor, interval: Interval) -> list[int]:
-        return [interval[1] - interval[0] if d == self.dim else n for d, n in enumerate(like.shape)]
+        if self._moves:
+            return self._relocation.backwards(gradient)
+        (start, stop), (held, end) = self._relocation.wanted, self._relocation.held
+        return _padded(gradient, {self.dim: (start - held, end - stop)}).contiguous()
 
 
-def with_halos(x: Tensor, halos: Sequence[Halo], fill: float = 0.0) -> Tensor:
-    """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
-    widths = [0] * (2 * x.ndim)
-    for halo in halos:
-        x = halo.fetch(x)
-        at = 2 * (x.ndim - 1 - halo.dim)  # `constant_pad_nd` counts dims from the last
-        widths[at : at + 2] = halo.margins
-    return torch.constant_pad_nd(x, widths, fill) if any(widths) else x
+class Halos:
+    """The halos of a shard along all sharded dims along which windows run.
+
+    Args:
+        spec: of the input.
+        windows: for every dim that has some, its windows.
+
+    Attributes:
+        shape: of the shard with its halos, and with what is beyond the ends of the input.
+    """
+
+    def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
+        self.halos = [Halo(spec, dim, each) for dim, each in windows.items() if spec.dim_shardings[dim].axes]
+        lengths = {halo.dim: halo.reads[1] - halo.reads[0] for halo in self.halos}
+        self.shape = [lengths.get(dim, n) for dim, n in enumerate(spec.local_shape)]
+
+    def __bool__(self) -> bool:
+        return bool(self.halos)
+
+    @property
+    def dims(self) -> list[int]:
+        """The dims that have halos."""
+        return [halo.dim for halo in self.halos]
+
+    def first(self, dim: int) -> int:
+        """The first input that is read along a dim, which may be counted from the last; 0 where there are no halos."""
+        return next((halo.reads[0] for halo in self.halos if halo.dim == dim % len(self.shape)), 0)
+
+    def unpadded(self, call: OpCall, name: str, count: int) -> list[int]:
+        """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""
+        value = per_dim(call, name, count)
+        for dim in self.dims:
+            value[dim - (len(self.shape) - count)] = 0
+        return value
+
+    def fetch(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """This rank's shard with the border rows of others, and `fill` beyond the ends of the input."""
+        for halo in self.halos:
+            x = halo.fetch(x)
+        return _padded(x, {halo.dim: halo.margins for halo in self.halos}, fill)
+
+    def return_gradient(self, gradient: Tensor) -> Tensor:
+        """The gradient of this rank's shard, out of that of what `fetch` returns."""
+        for halo in reversed(self.halos):
+            before, after = halo.margins
+            gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
+            gradient = halo.return_gradient(gradient)
+        return gradient
+
+    def cropped(self, outputs: Tensor) -> Tensor:
+        """This rank's outputs, out of those that the operator makes of what `fetch` returns."""
+        return _padded(outputs, {halo.dim: halo.widths for halo in self.halos})
+
+    def uncropped(self, gradient: Tensor) -> Tensor:
+        """The gradient of what the operator makes of what `fetch` returns, out of that of this rank's outputs."""
+        return _padded(gradient, {halo.dim: (-halo.widths[0], -halo.widths[1]) for halo in self.halos})
 
 
-def without_halos(gradient: Tensor, halos: Sequence[Halo]) -> Tensor:
-    """The gradient of this rank's shard, out of that of what `with_halos` returns."""
-    for halo in reversed(halos):
-        before, after = halo.margins
-        gradient = gradient.narrow(halo.dim, before, gradient.shape[halo.dim] - before - after)
-        gradient = halo.return_gradient(gradient)
-    return gradient
-
-
-def _intervals(sharding: DimSharding) -> list[Interval]:
-    return [(start, start + size) for start, size in zip(sharding.offsets, sharding.sizes, strict=True)]
-
-
-def _clipped(interval: Interval, length: int) -> Interval:
-    """What a range has of 0..length."""
-    return min(max(interval[0], 0), length), max(min(interval[1], length), 0)
-
-
-def _common(one: Interval, other: Interval) -> Interval:
-    """What two ranges share; an empty range where they share nothing."""
-    start = min(max(one[0], other[0]), one[1])
-    return start, max(start, min(one[1], other[1]))
-
-
-def _rows(x: Tensor, dim: int, interval: Interval, base: int) -> Tensor:
-    """A range of positions out of a tensor that starts at position `base`."""
-    size = interval[1] - interval[0]
-    return x.narrow(dim, interval[0] - base, size) if size else x.narrow(dim, 0, 0)
+def _padded(x: Tensor, widths: Mapping[int, tuple[int, int]], fill: float = 0.0) -> Tensor:
+    """`x` with so many elements more at the start and end of dims, or fewer where a width is negative."""
+    pad = [n for dim in reversed(range(x.ndim)) for n in widths.get(dim, (0, 0))]  # torch counts dims from the last
+    return torch.constant_pad_nd(x, pad, fill) if any(pad) else x

@@ -1,8 +1,8 @@
 """Moving ranges of a sharded dim to other coordinates: one all-to-all with exact blocks.
 
 What an operator like `roll` or `flip` does to a dim is a list of runs: output positions that are input positions,
-forwards or backwards.  Who sends what to whom follows from the runs and the two shardings.  `roll` by 1 of 6 elements
-on 2 ranks is the runs 0..4 -> 1..5 and 5 -> 0:
+forwards or backwards.  Who sends what to whom follows from the runs, the ranges that ranks hold and those that they
+want.  `roll` by 1 of 6 elements on 2 ranks is the runs 0..4 -> 1..5 and 5 -> 0:
 
     rank 0: a b c  ->  f a b        sends c to rank 1
     rank 1: d e f  ->  c d e        sends f to rank 0
@@ -10,11 +10,11 @@ on 2 ranks is the runs 0..4 -> 1..5 and 5 -> 0:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks
+from shoal_mesh import Comm, DeviceMesh, all_to_all_blocks
 from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
@@ -53,6 +53,11 @@ class Block:
     back: bool
 
 
+def intervals(sharding: DimSharding) -> list[Interval]:
+    """The range of positions of every shard."""
+    return [sharding.interval_of(shard) for shard in range(sharding.shards)]
+
+
 def _blocks(runs: Sequence[Run], held: Interval, wanted: Interval) -> Iterator[Block]:
     for run in runs:
         first, last = run.between(held, wanted)
@@ -61,38 +66,62 @@ def _blocks(runs: Sequence[Run], held: Interval, wanted: Interval) -> Iterator[B
             yield Block(source - held[0], run.target + first - wanted[0], last - first, run.back)
 
 
-def _intervals(sharding: DimSharding) -> list[Interval]:
-    return [(start, start + size) for start, size in zip(sharding.offsets, sharding.sizes, strict=True)]
-
-
-def relocate(dim: int, source: Spec, target: Spec, runs: Sequence[Run]) -> Callable[[Tensor], Tensor]:
-    """The function from this rank's shard to its shard of the rearranged tensor; every rank of the axes calls it.
+class Relocation:
+    """The exchange from the shards of a dim to the ranges that ranks want; every rank of the dim's axes takes part.
 
     Args:
-        dim: the dim, in both; it is sharded over the same axes.
-        source: spec of the input.
-        target: spec of the output.
+        spec: of the input.
+        dim: its sharded dim.
+        wanted: for every shard the range of output positions that its rank wants; ranges may overlap.
         runs: where every output position comes from; positions that no run names stay undefined.
     """
-    before, after = source.dim_sharding(dim), target.dim_sharding(dim)
-    assert before.axes == after.axes, "ranges move between the coordinates of the axes that shard the dim"
-    index, held, wanted = before.index(source.coordinate or (0,) * source.mesh.ndim), *map(_intervals, (before, after))
-    sends = [[*_blocks(runs, held[index], there)] for there in wanted]
-    receives = [[*_blocks(runs, there, wanted[index])] for there in held]
-    shape = target.local_shape
 
-    def run(x: Tensor) -> Tensor:
-        result = x.new_empty(shape)
-        blocks = [[_block(x, dim, block) for block in to_rank] for to_rank in sends]
-        out = [[result.narrow(dim, block.target, block.length) for block in from_rank] for from_rank in receives]
-        blocks[index].append(x.narrow(dim, 0, 0))  # so that a rank that has and gets nothing knows the dtype
-        out[index].append(result.narrow(dim, 0, 0))
-        all_to_all_blocks(blocks, source.mesh.comm(before.axes), out)
+    __slots__ = ("axes", "dim", "held", "index", "mesh", "receives", "sends", "wanted")
+
+    def __init__(self, spec: Spec, dim: int, wanted: Sequence[Interval], runs: Sequence[Run]) -> None:
+        sharding = spec.dim_sharding(dim)
+        held = intervals(sharding)
+        self.mesh: DeviceMesh = spec.mesh
+        self.axes: tuple[int, ...] = sharding.axes
+        self.dim = dim
+        self.index: int = sharding.index(spec.coordinate or (0,) * spec.mesh.ndim)
+        self.held: Interval = held[self.index]
+        self.wanted: Interval = wanted[self.index]
+        self.sends: list[list[Block]] = [[*_blocks(runs, self.held, there)] for there in wanted]
+        self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in held]
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of the shards; asked for when the exchange runs, so that a plan needs no process group."""
+        return self.mesh.comm(self.axes)
+
+    def forwards(self, x: Tensor) -> Tensor:
+        """What this rank wants, out of the shards."""
+        result = self._resized(x, self.wanted[1] - self.wanted[0])
+        blocks = [[self._block(x, block) for block in to_rank] for to_rank in self.sends]
+        out = [[result.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
+        self._exchange(blocks, out, x, result)
         return result
 
-    return run
+    def backwards(self, gradient: Tensor) -> Tensor:
+        """The gradient of this rank's shard: what all ranks' gradients say of it, added up.  For runs forwards."""
+        total = self._resized(gradient, self.held[1] - self.held[0]).zero_()
+        blocks = [[gradient.narrow(self.dim, block.target, block.length) for block in each] for each in self.receives]
+        out = [[self._resized(gradient, block.length) for block in to_rank] for to_rank in self.sends]
+        self._exchange(blocks, out, gradient, total)
+        for sent, parts in zip(self.sends, out, strict=True):
+            for block, part in zip(sent, parts, strict=False):  # behind the parts of this rank stands an empty one
+                total.narrow(self.dim, block.source, block.length).add_(part)
+        return total
 
+    def _exchange(self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor) -> None:
+        blocks[self.index].append(source.narrow(self.dim, 0, 0))  # a rank that has and gets nothing knows the dtype
+        out[self.index].append(result.narrow(self.dim, 0, 0))
+        all_to_all_blocks(blocks, self.comm, out)
 
-def _block(x: Tensor, dim: int, block: Block) -> Tensor:
-    view = x.narrow(dim, block.source, block.length)
-    return view.flip(dim) if block.back else view
+    def _block(self, x: Tensor, block: Block) -> Tensor:
+        view = x.narrow(self.dim, block.source, block.length)
+        return view.flip(self.dim) if block.back else view
+
+    def _resized(self, like: Tensor, length: int) -> Tensor:
+        return like.new_empty([length if d == self.dim else n for d, n in enumerate(like.shape)])

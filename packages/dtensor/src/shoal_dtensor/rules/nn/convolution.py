@@ -5,8 +5,7 @@ Spatial dims too: ranks exchange the border rows that their windows share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,22 +15,19 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import contiguous_stride
-from ..exchange.halo import Halo, SlidingWindows, halo_traffic, with_halos, without_halos
+from ..exchange.halo import Halos, Windows, halo_traffic, windows_of
 from ..language.local_ops import in_every_form, sharding_axes, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
-from .conv_transpose import conv_transpose, conv_transpose_backward, conv_transpose_windows
 
-PARAMETERS = ("stride", "padding", "dilation")
 Case = dict[str, Any]
 
 
 def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
     """Entries of input, weight, bias and `out`, case by case, with what the local function communicates."""
-    is_batched = call["input"].ndim == call["weight"].ndim
-    channel, groups = (1 if is_batched else 0), call["groups"]
+    source, channel, groups = call["input"], _channel(call), call["groups"]
     of_input, of_output = (0, 1) if call["transposed"] else (1, 0)
-    if is_batched:
+    if channel:
         yield {"input": S(0), "out": S(0)}, None
     if groups == 1:
         yield {"weight": S(of_output), "bias": S(0), "out": S(channel)}, None
@@ -41,7 +37,8 @@ def _cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
         taken, given = _channels_per_group(call)
         case: Case = {"input": S(channel, taken), "bias": S(0, given), "out": S(channel, given)}
         yield case | {"weight": S(0, taken if call["transposed"] else given)}, None
-    yield from _spatial_cases(call)
+    for dim, windows in _windows(call).items():
+        yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, source, dim)
 
 
 def _channels_per_group(call: OpCall) -> tuple[int, int]:
@@ -50,29 +47,18 @@ def _channels_per_group(call: OpCall) -> tuple[int, int]:
     return (weight[0] // groups, weight[1]) if call["transposed"] else (weight[1], weight[0] // groups)
 
 
-def _windows(call: OpCall) -> dict[int, SlidingWindows]:
-    """For every spatial dim of the input its windows; none if the convolution is transposed."""
-    source, weight = call["input"], call["weight"]
-    count = weight.ndim - 2
-    if call["transposed"] or 0 in weight.shape:
+def _windows(call: OpCall) -> dict[int, Windows]:
+    """For every spatial dim its windows; none where `out=` targets would be those of the shards with halos."""
+    result = call.get("grad_output") or call.outputs[0]
+    has_targets = bool(call.schema.outs) and (call["transposed"] or "output_mask" in call.bound)
+    if has_targets or 0 in call["weight"].shape:
         return {}
-    stride, padding, dilation = ([*call[n]] * (count if len(call[n]) == 1 else 1) for n in PARAMETERS)
-    windows = {}
-    for i in range(count):
-        dim, kernel = source.ndim - count + i, weight.shape[2 + i]
-        outputs = (source.shape[dim] + 2 * padding[i] - dilation[i] * (kernel - 1) - 1) // stride[i] + 1
-        windows[dim] = SlidingWindows(source.shape[dim], outputs, kernel, stride[i], padding[i], dilation[i])
-    return windows
+    return windows_of(call, call["input"], result, call["weight"].shape[2:], transposed=call["transposed"])
 
 
-def _spatial_cases(call: OpCall) -> Iterator[tuple[Case, Traffic | None]]:
-    source = call["input"]
-    if call.schema.outs and (call["transposed"] or "output_mask" in call.bound):
-        return  # the targets would be those of the shards with halos
-    result = (call.get("grad_output") or call.outputs[0]).shape
-    for dim, windows in (conv_transpose_windows(call, result) if call["transposed"] else _windows(call)).items():
-        row_bytes = source.dtype.itemsize * prod(n for d, n in enumerate(source.shape) if d != dim)
-        yield {"input": S(dim), "out": S(dim, map=windows)}, halo_traffic(windows, row_bytes)
+def _channel(call: OpCall) -> int:
+    """The dim of channels, which is the first one where there is no batch."""
+    return 1 if call["input"].ndim == call["weight"].ndim else 0
 
 
 def convolution(call: OpCall) -> Iterator[Row]:
@@ -97,23 +83,19 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _halos(call: OpCall, source: Spec) -> list[Halo]:
-    return [Halo(source, dim, windows) for dim, windows in _windows(call).items() if sharding_axes(source, (dim,))]
-
-
-def _padding(call: OpCall, halos: Sequence[Halo]) -> list[int]:
-    """The padding of the other dims; along sharded ones the shards are padded with their halos."""
-    count = call["weight"].ndim - 2
-    padding = [*call["padding"]] * (count if len(call["padding"]) == 1 else 1)
-    for halo in halos:
-        padding[halo.dim - (call["input"].ndim - count)] = 0
-    return padding
-
-
 def _local_groups(call: OpCall, weight: Spec) -> int:
     """How many groups this rank has."""
     per_group = _channels_per_group(call)[0 if call["transposed"] else 1]
     return int(call["groups"]) if call["groups"] == 1 else weight.local_shape[0] // max(per_group, 1)
+
+
+def _on_halos(call: OpCall, halos: Halos, **changes: Any) -> LocalFunction:
+    """The operator without padding along the dims with halos; those that shards have are their padding."""
+    if halos:
+        count = call["weight"].ndim - 2
+        changes["padding"] = halos.unpadded(call, "padding", count)
+        changes["output_padding"] = halos.unpadded(call, "output_padding", count)
+    return with_arguments(call, **changes)
 
 
 def _in_global_memory_format(decided: LocalCall) -> LocalFunction | None:
@@ -128,64 +110,54 @@ def _in_global_memory_format(decided: LocalCall) -> LocalFunction | None:
 
 
 def _convolve(decided: LocalCall) -> LocalFunction | None:
-    call, (source, weight), result = decided.call, decided.inputs[:2], decided.outputs[0]
-    halos, nothing = _halos(call, source), _bias_alone(decided)
-    empty = 0 in weight.local_shape or 0 in result.local_shape or (0 in source.local_shape and not halos)
-    groups = _local_groups(call, weight)
-    if call["transposed"] and (transposed := conv_transpose(decided, groups)) is not None:
-        return transposed
-    if not halos:
-        return nothing if empty else None if groups == call["groups"] else with_arguments(call, groups=groups)
-    convolve = nothing if empty else with_arguments(call, groups=groups, padding=_padding(call, halos))
-    return lambda x, *args, **kwargs: convolve(with_halos(x, halos), *args, **kwargs)
+    """Of nothing it is the bias; to what is cropped or filled up the bias is added afterwards."""
+    call, (source, weight), shape = decided.call, decided.inputs[:2], decided.outputs[0].local_shape
+    halos, groups = Halos(source, _windows(call)), _local_groups(call, weight)
+    empty = 0 in (*weight.local_shape, *shape, *halos.shape)
+    if not (halos or empty):
+        return None if groups == call["groups"] else with_arguments(call, groups=groups)
+    convolve, bias_last = _on_halos(call, halos, groups=groups), empty or (call["transposed"] and bool(halos))
+    per_channel = (-1, *(1,) * (len(shape) - 1 - _channel(call)))
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        wide = halos.fetch(x)
+        if empty:
+            result = bound(x.new_zeros(shape), wide, weight)
+        else:
+            result = halos.cropped(convolve(wide, weight, None if bias_last else bias, *args, **kwargs))
+        return result + bias.view(per_channel) if bias_last and bias is not None else result
+
+    return in_every_form(call, run) if empty else run
 
 
 def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
+    """Of nothing the gradients are zeros, but for the bias, which depends on no operand."""
     call, (gradient, source, weight) = decided.call, decided.inputs
-    halos = _halos(call, source)
-    empty = 0 in gradient.local_shape or 0 in weight.local_shape or (0 in source.local_shape and not halos)
-    channel = 1 if gradient.ndim == weight.ndim else 0
-    groups, bias = _local_groups(call, weight), [gradient.local_shape[channel]]
-    sizes = {"groups": groups, "bias_sizes": None if call["bias_sizes"] is None else bias}
-    if call["transposed"] and (transposed := conv_transpose_backward(decided, sizes)) is not None:
-        return transposed
-    if not halos:
-        if empty:
-            return _bias_gradient_alone(decided)
-        same = not sharding_axes(weight) and bias[0] == gradient.shape[channel]
+    halos, channel, mask = Halos(source, _windows(call)), _channel(call), call["output_mask"]
+    empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
+    channels = gradient.local_shape[channel]
+    sizes = {"groups": _local_groups(call, weight), "bias_sizes": call["bias_sizes"] and [channels]}
+    if not (halos or empty):
+        same = not sharding_axes(weight) and channels == gradient.shape[channel]
         return None if same else with_arguments(call, **sizes)
-    convolve = _bias_gradient_alone(decided) if empty else with_arguments(call, padding=_padding(call, halos), **sizes)
+    bias_apart = empty or (call["transposed"] and bool(halos))
+    back = _on_halos(call, halos, output_mask=[*mask[:2], mask[2] and not bias_apart], **sizes)
+    others = [d for d in range(gradient.ndim) if d != channel]
 
-    def run(gradient: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-        of_input, *others = convolve(gradient, with_halos(x, halos), *args)
-        return None if of_input is None else without_halos(of_input, halos), *others
+    def run(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> tuple[Tensor | None, ...]:
+        wide = halos.fetch(x)
+        results: list[Any]
+        if empty:
+            results = [bound(torch.zeros_like(wide), gradient), bound(torch.zeros_like(weight), gradient), None]
+        else:
+            results = [*back(halos.uncropped(gradient), wide, weight, *args)]
+        if bias_apart:
+            results[2] = gradient.sum(others)
+        if mask[0]:
+            results[0] = halos.return_gradient(results[0])
+        return tuple(result if wanted else None for result, wanted in zip(results, mask, strict=True))
 
-    return run
-
-
-def _bias_alone(decided: LocalCall) -> LocalFunction:
-    """The result on a rank without elements of an operand: zeros, and the bias that it has."""
-    shape, is_batched = decided.outputs[0].local_shape, decided["input"].ndim == decided["weight"].ndim
-    rest = (-1, *(1,) * (len(shape) - 1 - is_batched))
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, *__: Any, **___: Any) -> Tensor:
-        result = bound(x.new_zeros(shape), weight)
-        return result if bias is None else result + bias.view(rest)
-
-    return in_every_form(decided.call, run)
-
-
-def _bias_gradient_alone(decided: LocalCall) -> LocalFunction:
-    """Gradients on a rank without elements of an operand: zeros, but for the bias, which depends on no operand."""
-    mask = decided.call["output_mask"]
-
-    def run(gradient: Tensor, x: Tensor, weight: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
-        channel = 1 if gradient.ndim == weight.ndim else 0
-        of_bias = gradient.sum([d for d in range(gradient.ndim) if d != channel])
-        gradients = (bound(torch.zeros_like(x), gradient), bound(torch.zeros_like(weight), gradient), of_bias)
-        return tuple(each if wanted else None for each, wanted in zip(gradients, mask, strict=True))
-
-    return in_every_form(decided.call, run)
+    return in_every_form(call, run)
 
 
 CONVOLUTION: Table = family(

@@ -5,7 +5,7 @@ Along a sharded dim, each rank sends exactly the ranges that others need; the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
-from ..exchange.ranges import Run, relocate
+from ..exchange.ranges import Relocation, Run, intervals
 from ..language.local_ops import in_every_form
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -67,7 +67,7 @@ def _roll(decided: LocalCall) -> LocalFunction | None:
     sharded = [d for d in runs if source.dim_shardings[d].axes]
     if not sharded:
         return None
-    moves = [relocate(d, source, target, runs[d]) for d in sharded]
+    moves = [Relocation(source, d, intervals(target.dim_sharding(d)), runs[d]) for d in sharded]
     local = [i for i, d in enumerate(call["dims"]) if int(d) % source.ndim not in sharded]
     dims = [call["dims"][i] for i in local]
     shifts = None if call.get("shifts") is None else [call["shifts"][i] for i in local]
@@ -76,7 +76,7 @@ def _roll(decided: LocalCall) -> LocalFunction | None:
         if dims:
             x = aten.flip.default(x, dims) if shifts is None else aten.roll.default(x, shifts, dims)
         for move in moves:
-            x = move(x)
+            x = move.forwards(x)
         return x
 
     return in_every_form(call, run)
@@ -121,20 +121,13 @@ def _repeat(decided: LocalCall) -> LocalFunction | None:
     sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
     if not sharded:
         return None
-    moves: list[Callable[[Tensor], Tensor]] = []
-    before = source
-    for d in sharded:
-        n, placements = source.shape[d], target.dim_shardings[d + new].placements(d)
-        shape = tuple(n * repeats[d + new] if k == d else size for k, size in enumerate(before.shape))
-        everywhere = [placements.get(axis, placement) for axis, placement in enumerate(before.placements)]
-        after = before.with_(shape=shape, placements=everywhere, shard_order=source.shard_order)
-        moves.append(relocate(d, before, after, [Run(0, i * n, n) for i in range(repeats[d + new])]))
-        before = after
+    runs = {d: [Run(0, i * n, n) for i in range(repeats[d + new])] for d, n in enumerate(source.shape)}
+    moves = [Relocation(source, d, intervals(target.dim_sharding(d + new)), runs[d]) for d in sharded]
     rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
 
     def run(x: Tensor, repeats: Sequence[int]) -> Tensor:
         for move in moves:
-            x = move(x)
+            x = move.forwards(x)
         return x.repeat(rest)
 
     return in_every_form(call, run)
