@@ -1,4 +1,4 @@
-"""Covers: rules/nn/batch_norm.py: running statistics of any layout, gradients that are wanted one by one."""
+"""Covers: rules/nn/norms.py: running statistics of any layout, gradients that are wanted one by one."""
 
 from __future__ import annotations
 

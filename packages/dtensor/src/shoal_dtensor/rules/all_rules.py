@@ -21,12 +21,10 @@ from .math.reduction import REDUCTION
 from .math.searching import SEARCHING
 from .math.sorting import SORTING
 from .nn.attention import ATTENTION
-from .nn.batch_norm import BATCH_NORM
 from .nn.convolution import CONVOLUTION
 from .nn.embedding import EMBEDDING
-from .nn.group_norm import GROUP_NORM
-from .nn.layer_norm import LAYER_NORM
 from .nn.loss import LOSS
+from .nn.norms import NORMS
 from .nn.optimizer import OPTIMIZER
 from .nn.planes import PLANES
 from .nn.pooling import POOLING
@@ -41,7 +39,6 @@ from .shape.views import VIEWS
 TABLE: Table = merge(
     argmax=ARGMAX,
     attention=ATTENTION,
-    batch_norm=BATCH_NORM,
     concat_pad=CONCAT_PAD,
     convolution=CONVOLUTION,
     creation=CREATION,
@@ -50,12 +47,11 @@ TABLE: Table = merge(
     diagonal=DIAGONAL,
     embedding=EMBEDDING,
     gather_scatter=GATHER_SCATTER,
-    group_norm=GROUP_NORM,
     indexing=INDEXING,
-    layer_norm=LAYER_NORM,
     linalg=LINALG,
     loss=LOSS,
     matmul=MATMUL,
+    norms=NORMS,
     optimizer=OPTIMIZER,
     planes=PLANES,
     pointwise=POINTWISE,

@@ -1,0 +1,334 @@
+"""Sharding of norms: layer norm and RMS norm, of trailing dims; group norm; batch norm.
+
+Dims that no statistic is over are free, channels of groups at the groups' borders.  Where a dim is sharded that
+statistics are over, a norm is computed in plain torch around an all-reduce of them: batch norm is synchronised.
+Gradients of weight and bias are partial sums where what they are summed over is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh.internal import dataclass
+
+from ...layout.spec import Spec
+from ...layout.tensor_meta import TensorMeta
+from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes, with_arguments
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
+from ..language.rule_tables import family
+
+SPATIAL = 2  # the first dim behind the channels
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _sums(*statistics: TensorMeta) -> Traffic:
+    """The all-reduce of so many numbers."""
+    return all_reduce_traffic(sum(prod(t.shape) * t.dtype.itemsize for t in statistics))
+
+
+def _free(call: OpCall) -> int:
+    """How many leading dims a layer norm does not normalise."""
+    return len(call["input"].shape) - len(call["normalized_shape"])
+
+
+def _parameters(call: OpCall, dim: int) -> dict[str, Any]:
+    """Entries of those of weight and bias that the operator has."""
+    return {name: S(dim) for name in ("weight", "bias") if name in call.places}
+
+
+def layer_norm(call: OpCall) -> Iterator[Row]:
+    """A free dim with its statistics; a normalised dim with weight and bias, around replicated statistics."""
+    free, traffic = _free(call), _sums(*call.outputs[1:])
+    for d in range(free):
+        yield call.row(input=S(d), out=S(d))
+    for d in range(free, call["input"].ndim):
+        yield call.row(input=S(d), out0=S(d), traffic=traffic, **_parameters(call, d - free))
+
+
+def layer_norm_backward(call: OpCall) -> Iterator[Row]:
+    free, traffic = _free(call), _sums(call["rstd"], call["rstd"])
+    statistics = [name for name in ("mean", "rstd") if name in call.places]
+    for d in range(free):
+        entries: dict[str, Any] = dict.fromkeys(statistics, S(d))
+        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), **entries)
+    for d in range(free, call["input"].ndim):
+        rest = _parameters(call, d - free)
+        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=S(d - free), traffic=traffic, **rest)
+    yield from call.linear("grad_out")
+
+
+def group_norm(call: OpCall) -> Iterator[Row]:
+    """6 channels in 3 groups of 2 (`unit`) are sharded as 3 steps: a rank has 2, 4 or 6 channels."""
+    unit = call["C"] // call["group"]
+    yield call.row(input=S(0), out=S(0))
+    yield call.row(input=S(1, unit), weight=S(0, unit), bias=S(0, unit), out0=S(1, unit), out=S(1))
+    for d in range(SPATIAL, call["input"].ndim):
+        yield call.row(input=S(d), out0=S(d), traffic=_sums(*call.outputs[1:]))
+
+
+def group_norm_backward(call: OpCall) -> Iterator[Row]:
+    unit, rstd = call["C"] // call["group"], call["rstd"]
+    yield call.row(grad_out=S(0), input=S(0), mean=S(0), rstd=S(0), out0=S(0), out=P("sum"))
+    yield call.row(
+        grad_out=S(1, unit), input=S(1, unit), mean=S(1), rstd=S(1), weight=S(0, unit), out0=S(1, unit), out=S(0, unit)
+    )
+    for d in range(SPATIAL, call["input"].ndim):
+        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), traffic=_sums(rstd, rstd))
+    yield from call.linear("grad_out")
+
+
+def _is_training(call: OpCall) -> bool:
+    """Whether a batch norm uses the batch's own statistics."""
+    names = ("training", "train", "update")
+    return next((bool(call[name]) for name in names if name in call.bound), "no_update" not in call.op.__name__)
+
+
+def _by_channel(call: OpCall, meta: TensorMeta) -> Entry:
+    """The entry of a vector when channels are sharded; those without an element per channel are replicated."""
+    return S(0) if meta.shape == (call["input"].shape[1],) else R
+
+
+def _vectors(call: OpCall) -> dict[str, Any]:
+    """Entries of all tensor arguments that have an element per channel."""
+    return {name: _by_channel(call, call[name]) for name, place in call.places.items() if place}
+
+
+def _other_dims(ndim: int) -> list[int]:
+    """The dims that are not channels."""
+    return [d for d in range(ndim) if d != 1]
+
+
+def batch_norm(call: OpCall) -> Iterator[Row]:
+    statistics, training = call.outputs[1:], _is_training(call)
+    # Without the batch's statistics there are none to return: what stands for them is empty, see `_with_given`.
+    results = {f"out{i}": _by_channel(call, t) if training else R for i, t in enumerate(statistics, 1)}
+    yield call.row(**_vectors(call) | results | {"input": S(1), "out0": S(1)})
+    for d in _other_dims(call["input"].ndim):
+        yield call.row(input=S(d), out0=S(d), traffic=_sums(*statistics) if training else None)
+
+
+def batch_norm_backward(call: OpCall) -> Iterator[Row]:
+    yield call.row(**_vectors(call) | {"grad_out": S(1), "input": S(1), "out0": S(1), "out": S(0)})
+    source = call["input"]
+    per_channel = TensorMeta((source.shape[1],), (1,), source.dtype)
+    traffic = _sums(per_channel, per_channel) if _is_training(call) else None
+    for d in _other_dims(source.ndim):
+        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), traffic=traffic)
+
+
+# --- sharded statistics -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the statistics of a norm are over, where a dim of that is sharded.
+
+    Of an input (8, 6, 5), sharded by its last dim into 3 + 2 elements, rank 0 has (8, 6, 3).  A group norm of 3 groups
+    splits that into (8, 3, 6), with statistics (8, 3, 1) over 10 elements each, and parameters (6, 1).
+
+    Attributes:
+        spec: of the input.
+        axes: the mesh axes over which they are summed.
+        count: over how many elements of all ranks each is.
+        shape: that of the local input in which they are over whole `dims`.
+        dims: those dims.
+        parameters: the shape in which weight and bias multiply the input and are added.
+        others: the dims of the input over which the gradients of weight and bias are summed.
+    """
+
+    spec: Spec
+    axes: tuple[int, ...]
+    count: int
+    shape: Sequence[int]
+    dims: list[int]
+    parameters: Sequence[int]
+    others: list[int]
+
+    def means(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """For each tensor of `shape` the means over `dims` of all ranks; one all-reduce for all."""
+        sums = torch.stack([value.sum(self.dims, keepdim=True) for value in values])
+        return (all_reduced(sums, self.spec, self.axes) / self.count).unbind()
+
+    def given(self, statistic: Tensor) -> Tensor:
+        """A statistic that an operator is given, or returns, shaped to be broadcast to `shape`."""
+        return statistic.reshape([1 if d in self.dims else n for d, n in enumerate(self.shape)])
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The gradient of weight or bias, out of a tensor like the input."""
+        return x.sum(self.others) if self.others else x
+
+
+def _of_trailing_dims(decided: LocalCall) -> Statistics | None:
+    spec, free = decided["input"], _free(decided.call)
+    dims, local = [*range(free, spec.ndim)], spec.local_shape
+    axes = sharding_axes(spec, dims)
+    return Statistics(spec, axes, prod(spec.shape[free:]), local, dims, local[free:], [*range(free)]) if axes else None
+
+
+def _of_groups(decided: LocalCall) -> Statistics | None:
+    spec, call = decided["input"], decided.call
+    axes = sharding_axes(spec, range(SPATIAL, spec.ndim))
+    if not axes:
+        return None
+    unit, (batch, channels, *rest) = call["C"] // call["group"], spec.local_shape
+    shape, count = (batch, channels // unit, unit * prod(rest)), unit * prod(spec.shape[SPATIAL:])
+    return Statistics(spec, axes, count, shape, [2], _per_channel(spec), _other_dims(spec.ndim))
+
+
+def _of_batch(decided: LocalCall) -> Statistics | None:
+    spec = decided["input"]
+    dims = _other_dims(spec.ndim)
+    axes, count = sharding_axes(spec, dims), prod(spec.shape[d] for d in dims)
+    if not axes or not _is_training(decided.call):
+        return None
+    return Statistics(spec, axes, count, spec.local_shape, dims, _per_channel(spec), dims)
+
+
+def _per_channel(spec: Spec) -> list[int]:
+    return [-1, *[1] * (spec.ndim - 2)]
+
+
+# --- local functions --------------------------------------------------------------------------------------------------
+
+
+Local = Callable[[LocalCall], LocalFunction | None]
+StatisticsOf = Callable[[LocalCall], Statistics | None]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype in which statistics are computed."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _normalise(statistics_of: StatisticsOf, otherwise: Local | None = None) -> Local:
+    """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count.
+
+    RMS norm, which has no bias, takes 0 for the mean.
+    """
+
+    def local(decided: LocalCall) -> LocalFunction | None:
+        statistics, call = statistics_of(decided), decided.call
+        if statistics is None:
+            return otherwise(decided) if otherwise else None
+        names, parameters, outputs = call.schema.positional, statistics.parameters, decided.outputs
+        eps = torch.finfo(decided["input"].dtype).eps if call["eps"] is None else call["eps"]
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            x, weight, bias = given["input"], given["weight"], given.get("bias")
+            centred, made = _wide(x).reshape(statistics.shape), []
+            if "bias" in given:
+                made = [*statistics.means(centred)]
+                centred = centred - made[0]
+            (variance,) = statistics.means(centred * centred)
+            made.append((variance + eps).rsqrt())
+            result = (centred * made[-1]).reshape(x.shape)
+            result = result if weight is None else result * weight.reshape(parameters)
+            result = result if bias is None else result + bias.reshape(parameters)
+            if "momentum" in given:
+                _update(given, made[0], variance, statistics.count)
+                made.append(x.new_empty(0))  # what some overloads reserve for their gradient
+            pairs = zip((result, *made), outputs, strict=False)
+            return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
+
+        return in_every_form(call, run)
+
+    return local
+
+
+def _update(given: dict[str, Any], mean: Tensor, variance: Tensor, count: int) -> None:
+    """Update running statistics, alike on every rank; those of the variance are unbiased."""
+    for name, value in (("running_mean", mean), ("running_var", variance * (count / max(count - 1, 1)))):
+        running: Tensor | None = given.get(name)
+        if running is not None:
+            running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
+
+
+def _normalise_backward(statistics_of: StatisticsOf, otherwise: Local | None = None) -> Local:
+    """The two means of the gradient that the input's needs are sums over shards / count; of RMS norm it needs one."""
+
+    def local(decided: LocalCall) -> LocalFunction | None:
+        statistics, call = statistics_of(decided), decided.call
+        if statistics is None:
+            return otherwise(decided) if otherwise else None
+        names, mask = call.schema.positional, call["output_mask"]
+        mean_name = next((name for name in ("mean", "save_mean") if name in names), "")
+        rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            x, weight, rstd = given["input"], given["weight"], statistics.given(given[rstd_name])
+            gradient, normal = _wide(given["grad_out"]), _wide(x).reshape(statistics.shape)
+            scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
+            scaled = scaled.reshape(statistics.shape)
+            if mean_name:
+                normal = (normal - statistics.given(given[mean_name])) * rstd
+                first, second = statistics.means(scaled, scaled * normal)
+                of_input = (scaled - first - normal * second) * rstd
+            else:
+                normal = normal * rstd
+                (second,) = statistics.means(scaled * normal)
+                of_input = (scaled - normal * second) * rstd
+            of_weight = statistics.summed(gradient * normal.reshape(x.shape))
+            results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
+            specs = iter(decided.outputs)
+            return tuple(t.to(next(specs).dtype) if wanted else None for t, wanted in zip(results, mask, strict=False))
+
+        return in_every_form(call, run)
+
+    return local
+
+
+def _resized(decided: LocalCall) -> LocalFunction | None:
+    """A group norm with the batch size, channels and groups of this rank."""
+    call = decided.call
+    batch, channels = decided["input"].local_shape[:2]
+    if (batch, channels) == (call["N"], call["C"]):
+        return None
+    return with_arguments(call, N=batch, C=channels, group=channels * call["group"] // max(call["C"], 1))
+
+
+def _with_given(decided: LocalCall) -> LocalFunction | None:
+    """A batch norm with given statistics: the kernel on this shard, and nothing in place of statistics of the batch."""
+    if _is_training(decided.call) or not sharding_axes(decided["input"]):
+        return None
+    op = getattr(torch.ops.aten, decided.call.op.__name__.split(".")[0])  # without `out=`
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        return (op(x, *args, **kwargs)[0], *(x.new_empty((0,), dtype=spec.dtype) for spec in decided.outputs[1:]))
+
+    return in_every_form(decided.call, run)
+
+
+_SIZES = ("normalized_shape",)
+_BATCH_BACKWARD = _normalise_backward(_of_batch)
+
+NORMS: Table = family(
+    {
+        "native_layer_norm _fused_rms_norm": Rule(
+            layer_norm, _normalise(_of_trailing_dims), skip_empty=True, sizes=_SIZES
+        ),
+        "native_layer_norm_backward _fused_rms_norm_backward": Rule(
+            layer_norm_backward, _normalise_backward(_of_trailing_dims), sizes=_SIZES
+        ),
+        "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _batch_norm_no_update": Rule(
+            batch_norm, _normalise(_of_batch, _with_given), skip_empty=True
+        ),
+        "native_batch_norm_backward batch_norm_backward": Rule(batch_norm_backward, _BATCH_BACKWARD, skip_empty=True),
+    },
+    unordered=True,
+) | family(
+    {
+        "native_group_norm": Rule(group_norm, _normalise(_of_groups, _resized), skip_empty=True),
+        "native_group_norm_backward": Rule(
+            group_norm_backward, _normalise_backward(_of_groups, _resized), skip_empty=True
+        ),
+    }
+)
