@@ -134,7 +134,7 @@ def test_explicit_calls_always_may(mesh: DeviceMesh, name: str) -> None:
 def test_a_collective_that_no_rule_declares_is_refused(mesh: DeviceMesh) -> None:
     x, _ = _operands(mesh)
     undeclared = Rule(
-        lambda call: [Row((S(0),), (S(0),))], local=lambda decided: lambda t: all_reduce(t, (mesh, 0), "sum")
+        lambda call: [Row((S(0),), (S(0),))], local=lambda local_call: lambda t: all_reduce(t, (mesh, 0), "sum")
     )
     with overlay({torch.ops.aten.neg.default: undeclared}):
         with (

@@ -47,8 +47,8 @@ def test_the_operator_does_not_run_on_an_empty_shard() -> None:
     def rows(call: OpCall) -> list[Row]:
         return [call.row(self=S(0), out=S(0))]
 
-    def local(decided: Any) -> Any:
-        return refusing if 0 in decided["self"].local_shape else None
+    def local(local_call: Any) -> Any:
+        return refusing if 0 in local_call["self"].local_shape else None
 
     x = torch.randn(3, 4, 4)
     wrong = validate(aten.matrix_exp.default, x, rule=Rule(rows, local), ways=(4,), pairs=False).wrong
@@ -63,8 +63,8 @@ def test_a_row_that_communicates_runs_on_every_rank() -> None:
     def rows(call: OpCall) -> list[Row]:
         return [call.row(self=S(0), out=S(0), traffic=lambda ranks: 8 * ranks)]
 
-    def local(decided: Any) -> Any:
-        ran.append(decided["self"].local_shape)
+    def local(local_call: Any) -> Any:
+        ran.append(local_call["self"].local_shape)
 
     validate(aten.relu.default, torch.randn(3), rule=Rule(rows, local, skip_empty=True), ways=(4,), pairs=False)
     assert (0,) in ran

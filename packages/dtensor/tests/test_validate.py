@@ -175,7 +175,7 @@ def test_a_wrong_rule_is_found(case: tuple[Any, list[Any], Rule]) -> None:
 
 
 def test_a_local_function_that_raises_is_a_finding() -> None:
-    def local(decided: LocalCall) -> Any:
+    def local(local_call: LocalCall) -> Any:
         def run(x: Tensor) -> Tensor:
             raise ValueError("broken")
 
@@ -186,9 +186,9 @@ def test_a_local_function_that_raises_is_a_finding() -> None:
     assert "ValueError: broken" in report.wrong[0]
 
 
-def reducing(decided: LocalCall) -> Any:
+def reducing(local_call: LocalCall) -> Any:
     """A local function that communicates."""
-    spec = decided.inputs[0]
+    spec = local_call.inputs[0]
     return lambda x: torch.relu(x) + all_reduce(x.new_zeros(()), spec.mesh.comm((0,)))
 
 

@@ -163,7 +163,9 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
         ) from None
     scope = current()
     rule = rule_of(op, scope)
-    cache = _OpCache(op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.each)
+    cache = _OpCache(
+        op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.kind == "each"
+    )
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
 
 

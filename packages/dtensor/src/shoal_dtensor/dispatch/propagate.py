@@ -184,7 +184,7 @@ def _sharding_of(
     """The sharding of a call."""
     if rule is _LOCAL:
         return _as_first_input(call, inputs)
-    if rule.each:
+    if rule.kind == "each":
         return _sharding_of_each(rule, call, inputs, symbolic=symbolic)
     problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
     return _sharding(rule, call, problem, symbolic=symbolic)
@@ -199,7 +199,9 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem, *, symbolic: b
     if whole and call.schema.returns and (first := first_free(rule.rows(call), problem, mesh)) is not None:
         return first
     rows = rule.rows_of(call)
-    if call.has_data_dependent_shape and not rule.dynamic:  # what ranks make of their shards would not fit together
+    if (
+        call.has_data_dependent_shape and rule.kind != "dynamic"
+    ):  # what ranks make of their shards would not fit together
         rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
@@ -297,7 +299,7 @@ def _decision(  # what a decision is made of
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
     notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, ResultKind.of(call)
-    dynamic = rule.dynamic or call.has_data_dependent_shape
+    dynamic = rule.kind == "dynamic" or call.has_data_dependent_shape
     if specs[0].coordinate is None and not dynamic and not call.schema.is_random:  # generators keep step
         run: LocalFunction | None = nothing_of(call, specs[0].mesh.device_type)
     else:
@@ -310,7 +312,7 @@ def _decision(  # what a decision is made of
     places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())] if plans or written else []
     unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
     copied = call.schema.is_view and (
-        bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.copies
+        bool(plans) or bool(sharding.communicating) or bool(circumstances.copies) or rule.kind == "copy"
     )
     watched = not allowed and not sharding.communicating
     if not (plans or dynamic or copied or notice or watched or circumstances.verifies_plain):
@@ -324,7 +326,7 @@ def _decision(  # what a decision is made of
         moves=tuple(InputMove(*places[i], way) for i, way in plans),
         write_backs=tuple(InputMove(*places[i], way) for i, way in write_backs),
         view_copied=copied,
-        foreach=rule.each,
+        foreach=rule.kind == "each",
         verifies_plain=circumstances.verifies_plain,
         reason=what if moving else "",
         notice=notice,

@@ -236,7 +236,7 @@ def _shown(
 
 def class_of(op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SizeClass | None:
     """The class of a call, its tensors given as specs; None if each shape is a case of its own."""
-    if rule.reshapes and len(args) == 2 and not kwargs:
+    if rule.kind == "reshape" and len(args) == 2 and not kwargs:
         return _class_of_reshape(op, *args)
     schema = schema_of(op)
     if rule.sizes is None or schema.is_random:

@@ -80,7 +80,7 @@ class Trial:
         self.rows: list[Row] = self._rows()
 
     def _rows(self) -> list[Row]:
-        listed = _rows_of_lists(self.rule, self.call) if self.rule.each else self.rule.rows_of(self.call)
+        listed = _rows_of_lists(self.rule, self.call) if self.rule.kind == "each" else self.rule.rows_of(self.call)
         rows = with_norms(listed, NORMS)
         return [row for row in rows if self._keeps_written(row)]
 
@@ -186,8 +186,8 @@ class Trial:
         inputs = [
             _spec(mesh, t, [row.inputs[i] for row in rows], rows, shardings) for i, t in enumerate(self.call.tensors)
         ]
-        decided = LocalCall(self.call, tuple(inputs), tuple(self._outputs(mesh, rows, shardings)))
-        return local_function(self.rule, decided, any(row.communicates for row in rows))
+        local_call = LocalCall(self.call, tuple(inputs), tuple(self._outputs(mesh, rows, shardings)))
+        return local_function(self.rule, local_call, any(row.communicates for row in rows))
 
     def _problems(
         self,

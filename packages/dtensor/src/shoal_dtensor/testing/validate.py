@@ -77,7 +77,7 @@ def _shardings(
     for one in dict.fromkeys(sizes):
         if len(set(one)) == 1 or not row.even:
             yield DimSharding(axes, shape, one)
-    if trial.rule.unordered and is_plain(row) and not trial.rule.each and not row.even and steps % 2 == 0:
+    if trial.rule.unordered and is_plain(row) and trial.rule.kind != "each" and not row.even and steps % 2 == 0:
         yield fold_levels({2: DimSharding(axes, shape, chunk_sizes(steps // 2, n))}, steps)
 
 

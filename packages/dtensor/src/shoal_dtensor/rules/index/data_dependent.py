@@ -24,9 +24,9 @@ def replicated(call: OpCall) -> Iterator[Row]:
     yield from ()
 
 
-def _sparse(decided: LocalCall) -> LocalFunction:
+def _sparse(local_call: LocalCall) -> LocalFunction:
     """In a backward pass it is the gradient of an embedding: dense, as no DTensor is sparse."""
-    op = decided.call.op
+    op = local_call.call.op
 
     def run(dims: int, dense_dims: int, size: Any, indices: Tensor, values: Tensor, **kwargs: Any) -> Tensor:
         if in_backward() and dims == 1:
@@ -42,8 +42,8 @@ def nonzero(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), traffic=traffic) for d in range(call["self"].ndim))
 
 
-def _nonzero(decided: LocalCall) -> LocalFunction | None:
-    spec, axes = decided["self"], sharding_axes(decided["self"])
+def _nonzero(local_call: LocalCall) -> LocalFunction | None:
+    spec, axes = local_call["self"], sharding_axes(local_call["self"])
     if not axes:
         return None
     return lambda x: in_global_order(spec, axes, global_positions(spec, x.nonzero()))[0]
@@ -55,12 +55,12 @@ def unique(call: OpCall) -> Iterator[Row]:
         yield from nonzero(call)
 
 
-def _unique(decided: LocalCall) -> LocalFunction | None:
+def _unique(local_call: LocalCall) -> LocalFunction | None:
     """Values = unique of the values of all shards; counts = sums over shards."""
-    spec, axes = decided["self"], sharding_axes(decided["self"])
+    spec, axes = local_call["self"], sharding_axes(local_call["self"])
     if not axes:
         return None
-    counted, count = bool(decided.call.get("return_counts")), len(decided.call.schema.returns)
+    counted, count = bool(local_call.call.get("return_counts")), len(local_call.call.schema.returns)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         values, counts = torch.unique(x, return_counts=True)
@@ -79,8 +79,8 @@ def masked_select(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), mask=S(d), traffic=traffic) for d in range(call["self"].ndim))
 
 
-def _masked_select(decided: LocalCall) -> LocalFunction | None:
-    spec, axes = decided["self"], sharding_axes(decided["self"])
+def _masked_select(local_call: LocalCall) -> LocalFunction | None:
+    spec, axes = local_call["self"], sharding_axes(local_call["self"])
     if not axes:
         return None
 
@@ -99,9 +99,9 @@ def masked_scatter(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(d), out=S(d + new))
 
 
-def _masked_scatter(decided: LocalCall) -> LocalFunction | None:
+def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
     """The mask is replicated: every rank counts on it how many elements were taken before each of its own."""
-    spec, is_written = decided.outputs[0], bool(decided.call.written)
+    spec, is_written = local_call.outputs[0], bool(local_call.call.written)
     if not sharding_axes(spec):
         return None
 
@@ -119,15 +119,15 @@ def _masked_scatter(decided: LocalCall) -> LocalFunction | None:
 
 DATA_DEPENDENT: Table = family(
     {
-        "nonzero.default": Rule(nonzero, _nonzero, dynamic=True),
-        "masked_select.default": Rule(masked_select, _masked_select, dynamic=True),
-        "_unique2.default _unique.default": Rule(unique, _unique, dynamic=True),
+        "nonzero.default": Rule(nonzero, _nonzero, kind="dynamic"),
+        "masked_select.default": Rule(masked_select, _masked_select, kind="dynamic"),
+        "_unique2.default _unique.default": Rule(unique, _unique, kind="dynamic"),
         # Neighbours and whole slices are compared.
-        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, dynamic=True),
+        "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, kind="dynamic"),
         "nonzero_static.default": Rule(replicated),
         # No DTensor has a sparse layout: what `wrap_dynamic` gives is a plain tensor, the same on every rank.
-        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, dynamic=True),
-        "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, dynamic=True),
+        "_to_sparse _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc": Rule(replicated, kind="dynamic"),
+        "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
         "masked_scatter.default masked_scatter_.default": Rule(masked_scatter, _masked_scatter),
         "masked_scatter_backward.default": Rule(replicated),
     }

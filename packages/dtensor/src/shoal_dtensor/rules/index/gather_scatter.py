@@ -58,9 +58,9 @@ def index_select(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _lookup(decided: LocalCall) -> LocalFunction | None:
+def _lookup(local_call: LocalCall) -> LocalFunction | None:
     """Element below = sum over shards of (element if it is in the shard, else 0)."""
-    call, spec, shape = decided.call, decided["self"], decided.outputs[0].local_shape
+    call, spec, shape = local_call.call, local_call["self"], local_call.outputs[0].local_shape
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
     per_element = "gather" in call.op.__name__
@@ -102,9 +102,9 @@ def scatter_add(call: OpCall) -> Iterator[Row]:
         yield call.row(self=P("sum"), index=S(d), src=S(d), out=P("sum"))
 
 
-def _scatter(decided: LocalCall) -> LocalFunction | None:
+def _scatter(local_call: LocalCall) -> LocalFunction | None:
     """What falls outside the shard goes to one more position at its end, which is then dropped."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
     functional = _functional(call)
@@ -154,9 +154,9 @@ def index_add(call: OpCall) -> Iterator[Row]:
         yield call.row(self=P("sum"), index=S(0), source=S(call.dim()), out=P("sum"))
 
 
-def _write_slices(decided: LocalCall) -> LocalFunction | None:
+def _write_slices(local_call: LocalCall) -> LocalFunction | None:
     """Only the slices that fall into the shard are written."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
     op, has_source = call.op, "source" in call.places

@@ -101,8 +101,8 @@ def _masked(call: OpCall, where: IndexedDims) -> Iterator[Row]:
         yield from (call.row(self=S(d), indices=S(d), traffic=traffic) for d in where.indexed[0])
 
 
-def _read_masked(decided: LocalCall) -> LocalFunction | None:
-    mask = decided.inputs[1]
+def _read_masked(local_call: LocalCall) -> LocalFunction | None:
+    mask = local_call.inputs[1]
     axes = sharding_axes(mask)
     if not axes:
         return None
@@ -115,19 +115,19 @@ def _read_masked(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
-def _index(decided: LocalCall) -> LocalFunction | None:
+def _index(local_call: LocalCall) -> LocalFunction | None:
     """Element below = sum over shards of (element if all its indices are in the shard, else 0), all-reduced.
 
     Left partial, it would read as another result by `to_local`.
     """
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     where = indexed_dims(call["self"], call["indices"])
     if any(map(_is_mask, call.tensors[1:])):
-        return _read_masked(decided) if len(decided.inputs) == 2 else None
+        return _read_masked(local_call) if len(local_call.inputs) == 2 else None
     sharded = {n: dims[0] for n, dims in enumerate(where.indexed) if spec.dim_shardings[dims[0]].axes}
     if not sharded:
         return None
-    op, shape, first, ndim = call.op, decided.outputs[0].local_shape, where.first, where.ndim
+    op, shape, first, ndim = call.op, local_call.outputs[0].local_shape, where.first, where.ndim
     tail = len(shape) - first - ndim
     axes = sharding_axes(spec, [dim for dims in where.indexed for dim in dims])
     reduction = lookup_partial(call["self"]).reduce_op
@@ -184,11 +184,11 @@ def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
     return values.ndim <= behind or values.shape[-1 - behind] == 1
 
 
-def _put_one_value(decided: LocalCall, dims: Sequence[int]) -> LocalFunction:
+def _put_one_value(local_call: LocalCall, dims: Sequence[int]) -> LocalFunction:
     """One value wherever a mask is true: each rank takes the elements of the mask that belong to its shard."""
-    op, spec, mask = decided.call.op, decided.inputs[0], decided.inputs[1]
+    op, spec, mask = local_call.call.op, local_call.inputs[0], local_call.inputs[1]
     sharded = [(j, d) for j, d in enumerate(dims) if spec.dim_shardings[d].axes]
-    place = next(i for i, index in enumerate(decided.call["indices"]) if index is not None)
+    place = next(i for i, index in enumerate(local_call.call["indices"]) if index is not None)
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
         own = indices[place]
@@ -201,16 +201,16 @@ def _put_one_value(decided: LocalCall, dims: Sequence[int]) -> LocalFunction:
     return run
 
 
-def _index_put(decided: LocalCall) -> LocalFunction | None:
+def _index_put(local_call: LocalCall) -> LocalFunction | None:
     """Of all positions to write to, those in this rank's shard."""
-    call, spec = decided.call, decided.inputs[0]
+    call, spec = local_call.call, local_call.inputs[0]
     where = indexed_dims(call["self"], call["indices"])
     dims = [d for group in where.indexed for d in group]
     sharded = [n for n, d in enumerate(dims) if spec.dim_shardings[d].axes]
     if not sharded:
         return None
     if _same_everywhere(call, where):
-        return _put_one_value(decided, dims)
+        return _put_one_value(local_call, dims)
     op, first = call.op, where.first
     ndim = spec.ndim - len(dims) + where.ndim
 
@@ -274,9 +274,9 @@ def _flat_positions(spec: Spec) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return run
 
 
-def _take(decided: LocalCall) -> LocalFunction | None:
+def _take(local_call: LocalCall) -> LocalFunction | None:
     """Element below = sum over shards of (element if it is in the shard, else 0)."""
-    spec = decided["self"]
+    spec = local_call["self"]
     if not sharding_axes(spec):
         return None
     locate = _flat_positions(spec)
@@ -296,8 +296,8 @@ def put(call: OpCall) -> Iterator[Row]:
         yield call.row(self=P("sum"), source=P("sum"), out=P("sum"))
 
 
-def _put(decided: LocalCall) -> LocalFunction | None:
-    op, spec = decided.call.op, decided["self"]
+def _put(local_call: LocalCall) -> LocalFunction | None:
+    op, spec = local_call.call.op, local_call["self"]
     if not sharding_axes(spec):
         return None
     locate = _flat_positions(spec)

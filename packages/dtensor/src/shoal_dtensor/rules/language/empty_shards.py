@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from ...layout.spec import Spec
 
 
-def local_function(rule: Rule, decided: LocalCall, communicates: bool) -> LocalFunction | None:
+def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
     """What a rank runs instead of the operator; None for the operator itself.
 
     Args:
         rule: of the operator.
-        decided: the call with its specs.
+        local_call: the call with its specs.
         communicates: whether a row of the decision does; every rank runs the rule's own function then.
     """
-    if rule.skip_empty and not communicates and (answer := empty_shard(decided)) is not None:
+    if rule.skip_empty and not communicates and (answer := empty_shard(local_call)) is not None:
         return answer
-    return rule.local(decided) if rule.local is not None else None
+    return rule.local(local_call) if rule.local is not None else None
 
 
-def empty_shard(decided: LocalCall) -> LocalFunction | None:
+def empty_shard(local_call: LocalCall) -> LocalFunction | None:
     """What to run on a rank that has an empty shard of an input, or only empty shards of outputs; None on others.
 
     An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
     what it adds to a partial sum over rows is 0.
     """
-    outputs = decided.outputs
-    has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in decided.inputs])  # noqa: C419  # faster
+    outputs = local_call.outputs
+    has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
     empty = [0 in spec.local_shape for spec in outputs]
     if not (has_nothing or True in empty):
         return None
@@ -45,7 +45,7 @@ def empty_shard(decided: LocalCall) -> LocalFunction | None:
     if not outputs or not (all(empty) or adds_nothing):
         return None
     values = [neutral_value(spec) for spec in outputs]
-    call = decided.call
+    call = local_call.call
     present = [i for i, place in enumerate(call.results.values()) for _ in place]
     is_list, count = call.schema.is_list == (True,), len(call.results)
 

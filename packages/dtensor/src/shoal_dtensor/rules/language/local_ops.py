@@ -52,14 +52,14 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
     yield replace(row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks))
 
 
-def mean_of_sums(decided: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def mean_of_sums(local_call: LocalCall, axes: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """From this rank's part of a sum, divided by the global count, to the result of a row of `mean_rows`.
 
     Args:
-        decided: the decided call; its first output is the mean.
+        local_call: the decided call; its first output is the mean.
         axes: the mesh axes that shard what is averaged.
     """
-    result = decided.outputs[0]
+    result = local_call.outputs[0]
     averaged = {axis for axis, op in result.partials if op == "avg" and axis in axes}
     ranks = prod(result.mesh.shape[axis] for axis in averaged)
     others = tuple(axis for axis in axes if axis not in averaged)
@@ -106,10 +106,10 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
     return run
 
 
-def zeros(decided: LocalCall) -> LocalFunction:
+def zeros(local_call: LocalCall) -> LocalFunction:
     """What a rank without elements adds to sums: zeros; None for the outputs that `output_mask` leaves out."""
-    specs = iter(decided.outputs)
-    mask = decided.call.get("output_mask") or [True] * len(decided.outputs)
+    specs = iter(local_call.outputs)
+    mask = local_call.call.get("output_mask") or [True] * len(local_call.outputs)
     wanted = [next(specs) if present else None for present in mask]
 
     def run(first: Tensor, *_: Any, **__: Any) -> Any:
@@ -119,7 +119,7 @@ def zeros(decided: LocalCall) -> LocalFunction:
         ]
         return results[0] if len(results) == 1 else tuple(results)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:

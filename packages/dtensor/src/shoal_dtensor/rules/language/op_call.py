@@ -268,7 +268,7 @@ def _partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCall:
-    """A call whose sharding is decided, as seen by the rank that runs it.
+    """A call whose sharding is local_call, as seen by the rank that runs it.
 
     Attributes:
         call: the global call.

@@ -26,15 +26,13 @@ Row functions are generators, named after the operator, and name arguments as th
 
 The rank with an empty shard: `Rule(..., skip_empty=True)` where the kernel refuses empty tensors.  The local function
 need not think of them then, unless it communicates.
-
-Converting `Row((S(d), R, *rest), (S(d),))`: find the arguments' names in the schema, write only what is not R
-(`call.row(self=S(d), out=S(d))`), drop tuples of names, `present`/`entries`/output masks, and `or_empty`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Literal
 
 from shoal_mesh.internal import dataclass
 
@@ -45,6 +43,7 @@ from .rows import ANY_NORM, Entry, P, R, Row, S, ShardingMap, Traffic, with_norm
 __all__ = [
     "ANY_NORM",
     "Entry",
+    "Kind",
     "LocalCall",
     "LocalFunction",
     "OpCall",
@@ -62,6 +61,9 @@ __all__ = [
 ]
 
 
+Kind = Literal["plain", "each", "dynamic", "copy", "reshape"]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
     """How an operator may be sharded.
@@ -74,30 +76,28 @@ class Rule:
         skip_empty: whether a rank that has an empty shard runs nothing, because the kernel refuses empty tensors or has
             no neutral value for them.  It contributes what leaves the reduction of each output as it is (0 to a sum,
             -inf to a maximum).  Rows that communicate run on every rank all the same.
+        kind: what else distinguishes the operator, if anything.
+            "each": a `foreach` operator: lists are walked in step, and `rows` describes one element's call.
+            "dynamic": output shapes are data-dependent: the local function's outputs are taken as they come.
+            "copy": a view operator of which the local function's result does not alias its input.
+            "reshape": of a tensor to sizes: its shardings are decided once for all first dims.
         by_value: whether numbers among the arguments influence `rows` or `local`.  Where they do not (pointwise
             and optimizer operators), only their types key the cache, so a learning rate adds no entry per step.
-        each: for `foreach` operators: lists are walked in step, and `rows` describes one element's call.
-        dynamic: whether output shapes are data-dependent; the local function's outputs are then taken as they come.
-        copies: for view operators: whether the local function's result does not alias its input.
         unordered: whether only the sizes of shards matter, not where in the dim they are, to every row whose entries
             are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
         sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
             outputs have sizes of their inputs: the names of arguments that are lists of sizes. Outputs, and shardings
             in which nothing moves, are then decided once for all such shapes; where tensors are then placed alike,
             `local` returns None for all of those without empty shards or for none. None where sizes matter otherwise.
-        reshapes: whether it is a reshape, of a tensor to sizes: its shardings are then decided once for all first dims.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]
     local: Callable[[LocalCall], LocalFunction | None] | None = None
+    kind: Kind = "plain"
     by_value: bool = True
-    each: bool = False
-    dynamic: bool = False
-    copies: bool = False
     unordered: bool = False
     skip_empty: bool = False
     sizes: tuple[str, ...] | None = None
-    reshapes: bool = False
 
     def rows_of(self, call: OpCall) -> list[Row]:
         """The rows for a call.

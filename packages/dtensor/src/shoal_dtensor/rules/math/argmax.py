@@ -40,11 +40,11 @@ def _best(x: Tensor, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
     return values, indices
 
 
-def _argmax(decided: LocalCall) -> LocalFunction | None:
+def _argmax(local_call: LocalCall) -> LocalFunction | None:
     """The first best of the shards' first best."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if call["dim"] is None:
-        return in_every_form(call, _of_all_elements(decided)) if sharding_axes(spec) else None
+        return in_every_form(call, _of_all_elements(local_call)) if sharding_axes(spec) else None
     if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
         return None
     largest, keepdim, offset = "max" in call.op.__name__, bool(call["keepdim"]), spec.offset(dim)
@@ -66,10 +66,10 @@ def _argmax(decided: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-def _of_all_elements(decided: LocalCall) -> LocalFunction:
+def _of_all_elements(local_call: LocalCall) -> LocalFunction:
     """The index of the extreme of all elements, counted in the flattened global tensor; of equal ones the first."""
-    call, spec = decided.call, decided["self"]
-    largest, shape, axes = "max" in call.op.__name__, decided.outputs[0].shape, sharding_axes(spec)
+    call, spec = local_call.call, local_call["self"]
+    largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
     offers = _shards_with_elements(spec, axes)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

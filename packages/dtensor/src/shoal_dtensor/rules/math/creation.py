@@ -30,21 +30,21 @@ def _of_partials(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
 
 
-def _local_layout(decided: LocalCall) -> LocalFunction | None:
+def _local_layout(local_call: LocalCall) -> LocalFunction | None:
     """This rank's size, strided in the global order of dims."""
-    (spec,) = decided.outputs
+    (spec,) = local_call.outputs
     if spec.local_shape == spec.shape:
         return None
     stride, step = [0] * spec.ndim, 1
     for dim in sorted(range(spec.ndim), key=lambda d: (spec.stride[d], -d)):
         stride[dim] = step
         step *= max(spec.local_shape[dim], 1)
-    return with_arguments(decided.call, size=list(spec.local_shape), stride=stride)
+    return with_arguments(local_call.call, size=list(spec.local_shape), stride=stride)
 
 
-def _local_size(decided: LocalCall) -> LocalFunction | None:
-    (spec,) = decided.outputs
-    return None if spec.local_shape == spec.shape else with_arguments(decided.call, size=list(spec.local_shape))
+def _local_size(local_call: LocalCall) -> LocalFunction | None:
+    (spec,) = local_call.outputs
+    return None if spec.local_shape == spec.shape else with_arguments(local_call.call, size=list(spec.local_shape))
 
 
 CREATION: Table = family(

@@ -58,8 +58,8 @@ def _shards_before(spec: Spec, dim: int) -> int:
 def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
     """A local scan, combined with the totals of the shards before."""
 
-    def local(decided: LocalCall) -> LocalFunction | None:
-        spec, call = decided["self"], decided.call
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        spec, call = local_call["self"], local_call.call
         if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
             return None
         before = _shards_before(spec, dim)
@@ -80,9 +80,9 @@ def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
     return local
 
 
-def _extremes(decided: LocalCall) -> LocalFunction | None:
+def _extremes(local_call: LocalCall) -> LocalFunction | None:
     """`cummax` and `cummin`: the running extreme and its index; of equal ones the last, and NaN beats all."""
-    spec, call = decided["self"], decided.call
+    spec, call = local_call["self"], local_call.call
     if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
         return None
     before, offset = _shards_before(spec, dim), spec.offset(dim)

@@ -40,9 +40,9 @@ def trace(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def _trace(decided: LocalCall) -> LocalFunction | None:
+def _trace(local_call: LocalCall) -> LocalFunction | None:
     """The trace is the sum over shards of the part of the diagonal that crosses them."""
-    spec = decided.inputs[0]
+    spec = local_call.inputs[0]
     if not sharding_axes(spec):
         return None
     row, column = spec.local_offset
@@ -50,7 +50,7 @@ def _trace(decided: LocalCall) -> LocalFunction | None:
     def run(matrix: Tensor, *_: Any, **__: Any) -> Tensor:
         offset = row - column
         if not matrix.numel() or offset >= matrix.shape[1] or -offset >= matrix.shape[0]:
-            return matrix.new_zeros((), dtype=decided.outputs[0].dtype)
+            return matrix.new_zeros((), dtype=local_call.outputs[0].dtype)
         return matrix.diagonal(offset).sum()
 
     return run
@@ -81,9 +81,9 @@ def fft(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def _pinv(decided: LocalCall) -> LocalFunction:
+def _pinv(local_call: LocalCall) -> LocalFunction:
     """Its kernel is made of other operators, which look at conjugate marks."""
-    return with_conjugates(decided.call.op)
+    return with_conjugates(local_call.call.op)
 
 
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)

@@ -54,17 +54,17 @@ def _added_partials(call: OpCall, added: str) -> Iterator[Row]:
     yield call.row(out=P("avg"), **kept)
 
 
-def _added_alone(decided: LocalCall) -> LocalFunction | None:
+def _added_alone(local_call: LocalCall) -> LocalFunction | None:
     """A rank without elements of a factor has only the added operand (the kernels do not agree on its shape then)."""
-    spec, empty = decided.outputs[0], any(0 in spec.local_shape for spec in decided.inputs[1:])
-    if not empty or (decided.call.written and 0 not in spec.local_shape):
+    spec, empty = local_call.outputs[0], any(0 in spec.local_shape for spec in local_call.inputs[1:])
+    if not empty or (local_call.call.written and 0 not in spec.local_shape):
         return None
-    beta: float = decided.call["beta"]
+    beta: float = local_call.call["beta"]
 
     def run(added: Tensor, first: Tensor, second: Tensor, *_: Any, **__: Any) -> Tensor:
         return bound((added * beta).to(spec.dtype).expand(spec.local_shape).clone(), first, second)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

@@ -39,12 +39,12 @@ def _number_operands(call: OpCall) -> int:
     return sum(isinstance(value, int | float | complex) for value in firsts)
 
 
-def _offset(decided: LocalCall) -> LocalFunction | None:
+def _offset(local_call: LocalCall) -> LocalFunction | None:
     """A number that is added to a partial sum, or put into it: the first coordinate takes it, the others take 0.
 
     Theirs is of the number's type, which has a say in the dtype of the result.
     """
-    call, result = decided.call, decided.outputs[0]
+    call, result = local_call.call, local_call.outputs[0]
     axes = [axis for axis, op in result.partials if op == "sum"]
     name = next(
         (name for name in ("other", "value", "self") if isinstance(call.get(name), int | float | complex)), None
@@ -231,14 +231,14 @@ def equal(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), other=S(d), traffic=lambda ranks: 8) for d in range(call["self"].ndim))
 
 
-def _equal(decided: LocalCall) -> LocalFunction:
+def _equal(local_call: LocalCall) -> LocalFunction:
     """Equal if the shards of every rank are."""
-    op = decided.call.op
-    axes = tuple(sorted({axis for spec in decided.inputs for axis in sharding_axes(spec)}))
+    op = local_call.call.op
+    axes = tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
     def run(a: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         same = torch.tensor(int(op(a, *args, **kwargs)), device=a.device)
-        return bool(all_reduced(same, decided.inputs[0], axes, "min").item())
+        return bool(all_reduced(same, local_call.inputs[0], axes, "min").item())
 
     return run
 
@@ -273,8 +273,8 @@ _RULES: dict[str, Rule] = {
     "addcdiv": pointwise(partial=_ternary_quotient),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
     # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
-    "_conj": replace(_LINEAR, local=lambda decided: torch.conj_physical, copies=True),
-    "_neg_view": replace(_LINEAR, local=lambda decided: torch.neg, copies=True),
+    "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),
+    "_neg_view": replace(_LINEAR, local=lambda local_call: torch.neg, kind="copy"),
     "rad2deg deg2rad": _LINEAR_RISING,
     # -- increasing for all real numbers
     "relu relu6 exp exp2 expm1 tanh sigmoid atan asinh erf sinh ceil floor trunc sign": _RISING,
@@ -335,7 +335,7 @@ def _with_numbers(rule: Rule) -> Rule:
     return replace(rule, rows=rows)
 
 
-_LISTS = {f"_foreach_{n}": replace(_RULE_OF[n], each=True, local=None) for n in _FOREACH.split()}
+_LISTS = {f"_foreach_{n}": replace(_RULE_OF[n], kind="each", local=None) for n in _FOREACH.split()}
 _TERNARY = ("_foreach_addcdiv", "_foreach_addcmul")
 
 POINTWISE: Table = family(_RULES) | family(

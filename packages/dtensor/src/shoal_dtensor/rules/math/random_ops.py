@@ -41,17 +41,17 @@ def fill(call: OpCall) -> Iterator[Row]:
 def _fills(name: str, *parameters: str) -> Rule:
     """The rule of an operator that is one fill: its in-place form, `out=` form, functional form or `_like` form."""
 
-    def local(decided: LocalCall) -> LocalFunction:
-        call = decided.call
+    def local(local_call: LocalCall) -> LocalFunction:
+        call = local_call.call
         values = [call[parameter] for parameter in parameters]
-        return _filling(decided, Fill(name, tuple(values)))
+        return _filling(local_call, Fill(name, tuple(values)))
 
     return Rule(fill, local)
 
 
-def _filling(decided: LocalCall, fill: Fill) -> LocalFunction:
-    (spec,) = decided.outputs
-    in_place = bool(decided.call.written)
+def _filling(local_call: LocalCall, fill: Fill) -> LocalFunction:
+    (spec,) = local_call.outputs
+    in_place = bool(local_call.call.written)
     # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
     summed = [axis for axis, op in spec.partials if op == "sum"]
     gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
@@ -70,10 +70,10 @@ def _filling(decided: LocalCall, fill: Fill) -> LocalFunction:
 def _like(name: str, **parameters: Any) -> Rule:
     """The rule of a `rand..._like`: parameters are numbers, or names of the operator's own arguments."""
 
-    def local(decided: LocalCall) -> LocalFunction:
-        call = decided.call
+    def local(local_call: LocalCall) -> LocalFunction:
+        call = local_call.call
         values = tuple(call[value] if isinstance(value, str) else value for value in parameters.values())
-        return _filling(decided, Fill(name, values))
+        return _filling(local_call, Fill(name, values))
 
     return Rule(fill, local)
 
@@ -83,8 +83,8 @@ def bernoulli(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
 
 
-def _bernoulli_of_self(decided: LocalCall) -> LocalFunction:
-    (spec,) = decided.outputs
+def _bernoulli_of_self(local_call: LocalCall) -> LocalFunction:
+    (spec,) = local_call.outputs
 
     def run_fill(chances: Tensor, *, generator: Generator | None = None, out: Tensor | None = None) -> Tensor:
         target = empty_local(spec, chances.device) if out is None else out
@@ -93,9 +93,9 @@ def _bernoulli_of_self(decided: LocalCall) -> LocalFunction:
     return run_fill
 
 
-def _bernoulli_of_tensor(decided: LocalCall) -> LocalFunction:
-    (spec,) = decided.outputs
-    in_place = bool(decided.call.written)
+def _bernoulli_of_tensor(local_call: LocalCall) -> LocalFunction:
+    (spec,) = local_call.outputs
+    in_place = bool(local_call.call.written)
 
     def run_fill(like: Tensor, p: Tensor, *, generator: Generator | None = None, out: Tensor | None = None) -> Tensor:
         target = like if in_place else out
@@ -105,9 +105,9 @@ def _bernoulli_of_tensor(decided: LocalCall) -> LocalFunction:
     return run_fill
 
 
-def _normal(decided: LocalCall) -> LocalFunction:
+def _normal(local_call: LocalCall) -> LocalFunction:
     """Normal numbers with means or deviations as tensors: torch scales and moves standard ones, in that order."""
-    (spec,) = decided.outputs
+    (spec,) = local_call.outputs
 
     def run_fill(
         mean: Tensor | float,
@@ -131,9 +131,9 @@ def native_dropout(call: OpCall) -> Iterator[Row]:
     yield from (call.row(input=S(d), out=S(d)) for d in range(call["input"].ndim))
 
 
-def _native_dropout(decided: LocalCall) -> LocalFunction:
-    chance, train = float(decided.call["p"]), decided.call["train"]
-    result, mask_spec = decided.outputs
+def _native_dropout(local_call: LocalCall) -> LocalFunction:
+    chance, train = float(local_call.call["p"]), local_call.call["train"]
+    result, mask_spec = local_call.outputs
 
     def run_dropout(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         mask = empty_local(mask_spec, x.device)
@@ -153,15 +153,15 @@ def multinomial(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
 
 
-def _multinomial(decided: LocalCall) -> LocalFunction | None:
-    (spec,) = decided.inputs
+def _multinomial(local_call: LocalCall) -> LocalFunction | None:
+    (spec,) = local_call.inputs
     axes = sharding_axes(spec)
     if not axes:
         return None
-    words = _words_a_row(decided.call, spec)
+    words = _words_a_row(local_call.call, spec)
     if words is None:
-        return _gathered(decided)
-    count, replacement = decided.call["num_samples"], decided.call["replacement"]
+        return _gathered(local_call)
+    count, replacement = local_call.call["num_samples"], local_call.call["replacement"]
     rows = spec.local_shape[0]
 
     def run_rows(chances: Tensor, *_: Any, generator: Generator | None = None, **__: Any) -> Tensor:
@@ -204,9 +204,9 @@ def rrelu(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), noise=S(d), out=S(d)) for d in range(call["self"].ndim))
 
 
-def _gathered(decided: LocalCall) -> LocalFunction:
+def _gathered(local_call: LocalCall) -> LocalFunction:
     """The operator on the gathered input; each rank keeps its shard of the result."""
-    op, spec, result = decided.call.op, decided.inputs[0], decided.outputs[0]
+    op, spec, result = local_call.call.op, local_call.inputs[0], local_call.outputs[0]
     gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
 
     def run_gathered(chances: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -56,13 +56,13 @@ def _result_bytes(call: OpCall) -> int:
     return sum(prod(output.shape) * output.dtype.itemsize for output in call.outputs)
 
 
-def _count(decided: LocalCall) -> int:
+def _count(local_call: LocalCall) -> int:
     """How many global elements go into one result."""
-    return prod(decided.inputs[0].shape[dim] for dim in reduced_dims(decided.call))
+    return prod(local_call.inputs[0].shape[dim] for dim in reduced_dims(local_call.call))
 
 
-def _shards_reduced(decided: LocalCall) -> bool:
-    return bool(sharding_axes(decided.inputs[0], reduced_dims(decided.call)))
+def _shards_reduced(local_call: LocalCall) -> bool:
+    return bool(sharding_axes(local_call.inputs[0], reduced_dims(local_call.call)))
 
 
 # --- mean, variance ---------------------------------------------------------------------------------------------------
@@ -74,19 +74,19 @@ def mean(call: OpCall) -> Iterator[Row]:
     yield from unrounded([*call.linear("self")], call)
 
 
-def _mean(decided: LocalCall) -> LocalFunction | None:
+def _mean(local_call: LocalCall) -> LocalFunction | None:
     """The operator itself over even shards; over uneven ones the sum over ranks of (local sum / global count)."""
-    dims, count = list(reduced_dims(decided.call)), _count(decided)
-    axes = sharding_axes(decided.inputs[0], dims)
-    if all((axis, "avg") in decided.outputs[0].partials for axis in axes):
+    dims, count = list(reduced_dims(local_call.call)), _count(local_call)
+    axes = sharding_axes(local_call.inputs[0], dims)
+    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
-    keepdim, dtype = bool(decided.call.get("keepdim", False)), decided.outputs[0].dtype
-    finish = mean_of_sums(decided, axes)
+    keepdim, dtype = bool(local_call.call.get("keepdim", False)), local_call.outputs[0].dtype
+    finish = mean_of_sums(local_call, axes)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         return finish(torch.sum(x, dims, keepdim, dtype=dtype) / count)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 def var(call: OpCall) -> Iterator[Row]:
@@ -101,12 +101,12 @@ def _correction(call: OpCall) -> float:
     return 1.0 if given is None else float(given)
 
 
-def _deviations(decided: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], float]:
+def _deviations(local_call: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], float]:
     """A function giving this rank's sum of squared deviations and the global mean, dims kept; and the divisor.
 
     The global mean comes first: the sum over ranks of (x - mean)^2 then is the sum over all elements.
     """
-    spec, dims, count = decided.inputs[0], list(reduced_dims(decided.call)), _count(decided)
+    spec, dims, count = local_call.inputs[0], list(reduced_dims(local_call.call)), _count(local_call)
     axes = sharding_axes(spec, dims)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def _deviations(decided: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Te
         square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
         return square.sum(dims, keepdim=True), mean
 
-    return run, max(count - _correction(decided.call), 0.0)
+    return run, max(count - _correction(local_call.call), 0.0)
 
 
 def _divided(squares: Tensor, divisor: float) -> Tensor:
@@ -126,31 +126,31 @@ def _divided(squares: Tensor, divisor: float) -> Tensor:
 def _moments(finish: Callable[[Tensor, LocalCall, float], Tensor]) -> Callable[[LocalCall], LocalFunction | None]:
     """The local function of variance or deviation: `finish` takes the local squares to the result."""
 
-    def local(decided: LocalCall) -> LocalFunction | None:
-        if not _shards_reduced(decided):
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        if not _shards_reduced(local_call):
             return None
-        deviations, divisor = _deviations(decided)
-        dims, keepdim = reduced_dims(decided.call), bool(decided.call.get("keepdim", False))
-        with_mean = len(decided.outputs) == 2
+        deviations, divisor = _deviations(local_call)
+        dims, keepdim = reduced_dims(local_call.call), bool(local_call.call.get("keepdim", False))
+        with_mean = len(local_call.outputs) == 2
 
         def run(x: Tensor, *_: Any, **__: Any) -> Any:
             squares, mean = deviations(x)
-            result = drop_dims(finish(squares, decided, divisor), dims, keepdim)
+            result = drop_dims(finish(squares, local_call, divisor), dims, keepdim)
             return (result, drop_dims(mean, dims, keepdim)) if with_mean else result
 
-        return in_every_form(decided.call, run)
+        return in_every_form(local_call.call, run)
 
     return local
 
 
-def _variance(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
+def _variance(squares: Tensor, local_call: LocalCall, divisor: float) -> Tensor:
     """The variance is the sum over ranks of (local squares / divisor), all-reduced."""
-    spec = decided.inputs[0]
-    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(decided.call))), divisor)
+    spec = local_call.inputs[0]
+    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(local_call.call))), divisor)
 
 
-def _deviation(squares: Tensor, decided: LocalCall, divisor: float) -> Tensor:
-    return _variance(squares, decided, divisor).sqrt()
+def _deviation(squares: Tensor, local_call: LocalCall, divisor: float) -> Tensor:
+    return _variance(squares, local_call, divisor).sqrt()
 
 
 # --- products, norms --------------------------------------------------------------------------------------------------
@@ -186,15 +186,15 @@ def _partial_norm(order: float) -> Partial:
     return P(simple.get(order) or f"norm{order!r}")
 
 
-def _norms(decided: LocalCall) -> LocalFunction:
+def _norms(local_call: LocalCall) -> LocalFunction:
     """The operator itself, but zero for an extremum of no elements.
 
     Raises:
         OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
     """
-    order, op = _order(decided.call), decided.call.op
-    each = not 0 <= order < inf and any(0 in spec.local_shape for spec in decided.inputs)
-    dtypes, neutral = [spec.dtype for spec in decided.outputs], 0.0 if order > 0 else inf
+    order, op = _order(local_call.call), local_call.call.op
+    each = not 0 <= order < inf and any(0 in spec.local_shape for spec in local_call.inputs)
+    dtypes, neutral = [spec.dtype for spec in local_call.outputs], 0.0 if order > 0 else inf
 
     def run(shards: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         _refuse_in_tree(op, order)
@@ -208,9 +208,9 @@ def _norms(decided: LocalCall) -> LocalFunction:
     return run
 
 
-def _norm_of_one(decided: LocalCall) -> LocalFunction:
+def _norm_of_one(local_call: LocalCall) -> LocalFunction:
     """The operator itself; raises as `_norms` does."""
-    order, op = _order(decided.call), decided.call.op
+    order, op = _order(local_call.call), local_call.call.op
 
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_in_tree(op, order)
@@ -236,12 +236,16 @@ def logsumexp(call: OpCall) -> Iterator[Row]:
     yield from _rows(call, None if is_complex else R, lambda ranks: 2 * _result_bytes(call))
 
 
-def _logsumexp(decided: LocalCall) -> LocalFunction | None:
+def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
-    if not _shards_reduced(decided):
+    if not _shards_reduced(local_call):
         return None
-    spec, dims, keepdim = decided.inputs[0], reduced_dims(decided.call), bool(decided.call.get("keepdim", False))
-    axes, dtype = sharding_axes(spec, dims), decided.outputs[0].dtype
+    spec, dims, keepdim = (
+        local_call.inputs[0],
+        reduced_dims(local_call.call),
+        bool(local_call.call.get("keepdim", False)),
+    )
+    axes, dtype = sharding_axes(spec, dims), local_call.outputs[0].dtype
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         x = x.to(dtype)
@@ -252,7 +256,7 @@ def _logsumexp(decided: LocalCall) -> LocalFunction | None:
         total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
         return drop_dims(total.log() + top, dims, keepdim)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -279,7 +283,7 @@ REDUCTION: Table = family(
         "var var_mean": Rule(var, _moments(_variance)),
         "std std_mean": Rule(var, _moments(_deviation)),
         "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True, sizes=()),
-        "_foreach_norm": Rule(norm, _norms, each=True),
+        "_foreach_norm": Rule(norm, _norms, kind="each"),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
     },
     unordered=True,

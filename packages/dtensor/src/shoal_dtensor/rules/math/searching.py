@@ -47,9 +47,9 @@ def histc(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=P("sum"), traffic=traffic) for d in range(call["self"].ndim))
 
 
-def _histc(decided: LocalCall) -> LocalFunction | None:
+def _histc(local_call: LocalCall) -> LocalFunction | None:
     """A count is the sum over shards; without given bounds, those of all elements."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     axes, op, bins = sharding_axes(spec), call.op, call["bins"]
     if not axes or not spec.shape.numel() or call["min"] != call["max"]:
         return None
@@ -68,9 +68,9 @@ def bincount(call: OpCall) -> Iterator[Row]:
     yield call.row(self=S(0), weights=S(0), traffic=lambda ranks: 8 * max(int(call["minlength"]), 64))
 
 
-def _bincount(decided: LocalCall) -> LocalFunction | None:
+def _bincount(local_call: LocalCall) -> LocalFunction | None:
     """Counts of the shard, as many as the shard with the largest value needs, summed over shards."""
-    spec, axes = decided["self"], sharding_axes(decided["self"])
+    spec, axes = local_call["self"], sharding_axes(local_call["self"])
     if not axes:
         return None
 
@@ -91,6 +91,6 @@ SEARCHING: Table = family(
         "bucketize": Rule(bucketize),
         "isin": Rule(isin),
         "histc": Rule(histc, _histc),
-        "bincount.default": Rule(bincount, _bincount, dynamic=True),
+        "bincount.default": Rule(bincount, _bincount, kind="dynamic"),
     }
 )

@@ -47,9 +47,9 @@ def sort(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(dim), out=S(dim), traffic=lambda ranks: _bytes(call) / ranks, ordered=True)
 
 
-def _sort(decided: LocalCall) -> LocalFunction | None:
+def _sort(local_call: LocalCall) -> LocalFunction | None:
     """Each rank sorts some complete columns."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
     named = {"stable": True} | _arguments(call, "descending")
@@ -57,7 +57,7 @@ def _sort(decided: LocalCall) -> LocalFunction | None:
     def sort_columns(columns: Tensor) -> Sequence[Tensor]:
         return torch.sort(columns, dim=-1, **named)
 
-    run = by_columns(spec, dim, decided.outputs, sort_columns)
+    run = by_columns(spec, dim, local_call.outputs, sort_columns)
     return in_every_form(call, lambda x, *args, **kwargs: tuple(run(x)))
 
 
@@ -71,9 +71,9 @@ def median(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(dim), traffic=lambda ranks: _bytes(call) / ranks)
 
 
-def _median(decided: LocalCall) -> LocalFunction | None:
+def _median(local_call: LocalCall) -> LocalFunction | None:
     """Each rank has some complete columns; every rank gathers what all of them give."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if not spec.ndim or "dim" not in call.bound or not spec.dim_shardings[dim := call.dim()].axes:
         return None
     function, named = getattr(torch, call.op.__name__.split(".")[0]), _arguments(call, "k")
@@ -92,9 +92,9 @@ def topk(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(dim), traffic=lambda ranks: candidates * (ranks - 1))
 
 
-def _topk(decided: LocalCall) -> LocalFunction | None:
+def _topk(local_call: LocalCall) -> LocalFunction | None:
     """The k best of the k best of each shard."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
         return None
     k, offset, named = int(call["k"]), spec.offset(dim), _arguments(call, "largest", "sorted")

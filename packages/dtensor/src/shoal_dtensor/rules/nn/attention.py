@@ -92,12 +92,12 @@ def attention_backward(call: OpCall) -> Iterator[Row]:
 # --- sharded queries under a causal mask -----------------------------------------------------------------------------
 
 
-def _masked(decided: LocalCall) -> Callable[[Tensor], Tensor] | None:
+def _masked(local_call: LocalCall) -> Callable[[Tensor], Tensor] | None:
     """A function of this rank's queries that returns their rows of a causal mask; None where none is needed.
 
     Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
     """
-    call, query = decided.call, decided["query"]
+    call, query = local_call.call, local_call["query"]
     dim = query.ndim - 2
     if not call["is_causal"] or not sharding_axes(query, (dim,)):
         return None
@@ -110,8 +110,8 @@ def _masked(decided: LocalCall) -> Callable[[Tensor], Tensor] | None:
     return mask
 
 
-def _attend(decided: LocalCall) -> LocalFunction | None:
-    mask, op = _masked(decided), decided.call.op
+def _attend(local_call: LocalCall) -> LocalFunction | None:
+    mask, op = _masked(local_call), local_call.call.op
     if mask is None:
         return None
 
@@ -121,8 +121,8 @@ def _attend(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
-def _attend_backward(decided: LocalCall) -> LocalFunction | None:
-    mask, op = _masked(decided), decided.call.op
+def _attend_backward(local_call: LocalCall) -> LocalFunction | None:
+    mask, op = _masked(local_call), local_call.call.op
     if mask is None:
         return None
 

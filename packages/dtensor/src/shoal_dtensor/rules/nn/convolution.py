@@ -98,20 +98,20 @@ def _on_halos(call: OpCall, halos: Halos, **changes: Any) -> LocalFunction:
     return with_arguments(call, **changes)
 
 
-def _in_global_memory_format(decided: LocalCall) -> LocalFunction | None:
+def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
     """A result in the memory format of the global one, whatever the shards of the operands suggest to the kernel."""
-    convolve, result = _convolve(decided), decided.outputs[0]
-    is_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in (result, *decided.inputs[:2])]
-    if all(is_contiguous) or decided.call.schema.outs:
+    convolve, result = _convolve(local_call), local_call.outputs[0]
+    is_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])]
+    if all(is_contiguous) or local_call.call.schema.outs:
         return convolve
     wanted = torch.contiguous_format if is_contiguous[0] else torch.channels_last
-    function = convolve or decided.call.op
+    function = convolve or local_call.call.op
     return lambda *args, **kwargs: function(*args, **kwargs).contiguous(memory_format=wanted)
 
 
-def _convolve(decided: LocalCall) -> LocalFunction | None:
+def _convolve(local_call: LocalCall) -> LocalFunction | None:
     """Of nothing it is the bias; to what is cropped or filled up the bias is added afterwards."""
-    call, (source, weight), shape = decided.call, decided.inputs[:2], decided.outputs[0].local_shape
+    call, (source, weight), shape = local_call.call, local_call.inputs[:2], local_call.outputs[0].local_shape
     halos, groups = Halos(source, _windows(call)), _local_groups(call, weight)
     empty = 0 in (*weight.local_shape, *shape, *halos.shape)
     if not (halos or empty):
@@ -130,9 +130,9 @@ def _convolve(decided: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run) if empty else run
 
 
-def _convolve_backward(decided: LocalCall) -> LocalFunction | None:
+def _convolve_backward(local_call: LocalCall) -> LocalFunction | None:
     """Of nothing the gradients are zeros, but for the bias, which depends on no operand."""
-    call, (gradient, source, weight) = decided.call, decided.inputs
+    call, (gradient, source, weight) = local_call.call, local_call.inputs
     halos, channel, mask = Halos(source, _windows(call)), _channel(call), call["output_mask"]
     empty = 0 in (*gradient.local_shape, *weight.local_shape, *halos.shape)
     channels = gradient.local_shape[channel]

@@ -27,9 +27,9 @@ def embedding(call: OpCall) -> Iterator[Row]:
     yield from call.linear("weight")
 
 
-def _embedding(decided: LocalCall) -> LocalFunction | None:
+def _embedding(local_call: LocalCall) -> LocalFunction | None:
     """With a sharded vocabulary: zeros in the place of rows that other ranks hold."""
-    weight = decided.inputs[0]
+    weight = local_call.inputs[0]
     if not sharding_axes(weight, (0,)):
         return None
     start, size, rows = weight.local_offset[0], weight.local_shape[0], weight.shape[0]
@@ -43,7 +43,7 @@ def _embedding(decided: LocalCall) -> LocalFunction | None:
         result: Tensor = torch.ops.aten.embedding(table, local.masked_fill(outside, 0))
         return result.masked_fill_(outside.unsqueeze(-1), 0)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 def embedding_dense_backward(call: OpCall) -> Iterator[Row]:
@@ -62,12 +62,12 @@ def embedding_bag(call: OpCall) -> Iterator[Row]:
         yield call.row(weight=S(0), out0=P("sum"))
 
 
-def _embedding_bag(decided: LocalCall) -> LocalFunction | None:
+def _embedding_bag(local_call: LocalCall) -> LocalFunction | None:
     """With a sharded vocabulary: two rows of zeros are added, one for indices of other ranks, one for padding.
 
     Rows 4..7 on this rank are 0..3, row 4 stands for all others, and row 5 for padding, which is not counted.
     """
-    weight, call = decided.inputs[0], decided.call
+    weight, call = local_call.inputs[0], local_call.call
     if not sharding_axes(weight, (0,)):
         return None
     start, size, padding = weight.local_offset[0], weight.local_shape[0], call["padding_idx"]
@@ -88,9 +88,9 @@ def embedding_bag_backward(call: OpCall) -> Iterator[Row]:
     yield call.row(grad=S(1), maximum_indices=S(1) if call["mode"] == MAX else R, out=S(1))
 
 
-def _embedding_bag_backward(decided: LocalCall) -> LocalFunction | None:
+def _embedding_bag_backward(local_call: LocalCall) -> LocalFunction | None:
     """Dense: no DTensor is sparse."""
-    return with_arguments(decided.call, sparse=False) if decided.call.get("sparse") else None
+    return with_arguments(local_call.call, sparse=False) if local_call.call.get("sparse") else None
 
 
 def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
@@ -100,9 +100,9 @@ def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad", "weight")
 
 
-def _per_sample_weights_backward(decided: LocalCall) -> LocalFunction | None:
+def _per_sample_weights_backward(local_call: LocalCall) -> LocalFunction | None:
     """With a sharded vocabulary: a row of zeros is added for indices of other ranks and for padding."""
-    weight, call = decided.inputs[1], decided.call
+    weight, call = local_call.inputs[1], local_call.call
     if not sharding_axes(weight, (0,)):
         return None
     start, size, padding = weight.local_offset[0], weight.local_shape[0], call["padding_idx"]

@@ -46,30 +46,30 @@ def loss(call: OpCall) -> Iterator[Row]:
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
-def _loss(decided: LocalCall) -> LocalFunction | None:
+def _loss(local_call: LocalCall) -> LocalFunction | None:
     """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
-    axes = _loss_axes(decided)
-    if all((axis, "avg") in decided.outputs[0].partials for axis in axes):
+    axes = _loss_axes(local_call)
+    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
-    finish, run = mean_of_sums(decided, axes), _divided(decided)
+    finish, run = mean_of_sums(local_call, axes), _divided(local_call)
     return lambda *args, **kwargs: finish(run(*args, **kwargs))
 
 
-def _loss_axes(decided: LocalCall) -> tuple[int, ...]:
+def _loss_axes(local_call: LocalCall) -> tuple[int, ...]:
     """The axes that shard what a mean is over; none without a mean."""
-    if decided.call["reduction"] != MEAN:
+    if local_call.call["reduction"] != MEAN:
         return ()
-    return tuple(sorted({axis for spec in decided.inputs for axis in sharding_axes(spec)}))
+    return tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
 
-def _loss_gradient(decided: LocalCall) -> LocalFunction | None:
+def _loss_gradient(local_call: LocalCall) -> LocalFunction | None:
     """The gradient of the sum / global count."""
-    return _divided(decided) if _loss_axes(decided) else None
+    return _divided(local_call) if _loss_axes(local_call) else None
 
 
-def _divided(decided: LocalCall) -> LocalFunction:
+def _divided(local_call: LocalCall) -> LocalFunction:
     """The operator with a sum in the place of its mean, divided by the global count."""
-    call = decided.call
+    call = local_call.call
     # Broadcast from the last dim on.  torch.broadcast_shapes would import sympy.
     by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
     count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
@@ -103,15 +103,15 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
         yield from call.linear("grad_output")
 
 
-def _sample_loss(decided: LocalCall) -> LocalFunction | None:
+def _sample_loss(local_call: LocalCall) -> LocalFunction | None:
     """Mean below = sum over shards of (this shard's sum / global number of samples)."""
-    call, axes = decided.call, _loss_axes(decided)
+    call, axes = local_call.call, _loss_axes(local_call)
     if not axes:
         return None
     count, sum_of = call["self"].shape[0], with_arguments(call, reduction=SUM)
     is_gradient = "grad_output" in call.places
-    finish = (lambda part: part) if is_gradient else mean_of_sums(decided, axes)
-    has_nothing = 0 in decided.inputs[call.places["self"][0]].local_shape
+    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, axes)
+    has_nothing = 0 in local_call.inputs[call.places["self"][0]].local_shape
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = sum_of(*args, **kwargs)
@@ -153,16 +153,16 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
-def _nll_loss(decided: LocalCall) -> LocalFunction | None:
+def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
     """Mean below = sum over shards of (this shard's weighted losses / total weight of all shards)."""
-    call = decided.call
-    spec, classes = decided.inputs[0], _class_dim(call)
+    call = local_call.call
+    spec, classes = local_call.inputs[0], _class_dim(call)
     axes = sharding_axes(spec)
     if not axes:
         return None
     pick = _picker(spec, classes, call["ignore_index"])
     reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
-    finish = mean_of_sums(decided, tuple(axis for axis in axes if axis not in over_classes))
+    finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         losses, weights = pick(x, target, weight)
@@ -207,10 +207,10 @@ def nll_loss_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _nll_loss_backward(decided: LocalCall) -> LocalFunction | None:
+def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     """With sharded classes: the gradient of the targets whose class this rank has."""
-    call = decided.call
-    spec, classes = decided.inputs[1], _class_dim(call)
+    call = local_call.call
+    spec, classes = local_call.inputs[1], _class_dim(call)
     if not sharding_axes(spec, (classes,)):
         return None
     start, size = spec.offset(classes), spec.local_shape[classes]

@@ -165,15 +165,15 @@ class Statistics:
         return x.sum(self.others) if self.others else x
 
 
-def _of_trailing_dims(decided: LocalCall) -> Statistics | None:
-    spec, free = decided["input"], _free(decided.call)
+def _of_trailing_dims(local_call: LocalCall) -> Statistics | None:
+    spec, free = local_call["input"], _free(local_call.call)
     dims, local = [*range(free, spec.ndim)], spec.local_shape
     axes = sharding_axes(spec, dims)
     return Statistics(spec, axes, prod(spec.shape[free:]), local, dims, local[free:], [*range(free)]) if axes else None
 
 
-def _of_groups(decided: LocalCall) -> Statistics | None:
-    spec, call = decided["input"], decided.call
+def _of_groups(local_call: LocalCall) -> Statistics | None:
+    spec, call = local_call["input"], local_call.call
     axes = sharding_axes(spec, range(SPATIAL, spec.ndim))
     if not axes:
         return None
@@ -182,11 +182,11 @@ def _of_groups(decided: LocalCall) -> Statistics | None:
     return Statistics(spec, axes, count, shape, [2], _per_channel(spec), _other_dims(spec.ndim))
 
 
-def _of_batch(decided: LocalCall) -> Statistics | None:
-    spec = decided["input"]
+def _of_batch(local_call: LocalCall) -> Statistics | None:
+    spec = local_call["input"]
     dims = _other_dims(spec.ndim)
     axes, count = sharding_axes(spec, dims), prod(spec.shape[d] for d in dims)
-    if not axes or not _is_training(decided.call):
+    if not axes or not _is_training(local_call.call):
         return None
     return Statistics(spec, axes, count, spec.local_shape, dims, _per_channel(spec), dims)
 
@@ -213,12 +213,12 @@ def _normalise(statistics_of: StatisticsOf, otherwise: Local | None = None) -> L
     RMS norm, which has no bias, takes 0 for the mean.
     """
 
-    def local(decided: LocalCall) -> LocalFunction | None:
-        statistics, call = statistics_of(decided), decided.call
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        statistics, call = statistics_of(local_call), local_call.call
         if statistics is None:
-            return otherwise(decided) if otherwise else None
-        names, parameters, outputs = call.schema.positional, statistics.parameters, decided.outputs
-        eps = torch.finfo(decided["input"].dtype).eps if call["eps"] is None else call["eps"]
+            return otherwise(local_call) if otherwise else None
+        names, parameters, outputs = call.schema.positional, statistics.parameters, local_call.outputs
+        eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
 
         def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -254,10 +254,10 @@ def _update(given: dict[str, Any], mean: Tensor, variance: Tensor, count: int) -
 def _normalise_backward(statistics_of: StatisticsOf, otherwise: Local | None = None) -> Local:
     """The two means of the gradient that the input's needs are sums over shards / count; of RMS norm it needs one."""
 
-    def local(decided: LocalCall) -> LocalFunction | None:
-        statistics, call = statistics_of(decided), decided.call
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        statistics, call = statistics_of(local_call), local_call.call
         if statistics is None:
-            return otherwise(decided) if otherwise else None
+            return otherwise(local_call) if otherwise else None
         names, mask = call.schema.positional, call["output_mask"]
         mean_name = next((name for name in ("mean", "save_mean") if name in names), "")
         rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
@@ -278,7 +278,7 @@ def _normalise_backward(statistics_of: StatisticsOf, otherwise: Local | None = N
                 of_input = (scaled - normal * second) * rstd
             of_weight = statistics.summed(gradient * normal.reshape(x.shape))
             results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
-            specs = iter(decided.outputs)
+            specs = iter(local_call.outputs)
             return tuple(t.to(next(specs).dtype) if wanted else None for t, wanted in zip(results, mask, strict=False))
 
         return in_every_form(call, run)
@@ -286,25 +286,25 @@ def _normalise_backward(statistics_of: StatisticsOf, otherwise: Local | None = N
     return local
 
 
-def _resized(decided: LocalCall) -> LocalFunction | None:
+def _resized(local_call: LocalCall) -> LocalFunction | None:
     """A group norm with the batch size, channels and groups of this rank."""
-    call = decided.call
-    batch, channels = decided["input"].local_shape[:2]
+    call = local_call.call
+    batch, channels = local_call["input"].local_shape[:2]
     if (batch, channels) == (call["N"], call["C"]):
         return None
     return with_arguments(call, N=batch, C=channels, group=channels * call["group"] // max(call["C"], 1))
 
 
-def _with_given(decided: LocalCall) -> LocalFunction | None:
+def _with_given(local_call: LocalCall) -> LocalFunction | None:
     """A batch norm with given statistics: the kernel on this shard, and nothing in place of statistics of the batch."""
-    if _is_training(decided.call) or not sharding_axes(decided["input"]):
+    if _is_training(local_call.call) or not sharding_axes(local_call["input"]):
         return None
-    op = getattr(torch.ops.aten, decided.call.op.__name__.split(".")[0])  # without `out=`
+    op = getattr(torch.ops.aten, local_call.call.op.__name__.split(".")[0])  # without `out=`
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        return (op(x, *args, **kwargs)[0], *(x.new_empty((0,), dtype=spec.dtype) for spec in decided.outputs[1:]))
+        return (op(x, *args, **kwargs)[0], *(x.new_empty((0,), dtype=spec.dtype) for spec in local_call.outputs[1:]))
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 _SIZES = ("normalized_shape",)

@@ -28,13 +28,13 @@ def unscale(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(d), out0=S(d), traffic=all_reduce_traffic(call["found_inf"].dtype.itemsize))
 
 
-def _unscale(decided: LocalCall) -> LocalFunction | None:
+def _unscale(local_call: LocalCall) -> LocalFunction | None:
     """found_inf = maximum over shards of found_inf."""
-    *gradients, found_inf, _scale = decided.inputs
+    *gradients, found_inf, _scale = local_call.inputs
     axes = tuple(sorted({axis for spec in gradients for axis in sharding_axes(spec)}))
     if not axes:
         return None
-    comm, op = found_inf.mesh.comm(axes), decided.call.op
+    comm, op = found_inf.mesh.comm(axes), local_call.call.op
 
     def run(gradients: list[Tensor], found_inf: Tensor, scale: Tensor) -> None:
         op(gradients, found_inf, scale)
@@ -46,8 +46,8 @@ def _unscale(decided: LocalCall) -> LocalFunction | None:
 OPTIMIZER: Table = family(
     {
         "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_": Rule(
-            fused_optimizer, by_value=False, each=True, unordered=True
+            fused_optimizer, by_value=False, kind="each", unordered=True
         ),
-        "_amp_foreach_non_finite_check_and_unscale_": Rule(unscale, _unscale, by_value=False, each=True),
+        "_amp_foreach_non_finite_check_and_unscale_": Rule(unscale, _unscale, by_value=False, kind="each"),
     }
 )

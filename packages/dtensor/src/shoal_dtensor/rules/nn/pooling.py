@@ -56,23 +56,23 @@ def pool(call: OpCall) -> Iterator[Row]:
         yield call.row(**inputs, out=unpooled if is_gradient else pooled, traffic=traffic)
 
 
-def _on_halos(decided: LocalCall, halos: Halos) -> LocalFunction:
+def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
     """The operator without padding along the dims with halos, which are the shards' padding."""
-    call, spatial = decided.call, spatial_dims(decided.call)
+    call, spatial = local_call.call, spatial_dims(local_call.call)
     if "output_size" in call.bound:
-        return with_arguments(call, output_size=[*decided.outputs[0].local_shape[-spatial:]])
+        return with_arguments(call, output_size=[*local_call.outputs[0].local_shape[-spatial:]])
     return (
         with_arguments(call, padding=halos.unpadded(call, "padding", spatial)) if "padding" in call.bound else call.op
     )
 
 
-def _pool(decided: LocalCall) -> LocalFunction | None:
-    call, source = decided.call, decided.inputs[0]
+def _pool(local_call: LocalCall) -> LocalFunction | None:
+    call, source = local_call.call, local_call.inputs[0]
     halos, spatial, largest = Halos(source, _windows(call)), spatial_dims(call), _takes_maximum(call)
     if not halos:
         return None
-    empty = 0 in decided.outputs[0].local_shape
-    on_halos = zeros(decided) if empty else _on_halos(decided, halos)
+    empty = 0 in local_call.outputs[0].local_shape
+    on_halos = zeros(local_call) if empty else _on_halos(local_call, halos)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
@@ -99,12 +99,12 @@ def _moved(indices: Tensor, sizes: Sequence[int], wanted: Sequence[int], halos: 
     return total
 
 
-def _pool_backward(decided: LocalCall) -> LocalFunction | None:
-    call, (gradient, source) = decided.call, decided.inputs[:2]
+def _pool_backward(local_call: LocalCall) -> LocalFunction | None:
+    call, (gradient, source) = local_call.call, local_call.inputs[:2]
     halos, spatial, empty = Halos(source, _windows(call)), spatial_dims(call), 0 in gradient.local_shape
     if not halos:
         return None
-    back = _on_halos(decided, halos)
+    back = _on_halos(local_call, halos)
 
     def run(gradient: Tensor, x: Tensor, *args: Any) -> Tensor:
         wide = gradient.new_zeros(halos.shape)

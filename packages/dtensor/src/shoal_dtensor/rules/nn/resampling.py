@@ -64,10 +64,10 @@ def _enlarged(halos: Halos, windows: Mapping[int, Windows], shape: Sequence[int]
     return [halos.shape[d] * windows[d].stride if d in halos.dims else shape[d] for d in spatial]
 
 
-def _upsample(decided: LocalCall) -> LocalFunction | None:
-    call, target = decided.call, decided.outputs[0]
+def _upsample(local_call: LocalCall) -> LocalFunction | None:
+    call, target = local_call.call, local_call.outputs[0]
     windows = _windows(call)
-    halos = Halos(decided.inputs[0], windows)
+    halos = Halos(local_call.inputs[0], windows)
     if not halos:
         return None
     enlarge = with_arguments(call, output_size=_enlarged(halos, windows, target.shape))
@@ -81,9 +81,9 @@ def _upsample(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
-def _upsample_backward(decided: LocalCall) -> LocalFunction:
+def _upsample_backward(local_call: LocalCall) -> LocalFunction:
     """What the others' outputs read of a shard comes back from them."""
-    call, gradient, source = decided.call, decided.inputs[0], decided.outputs[0]
+    call, gradient, source = local_call.call, local_call.inputs[0], local_call.outputs[0]
     windows = _windows(call)
     halos = Halos(source, windows)
     back = with_arguments(call, output_size=_enlarged(halos, windows, gradient.shape), input_size=halos.shape)

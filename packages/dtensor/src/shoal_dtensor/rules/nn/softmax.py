@@ -53,74 +53,74 @@ def glu_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _normalised_axes(decided: LocalCall) -> tuple[int, ...]:
-    spec = decided.inputs[0]
-    return sharding_axes(spec, (decided.call.dim(),)) if spec.ndim else ()
+def _normalised_axes(local_call: LocalCall) -> tuple[int, ...]:
+    spec = local_call.inputs[0]
+    return sharding_axes(spec, (local_call.call.dim(),)) if spec.ndim else ()
 
 
-def _shifted(x: Tensor, decided: LocalCall, axes: tuple[int, ...]) -> Tensor:
+def _shifted(x: Tensor, local_call: LocalCall, axes: tuple[int, ...]) -> Tensor:
     """`x` minus the global maximum along the normalised dim, in the output's dtype."""
-    dim = decided.call.dim()
-    x = x.to(decided.outputs[0].dtype)
+    dim = local_call.call.dim()
+    x = x.to(local_call.outputs[0].dtype)
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     largest = x.amax(dim, keepdim=True) if x.numel() else x.new_full(shape, -inf)
-    return x - all_reduced(largest, decided.inputs[0], axes, "max")
+    return x - all_reduced(largest, local_call.inputs[0], axes, "max")
 
 
-def _softmax(decided: LocalCall) -> LocalFunction | None:
+def _softmax(local_call: LocalCall) -> LocalFunction | None:
     """exp(x - max over shards) / sum over shards of exp(x - max over shards)."""
-    axes = _normalised_axes(decided)
+    axes = _normalised_axes(local_call)
     if not axes:
         return None
-    dim, spec = decided.call.dim(), decided.inputs[0]
+    dim, spec = local_call.call.dim(), local_call.inputs[0]
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        weights = _shifted(x, decided, axes).exp()
+        weights = _shifted(x, local_call, axes).exp()
         return weights / all_reduced(weights.sum(dim, keepdim=True), spec, axes)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
-def _log_softmax(decided: LocalCall) -> LocalFunction | None:
+def _log_softmax(local_call: LocalCall) -> LocalFunction | None:
     """X - max over shards - log(sum over shards of exp(x - max over shards))."""
-    axes = _normalised_axes(decided)
+    axes = _normalised_axes(local_call)
     if not axes:
         return None
-    dim, spec = decided.call.dim(), decided.inputs[0]
+    dim, spec = local_call.call.dim(), local_call.inputs[0]
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        shifted = _shifted(x, decided, axes)
+        shifted = _shifted(x, local_call, axes)
         return shifted - all_reduced(shifted.exp().sum(dim, keepdim=True), spec, axes).log()
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
-def _softmax_backward(decided: LocalCall) -> LocalFunction | None:
+def _softmax_backward(local_call: LocalCall) -> LocalFunction | None:
     """G * y - y * (sum over shards of g * y)."""
-    axes = _normalised_axes(decided)
+    axes = _normalised_axes(local_call)
     if not axes:
         return None
-    dim, spec, dtype = decided.call.dim(), decided.inputs[0], decided.outputs[0].dtype
+    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
 
     def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         weighted = gradient * output
         return (weighted - output * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
-def _log_softmax_backward(decided: LocalCall) -> LocalFunction | None:
+def _log_softmax_backward(local_call: LocalCall) -> LocalFunction | None:
     """G - exp(y) * (sum over shards of g)."""
-    axes = _normalised_axes(decided)
+    axes = _normalised_axes(local_call)
     if not axes:
         return None
-    dim, spec, dtype = decided.call.dim(), decided.inputs[0], decided.outputs[0].dtype
+    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
 
     def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
         total = all_reduced(gradient.sum(dim, keepdim=True), spec, axes)
         return (gradient - torch.exp(output) * total).to(dtype)
 
-    return in_every_form(decided.call, run)
+    return in_every_form(local_call.call, run)
 
 
 SOFTMAX: Table = family(

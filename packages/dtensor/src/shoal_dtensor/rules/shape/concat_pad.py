@@ -44,15 +44,15 @@ def cat(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("tensors")
 
 
-def _cat(decided: LocalCall) -> LocalFunction | None:
+def _cat(local_call: LocalCall) -> LocalFunction | None:
     """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
-    (result,) = decided.outputs
-    dim = int(decided.call["dim"]) % max(result.ndim, 1)
-    joined = [i for i, spec in enumerate(decided.inputs) if spec.ndim == result.ndim]
-    if not result.ndim or not any(decided.inputs[i].dim_shardings[dim].axes for i in joined):
+    (result,) = local_call.outputs
+    dim = int(local_call.call["dim"]) % max(result.ndim, 1)
+    joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
+    if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
         return None
-    op, chosen = decided.call.op, _covered(decided, joined, dim)
-    dtypes = {spec.dtype for spec in decided.inputs}
+    op, chosen = local_call.call.op, _covered(local_call, joined, dim)
+    dtypes = {spec.dtype for spec in local_call.inputs}
 
     def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         operands = [tensors[i] for i in chosen] or [tensors[joined[0]].narrow(dim, 0, 0)]
@@ -65,20 +65,20 @@ def _cat(decided: LocalCall) -> LocalFunction | None:
     return run
 
 
-def _covered(decided: LocalCall, joined: Sequence[int], dim: int) -> list[int]:
+def _covered(local_call: LocalCall, joined: Sequence[int], dim: int) -> list[int]:
     """The operands of which this rank holds elements that belong to its shard of the result.
 
     Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
     and those of replicated operands, without being the one that joins them.
     """
-    where = decided.outputs[0].coordinate or (0,) * decided.outputs[0].mesh.ndim
-    start, stop = decided.outputs[0].dim_sharding(dim).interval(where)
+    where = local_call.outputs[0].coordinate or (0,) * local_call.outputs[0].mesh.ndim
+    start, stop = local_call.outputs[0].dim_sharding(dim).interval(where)
     chosen, before = [], 0
     for i in joined:
-        first, last = decided.inputs[i].dim_sharding(dim).interval(where)
+        first, last = local_call.inputs[i].dim_sharding(dim).interval(where)
         if start <= before + first < before + last <= stop:
             chosen.append(i)
-        before += decided.inputs[i].shape[dim]
+        before += local_call.inputs[i].shape[dim]
     return chosen
 
 
@@ -107,12 +107,12 @@ def constant_pad_nd(call: OpCall) -> Iterator[Row]:
         yield from call.linear("self")
 
 
-def _constant_pad_nd(decided: LocalCall) -> LocalFunction | None:
+def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there.
 
     Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
     """
-    source, pads = decided["self"], _pads(decided.call)
+    source, pads = local_call["self"], _pads(local_call.call)
     if not any(source.dim_shardings[d].axes for d in pads):
         return None
     local: list[int] = []
@@ -124,7 +124,7 @@ def _constant_pad_nd(decided: LocalCall) -> LocalFunction | None:
         end = source.shape[d] - stop
         high = after if after >= 0 and last else -min(max(0, -after - end), stop - start + min(low, 0))
         local += [low, high]
-    op = decided.call.op
+    op = local_call.call.op
     return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
 
 

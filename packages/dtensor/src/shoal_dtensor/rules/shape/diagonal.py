@@ -38,15 +38,15 @@ def diagonal(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, ((d, i) for i, d in enumerate(others)))
 
 
-def _diagonal(decided: LocalCall) -> LocalFunction | None:
+def _diagonal(local_call: LocalCall) -> LocalFunction | None:
     """The diagonal of the shard that is on the global diagonal."""
-    call, spec = decided.call, decided["self"]
+    call, spec = local_call.call, local_call["self"]
     one, two = call.dim("dim1"), call.dim("dim2")
     if spec.coordinate is None or not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
         return None
     row, column = (spec.dim_sharding(d).interval(spec.coordinate)[0] for d in (one, two))
     offset = call["offset"] + row - column
-    shape = decided.outputs[0].local_shape
+    shape = local_call.outputs[0].local_shape
     if not shape[-1]:
         return lambda x, *args: x.new_empty(shape)
     return lambda x, *args: x.diagonal(offset, one, two)
@@ -79,10 +79,12 @@ def tril(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def _tril(decided: LocalCall) -> LocalFunction | None:
+def _tril(local_call: LocalCall) -> LocalFunction | None:
     """The global diagonal, as the shard that starts at (row, column) counts it."""
-    row, column = decided["self"].local_offset[-2:]
-    return None if row == column else with_arguments(decided.call, diagonal=decided.call["diagonal"] + row - column)
+    row, column = local_call["self"].local_offset[-2:]
+    return (
+        None if row == column else with_arguments(local_call.call, diagonal=local_call.call["diagonal"] + row - column)
+    )
 
 
 DIAGONAL: Table = {

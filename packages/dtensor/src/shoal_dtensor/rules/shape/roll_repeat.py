@@ -58,9 +58,9 @@ def roll(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _roll(decided: LocalCall) -> LocalFunction | None:
+def _roll(local_call: LocalCall) -> LocalFunction | None:
     """Rearrange the other dims locally and the sharded ones between ranks; dims are independent of each other."""
-    call, source, target = decided.call, decided["self"], decided.outputs[0]
+    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
     if _rolls_flattened(call):
         return None
     runs = _runs(call)
@@ -113,9 +113,9 @@ def repeat(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _repeat(decided: LocalCall) -> LocalFunction | None:
+def _repeat(local_call: LocalCall) -> LocalFunction | None:
     """Fetch the ranges of the sharded dims, then repeat the others locally."""
-    call, source, target = decided.call, decided["self"], decided.outputs[0]
+    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
     repeats = [int(n) for n in call["repeats"]]
     new = len(repeats) - source.ndim
     sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]

@@ -7,13 +7,12 @@ has no row is gathered by the propagator, which marks the result as no view of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule import Kind, LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from .dim_maps import reshape_mappings
 
 aten: Any = torch.ops.aten
@@ -28,7 +27,11 @@ def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self"
 
 
 def rearrangement(
-    rows: Rows, local: Callable[[LocalCall], LocalFunction | None] | None, *, sizes: tuple[str, ...] | None = None
+    rows: Rows,
+    local: Callable[[LocalCall], LocalFunction | None] | None,
+    *,
+    sizes: tuple[str, ...] | None = None,
+    kind: Kind = "plain",
 ) -> Rule:
     """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
 
@@ -36,7 +39,7 @@ def rearrangement(
         yield from rows(call)
         yield from call.keeping_partials("self")
 
-    return Rule(with_partials, local, unordered=True, sizes=sizes)
+    return Rule(with_partials, local, unordered=True, sizes=sizes, kind=kind)
 
 
 # --- reshapes -------------------------------------------------------------------------------------------------------
@@ -48,10 +51,10 @@ def view(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(m.source, m.unit, m.runs), out=S(m.target, m.steps, m.target_runs))
 
 
-def _view(decided: LocalCall) -> LocalFunction:
+def _view(local_call: LocalCall) -> LocalFunction:
     """Tensor methods, which cost less than the overloads."""
-    shape = decided.outputs[0].local_shape
-    if decided.call.op is aten._unsafe_view.default:
+    shape = local_call.outputs[0].local_shape
+    if local_call.call.op is aten._unsafe_view.default:
         return lambda x, size: x.reshape(shape)
     return lambda x, *args: x.view(shape)
 
@@ -74,8 +77,8 @@ def squeeze(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=S(d), out=S(o, n)) for o, n in enumerate(call.outputs[0].shape) if n)
 
 
-def _squeeze(decided: LocalCall) -> LocalFunction | None:
-    source, shape, dims = decided["self"], decided.outputs[0].local_shape, tuple(_squeezed(decided.call))
+def _squeeze(local_call: LocalCall) -> LocalFunction | None:
+    source, shape, dims = local_call["self"], local_call.outputs[0].local_shape, tuple(_squeezed(local_call.call))
     if all(source.local_shape[d] == 1 for d in dims):
         return lambda x, *args: x.squeeze(dims)
     return lambda x, *args: x.new_empty(shape)
@@ -124,8 +127,8 @@ def expand(call: OpCall) -> Iterator[Row]:
     yield from same_dims(call, ((d, d + new) for d in range(source.ndim) if source.shape[d] == target.shape[d + new]))
 
 
-def _expand(decided: LocalCall) -> LocalFunction:
-    shape = decided.outputs[0].local_shape
+def _expand(local_call: LocalCall) -> LocalFunction:
+    shape = local_call.outputs[0].local_shape
     return lambda x, size, **kwargs: x.expand(shape)
 
 
@@ -139,10 +142,10 @@ def unfold(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(dim, step), out=S(dim))
 
 
-def _unfold(decided: LocalCall) -> LocalFunction | None:
+def _unfold(local_call: LocalCall) -> LocalFunction | None:
     """A shard without windows is too short for `unfold`."""
-    dim, shape = decided.call.dim("dimension"), decided.outputs[0].local_shape
-    return (lambda x, *args: x.new_empty(shape)) if decided["self"].ndim and not shape[dim] else None
+    dim, shape = local_call.call.dim("dimension"), local_call.outputs[0].local_shape
+    return (lambda x, *args: x.new_empty(shape)) if local_call["self"].ndim and not shape[dim] else None
 
 
 def view_as_real(call: OpCall) -> Iterator[Row]:
@@ -158,9 +161,9 @@ def view_as_complex(call: OpCall) -> Iterator[Row]:
 # --- gradients of views -----------------------------------------------------------------------------------------------
 
 
-def with_input_sizes(decided: LocalCall) -> LocalFunction:
+def with_input_sizes(local_call: LocalCall) -> LocalFunction:
     """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
-    op, shape = decided.call.op, decided.outputs[0].local_shape
+    op, shape = local_call.call.op, local_call.outputs[0].local_shape
 
     def run(grad: Tensor, input_sizes: Sequence[int], *args: Any) -> Any:
         return op(grad, shape, *args)
@@ -177,7 +180,7 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_in")
 
 
-_RESHAPE = replace(rearrangement(view, _view), reshapes=True)
+_RESHAPE = rearrangement(view, _view, kind="reshape")
 _SQUEEZE = rearrangement(squeeze, _squeeze)
 
 VIEWS: Table = {
