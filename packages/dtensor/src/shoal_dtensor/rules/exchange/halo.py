@@ -217,12 +217,15 @@ class Halos:
 
     Attributes:
         shape: of the shard with its halos, and with what is beyond the ends of the input.
+        first: for every dim the input at which that begins, 0 where there are no halos.
     """
 
     def __init__(self, spec: Spec, windows: Mapping[int, Windows]) -> None:
         self.halos = [Halo(spec, dim, each) for dim, each in windows.items() if spec.dim_shardings[dim].axes]
-        lengths = {halo.dim: halo.reads[1] - halo.reads[0] for halo in self.halos}
-        self.shape = [lengths.get(dim, n) for dim, n in enumerate(spec.local_shape)]
+        self.first, self.shape = [0] * spec.ndim, [*spec.local_shape]
+        for halo in self.halos:
+            first, last = halo.reads
+            self.first[halo.dim], self.shape[halo.dim] = first, last - first
 
     def __bool__(self) -> bool:
         return bool(self.halos)
@@ -231,10 +234,6 @@ class Halos:
     def dims(self) -> list[int]:
         """The dims that have halos."""
         return [halo.dim for halo in self.halos]
-
-    def first(self, dim: int) -> int:
-        """The first input that is read along a dim, which may be counted from the last; 0 where there are no halos."""
-        return next((halo.reads[0] for halo in self.halos if halo.dim == dim % len(self.shape)), 0)
 
     def unpadded(self, call: OpCall, name: str, count: int) -> list[int]:
         """A padding of `call` for each of the `count` last dims: none along these, where the shard is padded."""

@@ -6,9 +6,8 @@ shard: reading sums that up with zeros elsewhere, writing reaches the one rank t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,8 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.index_bounds import adds_up, from_the_front, local_positions
-from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes
+from ..language.index_bounds import adds_up, from_the_front, local_positions, moved_between_boxes
+from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, sharding_axes
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 from .gather_scatter import lookup_partial
@@ -88,7 +87,7 @@ def index(call: OpCall) -> Iterator[Row]:
     for j in range(where.ndim):
         if call.outputs[0].shape[where.first + j] != 1:
             yield call.row(indices=[_aligned(index, j, where.ndim) for index in indices], out=S(where.first + j))
-    reduced = all_reduce_traffic(prod(call.outputs[0].shape) * source.dtype.itemsize)
+    reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     summed = where.indexed if adds_up(source) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
     yield from call.keeping_partials("self")
@@ -256,22 +255,10 @@ def take(call: OpCall) -> Iterator[Row]:
     yield from call.keeping_partials("self")
 
 
-def _flat_positions(spec: Spec) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """From flat global indices to flat local ones and whether they are local.
-
-    Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.
-    """
-
-    def run(index: Tensor) -> tuple[Tensor, Tensor]:
-        rest = from_the_front(index, spec.shape.numel())
-        position, is_local, step = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool), 1
-        for size, held, offset in zip(*map(reversed, (spec.shape, spec.local_shape, spec.local_offset)), strict=True):
-            in_dim = rest % size - offset
-            is_local &= (in_dim >= 0) & (in_dim < held)
-            position, rest, step = position + in_dim * step, rest // size, step * held
-        return position.masked_fill_(~is_local, 0), is_local
-
-    return run
+def _flat_positions(index: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Flat global indices as flat local ones, and whether they are local."""
+    here = [-start for start in spec.local_offset]
+    return moved_between_boxes(from_the_front(index, spec.shape.numel()), spec.shape, spec.local_shape, here)
 
 
 def _take(local_call: LocalCall) -> LocalFunction | None:
@@ -279,10 +266,9 @@ def _take(local_call: LocalCall) -> LocalFunction | None:
     spec = local_call["self"]
     if not sharding_axes(spec):
         return None
-    locate = _flat_positions(spec)
 
     def run(x: Tensor, index: Tensor, *args: Any) -> Any:
-        position, is_local = locate(index)
+        position, is_local = _flat_positions(index, spec)
         if not x.numel():
             return bound(x.new_zeros(index.shape), index)
         return aten.take.default(x, position).masked_fill_(~is_local, 0)
@@ -300,10 +286,9 @@ def _put(local_call: LocalCall) -> LocalFunction | None:
     op, spec = local_call.call.op, local_call["self"]
     if not sharding_axes(spec):
         return None
-    locate = _flat_positions(spec)
 
     def run(x: Tensor, index: Tensor, source: Tensor, *args: Any) -> Any:
-        position, is_local = locate(index)
+        position, is_local = _flat_positions(index, spec)
         return op(x, position[is_local], source.reshape(index.shape)[is_local], *args)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,3 +64,28 @@ def local_positions(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor
     position = from_the_front(index, spec.shape[dim]) - start
     is_local = (position >= 0) & (position < held)
     return position.masked_fill(~is_local, 0), is_local
+
+
+def moved_between_boxes(
+    index: Tensor, source: Sequence[int], target: Sequence[int], shift: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Flat positions in one box as flat positions in another, and whether they are in it; others get one of its edge.
+
+    Args:
+        index: positions in the row-major order of the elements of the first box.
+        source: its sizes.
+        target: the sizes of the other box.
+        shift: for every dim how much larger a position in the other box is.
+
+    Example:
+        Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.
+
+        >>> moved_between_boxes(torch.tensor([7, 4]), (3, 4), (3, 2), (0, -2))
+        (tensor([3, 2]), tensor([ True, False]))
+    """
+    position, is_inside, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
+        place = index % size + by
+        is_inside &= (place >= 0) & (place < length)
+        position, index, step = position + place.clamp(0, max(length - 1, 0)) * step, index // size, step * length
+    return position, is_inside

@@ -16,6 +16,7 @@ from .rows import P, R, Row, Traffic
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
+    from ...layout.tensor_meta import TensorMeta
 
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -27,6 +28,11 @@ def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, .
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
     """`tensor` reduced over mesh axes of `spec`'s mesh; itself when there are none."""
     return all_reduce(tensor, spec.mesh.comm(axes), op) if axes else tensor
+
+
+def bytes_of(*tensors: TensorMeta) -> int:
+    """How many bytes global tensors have together."""
+    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
 
 
 def all_reduce_traffic(nbytes: float) -> Traffic:
@@ -45,9 +51,8 @@ def mean_rows(call: OpCall, row: Row) -> Iterator[Row]:
     Even shards leave the average of their means, as torch does. The means of uneven shards do not average: there the
     mean is all-reduced, for a rank's summand would read as another mean by `to_local`.
     """
-    nbytes = prod(call.outputs[0].shape) * call.outputs[0].dtype.itemsize
     mine = row.traffic or (lambda ranks: 0.0)
-    reduced = all_reduce_traffic(nbytes)
+    reduced = all_reduce_traffic(bytes_of(call.outputs[0]))
     yield replace(row, outputs=(P("avg"), *row.outputs[1:]), even=True)
     yield replace(row, outputs=(R, *row.outputs[1:]), traffic=lambda ranks: mine(ranks) + reduced(ranks))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal_mesh import all_gather_v
 
 from ...layout.spec import Spec
+from ..language.index_bounds import moved_between_boxes
 from ..language.local_ops import in_every_form, sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -76,7 +77,8 @@ def _of_all_elements(local_call: LocalCall) -> LocalFunction:
         values, indices = x.new_empty(0), x.new_empty(0, dtype=torch.int64)
         if x.numel():
             best, index = _best(x.reshape(-1), 0, largest)
-            values, indices = best.reshape(1), _global_index(index, spec).reshape(1)
+            index, _ = moved_between_boxes(index, spec.local_shape, spec.shape, spec.local_offset)
+            values, indices = best.reshape(1), index.reshape(1)
         comm = spec.mesh.comm(axes)
         values, indices = all_gather_v(values, comm, offers), all_gather_v(indices, comm, offers)
         best, _ = _best(values, 0, largest)
@@ -94,15 +96,6 @@ def _shards_with_elements(spec: Spec, axes: tuple[int, ...]) -> list[int]:
         for axis, index in zip(axes, place, strict=True):
             coordinate[axis] = index
         result.append(int(0 not in spec.local_shape_at(coordinate)))
-    return result
-
-
-def _global_index(index: Tensor, spec: Spec) -> Tensor:
-    """The flat global index of a flat local one."""
-    result, step = torch.zeros_like(index), 1
-    for size, held, offset in zip(*map(reversed, (spec.shape, spec.local_shape, spec.local_offset)), strict=True):
-        result = result + (index % held + offset) * step
-        index, step = index // held, step * size
     return result
 
 

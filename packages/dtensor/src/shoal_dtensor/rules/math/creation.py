@@ -30,27 +30,16 @@ def _of_partials(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
 
 
-def _local_layout(local_call: LocalCall) -> LocalFunction | None:
-    """This rank's size, strided in the global order of dims."""
-    (spec,) = local_call.outputs
-    if spec.local_shape == spec.shape:
-        return None
-    stride, step = [0] * spec.ndim, 1
-    for dim in sorted(range(spec.ndim), key=lambda d: (spec.stride[d], -d)):
-        stride[dim] = step
-        step *= max(spec.local_shape[dim], 1)
-    return with_arguments(local_call.call, size=list(spec.local_shape), stride=stride)
-
-
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
-    (spec,) = local_call.outputs
-    return None if spec.local_shape == spec.shape else with_arguments(local_call.call, size=list(spec.local_shape))
+    """This rank's size, and where a stride is asked for, strided in the global order of dims."""
+    (spec,), call = local_call.outputs, local_call.call
+    stride = {"stride": spec.local_stride} if "stride" in call.bound else {}
+    return None if spec.local_shape == spec.shape else with_arguments(call, size=list(spec.local_shape), **stride)
 
 
 CREATION: Table = family(
     {
         "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
-        "new_empty_strided": Rule(new_zeros, _local_layout),
-        "new_zeros new_ones new_empty new_full": Rule(new_zeros, _local_size),
+        "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),
     }
 )

@@ -8,7 +8,6 @@ up to the distribution asked for.  Operators whose use of the generator is data-
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from ...redistribute.plan import plan
 from ...rng.cpu import law_of
 from ...rng.draw import draw, draw_dropout_mask, draw_rows, empty_local
 from ...rng.fill import Fill
-from ..language.local_ops import sharding_axes
+from ..language.local_ops import bytes_of, sharding_axes
 from ..language.notation import pointwise
 from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -38,12 +37,16 @@ def fill(call: OpCall) -> Iterator[Row]:
         yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
 
 
-def _fills(name: str, *parameters: str) -> Rule:
-    """The rule of an operator that is one fill: its in-place form, `out=` form, functional form or `_like` form."""
+def _fills(name: str, *parameters: str | float) -> Rule:
+    """The rule of an operator that is one fill: its in-place form, `out=` form, functional form or `_like` form.
+
+    Args:
+        name: of the fill.
+        parameters: numbers, or names of the operator's own arguments.
+    """
 
     def local(local_call: LocalCall) -> LocalFunction:
-        call = local_call.call
-        values = [call[parameter] for parameter in parameters]
+        values = [local_call.call[value] if isinstance(value, str) else value for value in parameters]
         return _filling(local_call, Fill(name, tuple(values)))
 
     return Rule(fill, local)
@@ -67,40 +70,23 @@ def _filling(local_call: LocalCall, fill: Fill) -> LocalFunction:
     return run_fill
 
 
-def _like(name: str, **parameters: Any) -> Rule:
-    """The rule of a `rand..._like`: parameters are numbers, or names of the operator's own arguments."""
-
-    def local(local_call: LocalCall) -> LocalFunction:
-        call = local_call.call
-        values = tuple(call[value] if isinstance(value, str) else value for value in parameters.values())
-        return _filling(local_call, Fill(name, values))
-
-    return Rule(fill, local)
-
-
 def bernoulli(call: OpCall) -> Iterator[Row]:
     """Sharded like the probabilities."""
     yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
 
 
-def _bernoulli_of_self(local_call: LocalCall) -> LocalFunction:
-    (spec,) = local_call.outputs
-
-    def run_fill(chances: Tensor, *, generator: Generator | None = None, out: Tensor | None = None) -> Tensor:
-        target = empty_local(spec, chances.device) if out is None else out
-        return draw(spec, Fill("bernoulli_"), generator, out=target, operand=chances)
-
-    return run_fill
-
-
-def _bernoulli_of_tensor(local_call: LocalCall) -> LocalFunction:
+def _bernoulli(local_call: LocalCall) -> LocalFunction:
+    """The probabilities are `p`, or without one the tensor itself."""
     (spec,) = local_call.outputs
     in_place = bool(local_call.call.written)
 
-    def run_fill(like: Tensor, p: Tensor, *, generator: Generator | None = None, out: Tensor | None = None) -> Tensor:
+    def run_fill(
+        like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None, out: Tensor | None = None
+    ) -> Tensor:
         target = like if in_place else out
         target = empty_local(spec, like.device) if target is None else target
-        return draw(spec, Fill("bernoulli_"), generator, out=target, operand=p.expand(target.shape))
+        chances = like if p is None else p.expand(target.shape)
+        return draw(spec, Fill("bernoulli_"), generator, out=target, operand=chances)
 
     return run_fill
 
@@ -149,7 +135,7 @@ def _native_dropout(local_call: LocalCall) -> LocalFunction:
 def multinomial(call: OpCall) -> Iterator[Row]:
     """A matrix of probabilities may be sharded by rows; where the generator's order needs it, it is gathered inside."""
     if call["self"].ndim == 2:
-        size = prod(call["self"].shape) * call["self"].dtype.itemsize
+        size = bytes_of(call["self"])
         yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
 
 
@@ -231,16 +217,16 @@ RANDOM: Table = family(
         "random random_.default": _fills("random_"),
         "random.to random.to_out random_.to": _fills("random_", "to"),
         "random.from random.from_out random_.from": _fills("random_", "from", "to"),
-        "rand_like": _like("uniform_", low=0.0, high=1.0),
-        "randn_like": _like("normal_", mean=0.0, std=1.0),
-        "randint_like": _like("random_", low=0, high="high"),
-        "randint_like.low_dtype randint_like.low_generator_dtype": _like("random_", low="low", high="high"),
-        "randint_like.low_dtype_out randint_like.low_generator_dtype_out": _like("random_", low="low", high="high"),
+        "rand_like": _fills("uniform_", 0.0, 1.0),
+        "randn_like": _fills("normal_", 0.0, 1.0),
+        "randint_like": _fills("random_", 0, "high"),
+        "randint_like.low_dtype randint_like.low_generator_dtype": _fills("random_", "low", "high"),
+        "randint_like.low_dtype_out randint_like.low_generator_dtype_out": _fills("random_", "low", "high"),
         "randint_like.Tensor randint_like.Tensor_generator": _REPLICATED,
         "randint_like.Tensor_out randint_like.Tensor_generator_out": _REPLICATED,
         "bernoulli_.float bernoulli.p bernoulli.float_out": _fills("bernoulli_", "p"),
-        "bernoulli.default bernoulli.out": Rule(bernoulli, _bernoulli_of_self),
-        "bernoulli.Tensor bernoulli.Tensor_out bernoulli_.Tensor": Rule(pointwise().rows, _bernoulli_of_tensor),
+        "bernoulli.default bernoulli.out": Rule(bernoulli, _bernoulli),
+        "bernoulli.Tensor bernoulli.Tensor_out bernoulli_.Tensor": Rule(pointwise().rows, _bernoulli),
         "normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": Rule(pointwise().rows, _normal),
         "normal.Tensor_float_out normal.float_Tensor_out normal.Tensor_Tensor_out": Rule(pointwise().rows, _normal),
         "native_dropout.default": Rule(native_dropout, _native_dropout),

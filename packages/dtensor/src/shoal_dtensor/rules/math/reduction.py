@@ -18,7 +18,7 @@ from shoal_mesh.internal import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
 from ...layout.placements import Partial
-from ..language.local_ops import all_reduced, drop_dims, in_every_form, mean_of_sums, mean_rows, sharding_axes
+from ..language.local_ops import all_reduced, bytes_of, drop_dims, in_every_form, mean_of_sums, mean_rows, sharding_axes
 from ..language.notation import unrounded
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
@@ -50,10 +50,6 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
         yield from unrounded([*call.keeping_partials("self", ops=passed)], call)
 
     return Rule(rows, skip_empty=skip_empty, sizes=())
-
-
-def _result_bytes(call: OpCall) -> int:
-    return sum(prod(output.shape) * output.dtype.itemsize for output in call.outputs)
 
 
 def _count(local_call: LocalCall) -> int:
@@ -91,7 +87,7 @@ def _mean(local_call: LocalCall) -> LocalFunction | None:
 
 def var(call: OpCall) -> Iterator[Row]:
     """Two all-reduces, of the mean and of the squares: a partial variance would read as another one by `to_local`."""
-    yield from _rows(call, R, lambda ranks: 2 * _result_bytes(call))
+    yield from _rows(call, R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
 def _correction(call: OpCall) -> float:
@@ -233,7 +229,7 @@ def _refuse_in_tree(op: Any, order: float) -> None:
 def logsumexp(call: OpCall) -> Iterator[Row]:
     """Complex numbers have no maximum to subtract."""
     is_complex = call.outputs[0].dtype.is_complex
-    yield from _rows(call, None if is_complex else R, lambda ranks: 2 * _result_bytes(call))
+    yield from _rows(call, None if is_complex else R, lambda ranks: 2 * bytes_of(*call.outputs))
 
 
 def _logsumexp(local_call: LocalCall) -> LocalFunction | None:

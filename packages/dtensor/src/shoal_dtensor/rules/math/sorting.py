@@ -16,14 +16,14 @@ from torch import Tensor
 from shoal_mesh import all_gather_v
 
 from ..exchange.transpose import by_columns, gathered_columns
-from ..language.local_ops import in_every_form
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.local_ops import bytes_of, in_every_form
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 
 
-def _bytes(call: OpCall) -> int:
-    """Of input and outputs: what all ranks together send when shards become columns and results shards."""
-    return sum(prod(t.shape) * t.dtype.itemsize for t in (*call.tensors, *call.outputs))
+def _exchanged(call: OpCall) -> Traffic:
+    """Input and outputs are what all ranks together send when shards become columns and results shards."""
+    return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
 
 
 def _other_dims(call: OpCall, dim: int) -> Iterator[Row]:
@@ -44,7 +44,7 @@ def sort(call: OpCall) -> Iterator[Row]:
     if call["self"].ndim:
         dim = call.dim()
         yield from _other_dims(call, dim)
-        yield call.row(self=S(dim), out=S(dim), traffic=lambda ranks: _bytes(call) / ranks, ordered=True)
+        yield call.row(self=S(dim), out=S(dim), traffic=_exchanged(call), ordered=True)
 
 
 def _sort(local_call: LocalCall) -> LocalFunction | None:
@@ -68,7 +68,7 @@ def median(call: OpCall) -> Iterator[Row]:
     if call["self"].ndim and "dim" in call.bound:
         dim = call.dim()
         yield from _other_dims(call, dim)
-        yield call.row(self=S(dim), traffic=lambda ranks: _bytes(call) / ranks)
+        yield call.row(self=S(dim), traffic=_exchanged(call))
 
 
 def _median(local_call: LocalCall) -> LocalFunction | None:

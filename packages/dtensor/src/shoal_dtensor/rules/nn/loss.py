@@ -21,6 +21,7 @@ from ..language.index_bounds import check_bounds
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
+    bytes_of,
     in_every_form,
     mean_of_sums,
     mean_rows,
@@ -143,7 +144,7 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     """
     classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
-    both = all_reduce_traffic(sum(prod(output.shape) * output.dtype.itemsize for output in call.outputs))
+    both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
         if d == classes:
             yield call.row(self=S(d), weight=S(0), out0=R, traffic=both, ordered=True)

@@ -18,7 +18,7 @@ from shoal_mesh.internal import dataclass
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes, with_arguments
+from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, in_every_form, sharding_axes, with_arguments
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 
@@ -30,7 +30,7 @@ SPATIAL = 2  # the first dim behind the channels
 
 def _sums(*statistics: TensorMeta) -> Traffic:
     """The all-reduce of so many numbers."""
-    return all_reduce_traffic(sum(prod(t.shape) * t.dtype.itemsize for t in statistics))
+    return all_reduce_traffic(bytes_of(*statistics))
 
 
 def _free(call: OpCall) -> int:

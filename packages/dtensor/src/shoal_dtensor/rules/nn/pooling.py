@@ -5,7 +5,7 @@ Along those, ranks fetch the border rows that their windows read; other spatial 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from math import inf
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..exchange.halo import Halos, Windows, halo_traffic, per_dim, windows_of
+from ..language.index_bounds import moved_between_boxes
 from ..language.local_ops import with_arguments, zeros
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from ..language.rule_tables import family
@@ -79,24 +80,10 @@ def _pool(local_call: LocalCall) -> LocalFunction | None:
         result = on_halos(halos.fetch(x, fill), *args, **kwargs)
         if empty or not largest:
             return result
-        return result[0], _moved(result[1], halos.shape[-spatial:], source.shape[-spatial:], halos, 1)
+        sizes, first = (halos.shape[-spatial:], source.shape[-spatial:]), halos.first[-spatial:]
+        return result[0], moved_between_boxes(result[1], *sizes, first)[0]
 
     return run
-
-
-def _moved(indices: Tensor, sizes: Sequence[int], wanted: Sequence[int], halos: Halos, sign: int) -> Tensor:
-    """Positions in a plane of `sizes` as positions in one of `wanted` sizes; `sign` 1 from shards to the global plane.
-
-    Element 5 of a (2, 4) shard that begins at row 3 of an (8, 4) plane is row 1, column 1, so element 17 of the plane.
-    """
-    count = len(sizes)
-    total, scale = torch.zeros_like(indices), 1
-    for i in reversed(range(count)):
-        place = (indices % sizes[i] + sign * halos.first(i - count)).clamp_(0, wanted[i] - 1)
-        indices = indices // sizes[i]
-        total += place * scale
-        scale *= wanted[i]
-    return total
 
 
 def _pool_backward(local_call: LocalCall) -> LocalFunction | None:
@@ -109,7 +96,8 @@ def _pool_backward(local_call: LocalCall) -> LocalFunction | None:
     def run(gradient: Tensor, x: Tensor, *args: Any) -> Tensor:
         wide = gradient.new_zeros(halos.shape)
         if _takes_maximum(call) and not empty:
-            places = _moved(args[-1], source.shape[-spatial:], halos.shape[-spatial:], halos, -1)
+            sizes, here = (source.shape[-spatial:], halos.shape[-spatial:]), [-n for n in halos.first[-spatial:]]
+            places, _ = moved_between_boxes(args[-1], *sizes, here)
             wide.flatten(-spatial).scatter_add_(-1, places.flatten(-spatial), gradient.flatten(-spatial))
         elif not empty:
             wide = back(gradient, wide, *args)

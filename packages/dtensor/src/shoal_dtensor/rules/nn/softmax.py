@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import inf, prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..language.local_ops import all_reduce_traffic, all_reduced, in_every_form, sharding_axes
@@ -58,80 +57,52 @@ def _normalised_axes(local_call: LocalCall) -> tuple[int, ...]:
     return sharding_axes(spec, (local_call.call.dim(),)) if spec.ndim else ()
 
 
-def _shifted(x: Tensor, local_call: LocalCall, axes: tuple[int, ...]) -> Tensor:
-    """`x` minus the global maximum along the normalised dim, in the output's dtype."""
-    dim = local_call.call.dim()
-    x = x.to(local_call.outputs[0].dtype)
-    shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
-    largest = x.amax(dim, keepdim=True) if x.numel() else x.new_full(shape, -inf)
-    return x - all_reduced(largest, local_call.inputs[0], axes, "max")
+def _takes_logarithm(local_call: LocalCall) -> bool:
+    return "log_softmax" in local_call.call.op.__name__
 
 
 def _softmax(local_call: LocalCall) -> LocalFunction | None:
-    """exp(x - max over shards) / sum over shards of exp(x - max over shards)."""
+    """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
     axes = _normalised_axes(local_call)
     if not axes:
         return None
-    dim, spec = local_call.call.dim(), local_call.inputs[0]
+    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    is_log = _takes_logarithm(local_call)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        weights = _shifted(x, local_call, axes).exp()
-        return weights / all_reduced(weights.sum(dim, keepdim=True), spec, axes)
-
-    return in_every_form(local_call.call, run)
-
-
-def _log_softmax(local_call: LocalCall) -> LocalFunction | None:
-    """X - max over shards - log(sum over shards of exp(x - max over shards))."""
-    axes = _normalised_axes(local_call)
-    if not axes:
-        return None
-    dim, spec = local_call.call.dim(), local_call.inputs[0]
-
-    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        shifted = _shifted(x, local_call, axes)
-        return shifted - all_reduced(shifted.exp().sum(dim, keepdim=True), spec, axes).log()
+        x = x.to(dtype)
+        shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
+        largest = x.amax(dim, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+        shifted = x - all_reduced(largest, spec, axes, "max")
+        weights = shifted.exp()
+        total = all_reduced(weights.sum(dim, keepdim=True), spec, axes)
+        return shifted - total.log() if is_log else weights / total
 
     return in_every_form(local_call.call, run)
 
 
 def _softmax_backward(local_call: LocalCall) -> LocalFunction | None:
-    """G * y - y * (sum over shards of g * y)."""
+    """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
     axes = _normalised_axes(local_call)
     if not axes:
         return None
     dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    is_log = _takes_logarithm(local_call)
 
     def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
-        weighted = gradient * output
-        return (weighted - output * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
-
-    return in_every_form(local_call.call, run)
-
-
-def _log_softmax_backward(local_call: LocalCall) -> LocalFunction | None:
-    """G - exp(y) * (sum over shards of g)."""
-    axes = _normalised_axes(local_call)
-    if not axes:
-        return None
-    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
-
-    def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
-        total = all_reduced(gradient.sum(dim, keepdim=True), spec, axes)
-        return (gradient - torch.exp(output) * total).to(dtype)
+        weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
+        return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
 
     return in_every_form(local_call.call, run)
 
 
 SOFTMAX: Table = family(
     {
-        "_softmax": Rule(softmax, _softmax, sizes=()),
+        "_softmax _log_softmax": Rule(softmax, _softmax, sizes=()),
         "_safe_softmax": Rule(free_dims, skip_empty=True),
         "glu": Rule(free_dims),
         "glu_backward": Rule(glu_backward),
-        "_log_softmax": Rule(softmax, _log_softmax, sizes=()),
-        "_softmax_backward_data": Rule(softmax_backward, _softmax_backward, sizes=()),
-        "_log_softmax_backward_data": Rule(softmax_backward, _log_softmax_backward, sizes=()),
+        "_softmax_backward_data _log_softmax_backward_data": Rule(softmax_backward, _softmax_backward, sizes=()),
     },
     unordered=True,
 )

@@ -72,38 +72,32 @@ DimMapping(source=0, unit=1, target=1, steps=1, runs=2, target_runs=1)], \
         return _equal_ends(source, target)
     mappings: list[DimMapping] = []
     for dims, results in groups(source, target):
-        mappings += _group_mappings(dims, results, source, target)
-        mappings += _run_mappings(dims, results, source, target)
+        for in_runs in (False, True):
+            mappings += _group_mappings(dims, results, source, target, in_runs=in_runs)
     # A source dim of size 1 is held by one coordinate, which then holds everything: any target dim can say so.
     reached = {mapping.source for mapping in mappings}
     lost = [i for i, size in enumerate(source) if size == 1 and i not in reached]
     return mappings + [DimMapping(i, 1, j, size) for i in lost for j, size in enumerate(target)]
 
 
-def _group_mappings(dims: range, results: range, source: Sequence[int], target: Sequence[int]) -> Iterator[DimMapping]:
-    total = prod(source[i] for i in dims)
-    for i in _leading(dims, source):
-        for j in _leading(results, target):
-            inside = prod(source[k] for k in dims if k > i)
-            steps = prod(target[k] for k in results if k > j)
-            both = _lcm(inside, steps)
-            if both < total or source[i] == 1:
-                yield DimMapping(i, both // inside, j, both // steps)
+def _group_mappings(
+    dims: range, results: range, source: Sequence[int], target: Sequence[int], *, in_runs: bool
+) -> Iterator[DimMapping]:
+    """Shardings of the slowest dims of a group or, `in_runs`, of one of several equal runs.
 
-
-def _run_mappings(dims: range, results: range, source: Sequence[int], target: Sequence[int]) -> Iterator[DimMapping]:
-    """Shardings of one of several equal runs: of a dim that has slower ones in the source, the target or both."""
+    Runs are those of a dim that has slower ones in the source, the target or both.
+    """
     total = prod(source[i] for i in dims)
     for i in dims:
         for j in results:
             before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
             runs = max(before)
-            if source[i] == 1 or runs == 1 or runs % before[0] or runs % before[1]:
+            if (runs != 1) != in_runs or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
                 continue
             own, other = runs // before[0], runs // before[1]
             inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
             both = _lcm(inside, steps)
-            if source[i] % own == 0 and target[j] % other == 0 and both < total // runs:
+            if source[i] % own == 0 and target[j] % other == 0 and (both < total // runs or source[i] == 1):
                 yield DimMapping(i, both // inside, j, both // steps, own, other)
 
 
@@ -115,14 +109,6 @@ def _lcm(one: int, other: int) -> int:
         if multiple % divisor == 0:
             return multiple
     return lcm(int(one), int(other))
-
-
-def _leading(dims: range, shape: Sequence[int]) -> Iterator[int]:
-    """The dims before which only size-1 dims stand."""
-    for i in dims:
-        yield i
-        if shape[i] != 1:
-            return
 
 
 def _equal_ends(source: Sequence[int], target: Sequence[int]) -> list[DimMapping]:

@@ -6,7 +6,6 @@ Along a sharded dim, each rank sends exactly the ranges that others need; the re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..exchange.ranges import Relocation, Run, intervals
-from ..language.local_ops import in_every_form
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.local_ops import bytes_of, in_every_form
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, Traffic
 from ..language.rule_tables import family
 from .slice_maps import chunk_sharding
 from .views import same_dims
@@ -25,9 +24,9 @@ from .views import same_dims
 aten: Any = torch.ops.aten
 
 
-def _bytes(call: OpCall) -> int:
-    """Of the result; a rank receives at most its shard of it."""
-    return prod(call.outputs[0].shape) * call.outputs[0].dtype.itemsize
+def _a_shard(call: OpCall) -> Traffic:
+    """A rank receives at most its shard of the result."""
+    return lambda ranks: bytes_of(call.outputs[0]) / ranks
 
 
 # --- roll and flip ----------------------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def roll(call: OpCall) -> Iterator[Row]:
     if not _rolls_flattened(call):
         moving = _runs(call)
         yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
-        yield from (call.row(self=S(d), out=S(d), traffic=lambda ranks: _bytes(call) / ranks) for d in moving)
+        yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
     yield from call.keeping_partials("self")
 
 
@@ -109,7 +108,7 @@ def repeat(call: OpCall) -> Iterator[Row]:
     for d in range(ndim):
         if repeats[d + new] > 1:
             repeated = S(d + new, map=RepeatMap(repeats[d + new]))
-            yield call.row(self=S(d), out=repeated, traffic=lambda ranks: _bytes(call) / ranks)
+            yield call.row(self=S(d), out=repeated, traffic=_a_shard(call))
     yield from call.keeping_partials("self")
 
 

@@ -40,6 +40,10 @@ class SliceMap:
         """How many selected elements are before `position`."""
         return max(0, -(-(min(position, self.stop) - self.start) // self.step))
 
+    def count(self, start: int, length: int) -> int:
+        """How many selected elements are among `length` from `start` on."""
+        return self.before(start + length) - self.before(start)
+
 
 @dataclass(frozen=True, slots=True)
 class SelectMap:

@@ -133,6 +133,14 @@ def _unbind(local_call: LocalCall) -> LocalFunction | None:
 # --- gradients: zeros around ------------------------------------------------------------------------------------------
 
 
+def _selected(call: OpCall, length: int) -> SliceMap:
+    """The slice of `length` elements, or the selected index as a slice of one."""
+    if "index" not in call.bound:
+        return slice_map(call, length)
+    at = call["index"] % length
+    return SliceMap(at, at + 1)
+
+
 def _grad_dim(call: OpCall) -> int:
     return int(call["dim"]) % len(call["input_sizes"])
 
@@ -145,19 +153,6 @@ def slice_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _slice_backward(local_call: LocalCall) -> LocalFunction:
-    dim, grad, target = _grad_dim(local_call.call), local_call["grad_output"], local_call.outputs[0]
-    selected, shape = slice_map(local_call.call, target.shape[dim]), target.local_shape
-    start, stop, step = local_bounds(selected, target.offset(dim), grad.local_shape[dim])
-
-    def run(g: Tensor, *args: Any) -> Tensor:
-        full = g.new_zeros(shape)
-        aten.slice.Tensor(full, dim, start, stop, step).copy_(g)
-        return full
-
-    return run
-
-
 def select_backward(call: OpCall) -> Iterator[Row]:
     grad, dim, length = call["grad_output"], _grad_dim(call), call["input_sizes"][_grad_dim(call)]
     sharding = SelectGradMap(length, call["index"] % length)
@@ -167,16 +162,18 @@ def select_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _select_backward(local_call: LocalCall) -> LocalFunction:
-    dim, grad, target = _grad_dim(local_call.call), local_call["grad_output"], local_call.outputs[0]
-    at = local_call.call["index"] % target.shape[dim] - target.offset(dim)
-    holds = 0 <= at < target.local_shape[dim] and 0 not in grad.local_shape
-    shape = target.local_shape
+def _slice_backward(local_call: LocalCall) -> LocalFunction:
+    """Zeros, but for what the shard has of the slice, or for the selected index."""
+    call, grad, target = local_call.call, local_call["grad_output"], local_call.outputs[0]
+    dim, shape, is_one = _grad_dim(call), target.local_shape, "index" in call.bound
+    selected, start = _selected(call, target.shape[dim]), target.offset(dim)
+    count = selected.count(start, shape[dim]) if is_one else grad.local_shape[dim]
+    bounds, has_gradient = local_bounds(selected, start, count), count and 0 not in grad.local_shape
 
     def run(g: Tensor, *args: Any) -> Tensor:
         full = g.new_zeros(shape)
-        if holds:
-            aten.select.int(full, dim, at).copy_(g)
+        if has_gradient:
+            aten.slice.Tensor(full, dim, *bounds).copy_(g.unsqueeze(dim) if is_one else g)
         return full
 
     return run
@@ -186,8 +183,11 @@ def _select_backward(local_call: LocalCall) -> LocalFunction:
 
 
 def slice_scatter(call: OpCall) -> Iterator[Row]:
-    dim = call.dim()
-    yield from (call.row(self=S(d), src=S(d), out=S(d)) for d in range(call["self"].ndim) if d != dim)
+    """`select_scatter` too, whose source lacks the dim."""
+    dim, is_one = call.dim(), "index" in call.bound
+    for d in range(call["self"].ndim):
+        if d != dim:
+            yield call.row(self=S(d), src=S(_after(d, dim) if is_one else d), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
     yield from call.keeping_partials("self", "src")
 
@@ -195,37 +195,18 @@ def slice_scatter(call: OpCall) -> Iterator[Row]:
 def _slice_scatter(local_call: LocalCall) -> LocalFunction | None:
     """Every rank replaces what its shard has of the slice."""
     call, spec = local_call.call, local_call["self"]
-    dim = call.dim()
+    dim, is_one = call.dim(), "index" in call.bound
     if not spec.dim_shardings[dim].axes:
         return None
-    selected, start, held = slice_map(call, spec.shape[dim]), spec.offset(dim), spec.local_shape[dim]
-    first = selected.before(start)
-    count = selected.before(start + held) - first
+    selected, start = _selected(call, spec.shape[dim]), spec.offset(dim)
+    first, count = selected.before(start), selected.count(start, spec.local_shape[dim])
     bounds = local_bounds(selected, start, count)
 
     def run(x: Tensor, src: Tensor, *args: Any, **kwargs: Any) -> Any:
+        src = src.unsqueeze(dim) if is_one else src
         return aten.slice_scatter.default(x, src.narrow(dim, first, count), dim, *bounds)
 
     return in_every_form(call, run)
-
-
-def select_scatter(call: OpCall) -> Iterator[Row]:
-    dim = call.dim()
-    yield from (call.row(self=S(d), src=S(_after(d, dim)), out=S(d)) for d in range(call["self"].ndim) if d != dim)
-    yield call.row(self=S(dim), out=S(dim))
-    yield from call.keeping_partials("self", "src")
-
-
-def _select_scatter(local_call: LocalCall) -> LocalFunction | None:
-    """The rank that has the index replaces it."""
-    call, spec = local_call.call, local_call["self"]
-    dim = call.dim()
-    if not spec.dim_shardings[dim].axes:
-        return None
-    at = call["index"] % spec.shape[dim] - spec.offset(dim)
-    if not 0 <= at < spec.local_shape[dim]:
-        return in_every_form(call, lambda x, *args, **kwargs: x.clone())
-    return in_every_form(call, lambda x, src, *args, **kwargs: aten.select_scatter.default(x, src, dim, at))
 
 
 _SPLIT = Rule(split, _split, unordered=True)
@@ -235,14 +216,9 @@ SLICING: Table = {
     aten.select.int: Rule(select, _select, unordered=True),
     aten.unbind.int: Rule(unbind, _unbind, unordered=True),
     aten.slice_backward.default: Rule(slice_backward, _slice_backward, unordered=True),
-    aten.select_backward.default: Rule(select_backward, _select_backward, unordered=True),
+    aten.select_backward.default: Rule(select_backward, _slice_backward, unordered=True),
     aten.split.Tensor: _SPLIT,
     aten.split_with_sizes.default: _SPLIT,
     aten.unsafe_split.Tensor: _SPLIT,
     aten.unsafe_split_with_sizes.default: _SPLIT,
-} | family(
-    {
-        "slice_scatter": Rule(slice_scatter, _slice_scatter),
-        "select_scatter": Rule(select_scatter, _select_scatter),
-    }
-)
+} | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter)})
