@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal_dtensor import Partial, Placement, Shard
 from shoal_dtensor.layout.spec import Spec
-from shoal_dtensor.redistribute.step_cost import Links
+from shoal_dtensor.redistribute.step_cost import Links, mask_of
 
 __all__ = ["price", "to_torch", "torch_meshes", "torch_steps"]
 
@@ -62,11 +62,11 @@ def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, 
     seconds, received, collectives = 0.0, 0.0, 0
     for info in steps:
         axes = tuple(getattr(info, "original_mesh_dims", (info.mesh_dim,)))
-        before = whole / links.group(tuple(cuts))
+        before = whole / links.ranks(mask_of(cuts))
         old, new = info.src_dst_placements
         cuts = (cuts | set(axes)) if new.is_shard() else (cuts - set(axes))
-        after = whole / links.group(tuple(cuts))
-        ways = links.group(axes)
+        after = whole / links.ranks(mask_of(cuts))
+        ways = links.ranks(mask_of(axes))
         if old.is_replicate():
             seconds += links.copy(after)
             continue
@@ -79,5 +79,5 @@ def price(steps: Sequence[Any], src: Spec, links: Links) -> tuple[float, float, 
         else:
             moved, copied = after * (ways - 1) / ways, before + after
         received += moved
-        seconds += links.seconds(axes, moved) + links.copy(copied)
+        seconds += links.seconds(mask_of(axes), moved) + links.copy(copied)
     return seconds, received, collectives

@@ -1,4 +1,4 @@
-"""Covers: redistribute/plan.py, redistribute/search/{space,tokens,states,edges,costs}.py."""
+"""Covers: redistribute/plan.py, redistribute/search/{space,edges}.py."""
 
 from __future__ import annotations
 
@@ -148,6 +148,11 @@ def test_mixed_reductions_are_refused() -> None:
     with pytest.raises(RedistributeError, match=r"mixes the reductions \['max', 'sum'\]"):
         plan(src, spec((2, 2), (R, R)))
     assert plan(src, src).steps == ()
+
+
+def test_mixed_reductions_that_stay_are_not_in_the_way() -> None:
+    mixed = P, Partial("max")
+    assert names(plan(spec((2, 2, 2), (*mixed, S0)), spec((2, 2, 2), (*mixed, R)))) == ["AllGather"]
 
 
 def test_different_tensors_are_refused() -> None:

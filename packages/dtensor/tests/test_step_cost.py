@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_dtensor.redistribute.step_cost import COPY_SPEEDUP, Links, sent_among, total
+from shoal_dtensor.redistribute.step_cost import COPY_SPEEDUP, Links, axes_of, mask_of, sent_among, total
 
 LINKS = Links((8, 4), (1e-6, 1e-5), (400e9, 50e9))  # a fast axis of 8 ranks, a slow one of 4
 
 
 def test_a_collective_over_several_axes_runs_at_the_pace_of_the_slowest() -> None:
-    assert LINKS.group((0, 1)) == 32
-    assert LINKS.seconds((0,), 400e3) == pytest.approx(2e-6)
-    assert LINKS.seconds((0, 1), 400e3) == LINKS.seconds((1,), 400e3) == pytest.approx(1.8e-5)
-    assert not LINKS.uniform and Links((2, 2), (1.0, 1.0), (2.0, 2.0)).uniform
+    fast, slow = mask_of((0,)), mask_of((1,))
+    assert (LINKS.ranks(0), LINKS.ranks(fast), LINKS.ranks(fast | slow)) == (1, 8, 32)
+    assert LINKS.seconds(fast, 400e3) == pytest.approx(2e-6)
+    assert LINKS.seconds(fast | slow, 400e3) == LINKS.seconds(slow, 400e3) == pytest.approx(1.8e-5)
+
+
+def test_a_mask_has_one_bit_for_each_axis() -> None:
+    assert axes_of(mask_of((5, 0, 2))) == (0, 2, 5)
+    assert (mask_of(()), axes_of(0)) == (0, ())
 
 
 def test_copies_that_take_less_than_a_hundredth_of_a_collective_are_free() -> None:

@@ -21,8 +21,8 @@ from ..layout.symbolic_sizes import constant, has_symbols
 from .cross_mesh import plan_across
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
-from .search.space import Space
-from .step_cost import Links
+from .search.space import Space, State
+from .step_cost import Links, axes_of, mask_of
 from .steps import (
     AllGather,
     AllReduce,
@@ -141,7 +141,7 @@ def _price(src: Spec, dst: Spec, version: int) -> float:
 
 def seconds(mesh: DeviceMesh, axes: tuple[int, ...], received: int) -> float:
     """Expected seconds of one collective over mesh axes in which each rank receives so many bytes."""
-    return links_of(mesh).seconds(axes, received)
+    return links_of(mesh).seconds(mask_of(axes), received)
 
 
 def alternatives(
@@ -222,36 +222,32 @@ def _check(src: Spec, dst: Spec) -> None:
 def _build(src: Spec, dst: Spec, links: Links, route: Route) -> Plan:
     """The steps of a route, each with the specs between which it leads."""
     last = len(route.edges) - 1
-    space = Space(src, dst, links, route.remade) if last > 0 else None  # of what is between
+    space = Space(src, dst, links) if last > 0 else None  # of what is between
     steps: list[Step] = []
     here = src
-    final: dict[int, str] = {}  # axes that are partial as in `dst` already, and how
     for i, edge in enumerate(route.edges):
-        if edge.kind in ("MakePartial", "Scale"):
-            final |= {a: op for a, op in dst.partials if a in edge.axes and a not in edge.pending}
-        there = dst if i == last or space is None else _spec(src, dst, space, edge, final)
-        steps.append(_step(here, there, links.sizes, edge))
+        there = dst if i == last or space is None else _spec(src, dst, space, edge.after)
+        steps.append(_step(here, there, edge))
         here = there
     received = sum(edge.received for edge in route.edges)
     return Plan(src, dst, tuple(steps), route.seconds, received, route.peak, route.floor)
 
 
-def _spec(src: Spec, dst: Spec, space: Space, edge: Edge, final: dict[int, str]) -> Spec:
-    """The spec of the state that an edge leads to."""
+def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
+    """The spec of a state."""
     placements: list[Placement] = [Replicate()] * len(src.placements)
-    ops = dict(src.partials)
-    stay = {axis: op for axis, op in ops.items() if axis not in space.pending and space.links.sizes[axis] > 1}
-    waiting = {axis: ops.get(axis, space.joining) for axis in edge.pending}
-    for axis, op in (stay | waiting | final).items():
-        placements[axis] = Partial(op)
-    for dim, tokens in enumerate(edge.dims):
+    for axis in axes_of(state.pending | space.partial & ~state.becoming):
+        here = src if (state.pending | state.scaled) >> axis & 1 else dst
+        before = here.placements[axis]
+        placements[axis] = before if isinstance(before, Partial) else Partial(space.joining)
+    for dim, tokens in enumerate(state.dims):
         for token in tokens:
             placements[token // 3] = space.placement(token, dim)
-    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(edge.dims) if tokens)
+    order = tuple((dim, tuple(t // 3 for t in tokens)) for dim, tokens in enumerate(state.dims) if tokens)
     return src.with_(placements=placements, stride=dst.stride, shard_order=order)
 
 
-def _step(here: Spec, there: Spec, sizes: tuple[int, ...], edge: Edge) -> Step:
+def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     """The step for an edge."""
     common: dict[str, Any] = {
         "src": here,
@@ -261,7 +257,7 @@ def _step(here: Spec, there: Spec, sizes: tuple[int, ...], edge: Edge) -> Step:
         "bytes": edge.received,
         "peak_bytes": edge.peak,
     }
-    ops = dict(here.partials)
+    ops, sizes = dict(here.partials), here.mesh.shape
     match edge.kind:
         case "AllReduce":
             op, divisor = _joint_op(edge.axes, ops, sizes)

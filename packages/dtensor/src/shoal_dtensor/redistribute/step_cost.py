@@ -8,7 +8,8 @@ too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import lru_cache, reduce
+from math import inf
 from operator import add
 
 from shoal_mesh.internal import cached_property, dataclass
@@ -20,6 +21,8 @@ COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s ag
 class Links:
     """What the search needs to know about a mesh: of equal ones `links_of` gives one object, hashed by identity.
 
+    A group over several axes is given as a mask with one bit for each: see `mask_of`.
+
     Attributes:
         sizes: ranks along each axis.
         latency: seconds that one collective over the axis takes at least.
@@ -30,24 +33,22 @@ class Links:
     latency: tuple[float, ...]
     bandwidth: tuple[float, ...]
 
-    @property
-    def uniform(self) -> bool:
-        """Whether no axis is faster than another."""
-        return len(set(self.bandwidth)) <= 1 and len(set(self.latency)) <= 1
-
-    def group(self, axes: tuple[int, ...]) -> int:
+    def ranks(self, axes: int) -> int:
         """Number of ranks of a group over `axes`."""
-        ranks = 1
-        for axis in axes:
-            ranks *= self.sizes[axis]
-        return ranks
+        return self._groups[axes][0]
 
-    def seconds(self, axes: tuple[int, ...], received: float) -> float:
+    def seconds(self, axes: int, received: float) -> float:
         """Time of one collective over `axes` in which the busiest rank receives so many bytes."""
-        latency, bandwidth = self.latency, self.bandwidth
-        if len(axes) == 1:
-            return latency[axes[0]] + received / bandwidth[axes[0]]
-        return max([latency[a] for a in axes]) + received / min([bandwidth[a] for a in axes])
+        _, latency, bandwidth = self._groups[axes]
+        return latency + received / bandwidth
+
+    @cached_property
+    def _groups(self) -> list[tuple[int, float, float]]:
+        """Ranks, latency and bandwidth of the group over every set of axes: entry 5 is that over axes 0 and 2."""
+        groups = [(1, 0.0, inf)]
+        for size, late, speed in zip(self.sizes, self.latency, self.bandwidth, strict=True):
+            groups += [(size * n, max(late, start), min(speed, rate)) for n, start, rate in groups]
+        return groups
 
     def copy(self, copied: float) -> float:
         """Time of copying so many bytes on the device; 0.0 if that is less than a hundredth of a collective's start.
@@ -64,6 +65,30 @@ class Links:
     @cached_property
     def _negligible(self) -> float:
         return min(self.latency, default=0.0) / 100
+
+
+def mask_of(axes: Iterable[int]) -> int:
+    """A set of axes as bits.
+
+    Example:
+        >>> mask_of((0, 2))
+        5
+    """
+    mask = 0
+    for axis in axes:
+        mask |= 1 << axis
+    return mask
+
+
+@lru_cache(maxsize=1024)
+def axes_of(mask: int) -> tuple[int, ...]:
+    """The axes of a mask, ascending.
+
+    Example:
+        >>> axes_of(5)
+        (0, 2)
+    """
+    return tuple([axis for axis in range(mask.bit_length()) if mask >> axis & 1])
 
 
 def sent_among(ranks: int, copies: int, before: int, received: int) -> int:

@@ -1,16 +1,16 @@
-"""The edges along a way through the search space: kind, axes, bytes and memory, as `plan` makes steps of them.
+"""The edges of the search: one function per kind, the only place where its time, bytes and memory are said.
 
-Seconds and bytes are those of `costs`.  The search itself asks only for costs; edges are made of the ways it returns.
+`plan` makes a step of each.  Boxes are the largest, ranks the busiest.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import NamedTuple
 
-from .tokens import Dims
-
-if TYPE_CHECKING:
-    from .costs import Costs, State
+from ..step_cost import axes_of, mask_of, sent_among
+from .space import Dims, Space, State
 
 
 class Edge(NamedTuple):
@@ -20,103 +20,166 @@ class Edge(NamedTuple):
         kind: name of the step class.
         axes: mesh axes, in the order of the collective's blocks.
         tensor_dims: dims whose sharding changes; (from, to) of an all-to-all.
-        dims: the state's shardings afterwards.
-        pending: axes still to be reduced afterwards.
+        after: the state that it leads to.
         seconds, received, peak: time, bytes of the busiest rank, memory of input, output and buffers.
     """
 
     kind: str
     axes: tuple[int, ...]
     tensor_dims: tuple[int, ...]
-    dims: Dims
-    pending: tuple[int, ...]
+    after: State
     seconds: float
     received: int
     peak: int
 
 
-def edges_between(costs: Costs, before: State, after: State) -> list[Edge]:
-    """The edges of one hop of the search: a resharding, a reduction or a conversion."""
-    if before.converted != after.converted:
-        return _convert(costs, before, after)
-    if before.pending == after.pending:
-        return _reshard(costs, before, after)
-    if len(before.pending) < len(after.pending):
-        return [_join(costs, before, after)]
-    return [_all_reduce(costs, before) if before.dims == after.dims else _reduce_scatter(costs, before, after)]
+def reshard(space: Space, before: State, after: State) -> list[Edge]:
+    """S(i) -> S(j): what can be sliced is sliced first, then at most one collective over all axes that change."""
+    changed: list[int] = []
+    leaving, entering, held = 0, 0, 1.0
+    for dim, (old, new) in enumerate(zip(before.dims, after.dims, strict=True)):
+        if old != new:
+            change = space.change(dim, old, new)
+            if not change.leaving and not (before.used | before.pending) >> new[len(old)] // 3 & 1:
+                sliced = _sliced(space, before, after.dims)
+                return [_local(space, "Slice", before, sliced), *reshard(space, sliced, after)]
+            changed.append(dim)
+            leaving |= change.leaving
+            entering |= change.entering
+            held *= change.held
+    if not changed:
+        return []
+    received = after.box - int(after.box * held)
+    if entering:
+        return [_exchange(space, before, after, changed, leaving | entering, received)]
+    # Shards of dim 0 arrive one after the other as they belong; of any other dim they are copied into place.
+    copied = 0 if changed == [0] else after.box
+    seconds = space.links.seconds(leaving, received) + space.links.copy(copied)
+    axes = _inner(after.dims, before.dims, changed)
+    return [Edge("AllGather", axes, tuple(changed), after, seconds, received, before.box + after.box + copied)]
 
 
-def _reshard(costs: Costs, before: State, after: State) -> list[Edge]:
-    """S(i) -> S(j): a slice, a collective, both or nothing."""
-    edges: list[Edge] = []
-    way = costs.reshard(before, after)
-    seconds, sliced = way.seconds, way.sliced
-    if sliced is not None:
-        sliced_seconds = costs.slice(sliced)
-        changed = _changed(before.dims, sliced.dims)
-        axes = tuple(t // 3 for d in changed for t in sliced.dims[d][len(before.dims[d]) :])
-        peak = before.box + sliced.box
-        edges.append(Edge("Slice", axes, changed, sliced.dims, before.pending, sliced_seconds, 0, peak))
-        seconds, before = seconds - sliced_seconds, sliced
-    if not way.kind:
-        return edges
+def _exchange(space: Space, before: State, after: State, changed: list[int], involved: int, received: int) -> Edge:
+    """An exchange among the ranks that hold different shards, or among all that want different ones."""
+    links, held, wanted, dims = space.links, before.box, after.box, tuple(changed)
+    seconds, peak = links.seconds(involved, received), 2 * (held + wanted)
+    near = involved & before.used
+    if near != involved:
+        sent = sent_among(links.ranks(near), links.ranks(near & ~after.used), held, received)
+        nearer = links.seconds(near, sent)
+        if nearer <= seconds:
+            involved, received, seconds = near, sent, nearer
+    elif len(changed) == 2 and (ends := _transposed(space, before, after, changed)):
+        axes = _inner(after.dims, before.dims, ends[:1])
+        return Edge("AllToAll", axes, ends, after, seconds + links.copy(held + wanted), received, peak)
+    copied = 0 if changed == [0] else min(received, held) + wanted  # rows of dim 0 are in memory as they travel
+    return Edge("Exchange", axes_of(involved), dims, after, seconds + links.copy(copied), received, peak)
+
+
+def _transposed(space: Space, before: State, after: State, changed: list[int]) -> tuple[int, int] | None:
+    """(from, to) if the innermost axes of one dim become the innermost of the other that changes, all even."""
     old, new = before.dims, after.dims
-    changed = _changed(old, new)
-    peak = 2 * (before.box + after.box)
-    match way.kind:
-        case "AllGather":
-            axes = tuple(t // 3 for d in changed for t in old[d][len(new[d]) :])
-            peak = before.box + after.box * (1 if changed == (0,) else 2)
-        case "AllToAll":
-            changed = costs.transposed(old, new) or changed
-            axes = tuple(t // 3 for t in old[changed[0]][len(new[changed[0]]) :])
-        case _:
-            axes = _axes(way.axes)
-    edges.append(Edge(way.kind, axes, changed, new, after.pending, seconds, way.received, peak))
+    for a, b in (changed, changed[::-1]):
+        moved = old[a][len(new[a]) :]
+        if moved and old[a] == new[a] + moved and new[b] == old[b] + moved:
+            even = all(space.shards(dim, dims[dim]).even for dim in changed for dims in (old, new))
+            return (a, b) if even else None
+    return None
+
+
+def all_reduce(space: Space, before: State) -> Edge:
+    """P -> R over all axes that are left: 2 * (n - 1) / n of the box comes to each of n ranks."""
+    axes, wide = before.pending, space.widening
+    ways = space.links.ranks(axes)
+    received = 2 * wide * before.box * (ways - 1) // ways
+    after = space.state(before.dims, 0, before.becoming, before.scaled)
+    peak = (1 + wide) * before.box
+    return Edge("AllReduce", axes_of(axes), (), after, space.links.seconds(axes, received), received, peak)
+
+
+def reduce_scatter(space: Space, before: State, after: State) -> Edge:
+    """P -> S over the axes that are no longer pending, each rank keeping its shard: (n - 1) / n of the box comes."""
+    mask, wide, box = before.pending & ~after.pending, space.widening, before.box
+    changed, ways = _changed(before, after), space.links.ranks(mask)
+    even = all(space.shards(dim, after.dims[dim]).even for dim in changed)
+    received = wide * (box * (ways - 1) // ways if even else after.box * (ways - 1))
+    packed = 0 if changed == (0,) else wide * box
+    seconds = space.links.seconds(mask, received) + space.links.copy(packed)
+    axes = _inner(before.dims, after.dims, changed)
+    return Edge("ReduceScatter", axes, changed, after, seconds, received, box + packed + after.box)
+
+
+def joined(space: Space, before: State) -> Iterator[Edge]:
+    """S -> P of axes that one collective reduces with the pending ones; local.
+
+    mesh (2, 2), P, S(1) -> S(0), S(0) of a small tensor: one reduce-scatter over both axes instead of one and an
+    all-to-all: half the latency for twice the bytes.  Axes that were reduced before stay so.
+    """
+    reduced = space.start.pending | space.kept & before.becoming
+    axes = axes_of(before.used & ~reduced) if space.joining else ()
+    for chosen in [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]:
+        coarse = _without(before.dims, mask_of(chosen))
+        if coarse is not None:
+            after = space.state(coarse, before.pending | mask_of(chosen), before.becoming, before.scaled)
+            yield _local(space, "MakePartial", before, after, chosen)
+
+
+def converted(space: Space, before: State) -> list[Edge]:
+    """R or S -> P, then P(sum) <-> P(avg): values become partial as in the destination, locally; [] if they cannot yet.
+
+    Axes that become partial must be innermost: then the shards of their ranks fill the coarser shard, and the rest of
+    it is what the reduction ignores.  Of a coarser shard only what the goal's replicated axes leave is kept:
+
+        mesh (2, 2), 8 columns: R, S(1) -> S(1), P         rank      (0, 0)    (0, 1)    (1, 0)    (1, 1)
+        it has columns                                               0 1 2 3   4 5 6 7   0 1 2 3   4 5 6 7
+        it has to hold columns, to be added over axis 1              0 1 2 3   0 1 2 3   4 5 6 7   4 5 6 7
+        so it holds                                                  0 1 2 3   0 0 0 0   0 0 0 0   4 5 6 7
+    """
+    edges, here = [], before
+    if before.pending and (before.pending & before.becoming or not space.alike):
+        return []
+    if before.becoming:
+        coarse = _without(before.dims, before.becoming)
+        if coarse is None:
+            return []
+        here = _sliced(space, space.state(coarse, before.pending, 0, before.scaled), space.goal.dims)
+        edges.append(_local(space, "MakePartial", before, here, axes_of(before.becoming)))
+    if before.scaled:
+        after = space.state(here.dims, before.pending, 0, 0)
+        edges.append(_local(space, "Scale", here, after, axes_of(before.scaled)))
     return edges
 
 
-def _all_reduce(costs: Costs, before: State) -> Edge:
-    """P -> R over all axes that are left."""
-    seconds, received = costs.all_reduce(before)
-    peak = (1 + costs.space.widening) * before.box
-    return Edge("AllReduce", before.pending, (), before.dims, (), seconds, received, peak)
+def _local(space: Space, kind: str, before: State, after: State, axes: tuple[int, ...] = ()) -> Edge:
+    """A step without communication, which writes the new local tensor."""
+    changed = _changed(before, after)
+    axes = axes or _inner(before.dims, after.dims, changed)
+    return Edge(kind, axes, changed, after, space.links.copy(after.box), 0, before.box + after.box)
 
 
-def _reduce_scatter(costs: Costs, before: State, after: State) -> Edge:
-    """P -> S over the pending axes that are no longer pending, each rank keeping its shard."""
-    seconds, received, packed = costs.reduce_scatter(before, after)
-    changed = _changed(before.dims, after.dims)
-    axes = tuple(t // 3 for d in changed for t in after.dims[d][len(before.dims[d]) :])
-    assert sorted(axes) == sorted({*before.pending} - {*after.pending}), (
-        "the axes that are reduced are those that shard"
-    )
-    peak = before.box + packed + after.box
-    return Edge("ReduceScatter", axes, changed, after.dims, after.pending, seconds, received, peak)
+def _sliced(space: Space, before: State, goal: Dims) -> State:
+    """The state after dims have been sharded towards `goal` by axes that are neither used nor pending."""
+    taken, dims = before.used | before.pending, []
+    for old, new in zip(before.dims, goal, strict=True):
+        end = len(old)
+        while new[: len(old)] == old and end < len(new) and not taken >> new[end] // 3 & 1:
+            end += 1
+        dims.append(old + new[len(old) : end])
+    return space.state(tuple(dims), before.pending, before.becoming, before.scaled)
 
 
-def _join(costs: Costs, before: State, after: State) -> Edge:
-    """S -> P of axes that are reduced next; local."""
-    axes = tuple(a for a in after.pending if a not in before.pending)
-    changed, peak = _changed(before.dims, after.dims), before.box + after.box
-    return Edge("MakePartial", axes, changed, after.dims, after.pending, costs.join(after), 0, peak)
+def _without(dims: Dims, axes: int) -> Dims | None:
+    """The shardings without some axes; None if one of them is not innermost."""
+    coarse = tuple([tuple([t for t in tokens if not axes >> t // 3 & 1]) for tokens in dims])
+    inner = all(tokens[: len(outer)] == outer for tokens, outer in zip(dims, coarse, strict=True))
+    return coarse if inner else None
 
 
-def _convert(costs: Costs, before: State, after: State) -> list[Edge]:
-    """R or S -> P, then P(sum) <-> P(avg): local."""
-    space, edges, old = costs.space, [], before
-    seconds = costs.convert(after) / space.conversions
-    for kind, axes in (("MakePartial", space.becoming), ("Scale", space.scaled)):
-        if axes:
-            changed, peak = _changed(old.dims, after.dims), old.box + after.box
-            edges.append(Edge(kind, axes, changed, after.dims, after.pending, seconds, 0, peak))
-            old = after
-    return edges
+def _changed(before: State, after: State) -> tuple[int, ...]:
+    """The dims whose sharding differs."""
+    return tuple([d for d, (a, b) in enumerate(zip(before.dims, after.dims, strict=True)) if a != b])
 
 
-def _changed(old: Dims, new: Dims) -> tuple[int, ...]:
-    return tuple([d for d, (a, b) in enumerate(zip(old, new, strict=True)) if a != b])
-
-
-def _axes(mask: int) -> tuple[int, ...]:
-    return tuple([a for a in range(mask.bit_length()) if mask >> a & 1])
+def _inner(coarse: Dims, fine: Dims, of: Sequence[int]) -> tuple[int, ...]:
+    """The axes that shard some dims further: (0,) and (0, 3, 6) have (1, 2)."""
+    return tuple([t // 3 for dim in of for t in fine[dim][len(coarse[dim]) :]])

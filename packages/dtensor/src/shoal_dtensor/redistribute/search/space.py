@@ -1,9 +1,12 @@
-"""The search space between two specs: states and edges as small integers.
+"""The search space between two specs: what a state is, and how long the shards of its dims are.
 
 A state says, for each tensor dim, which mesh axes shard it, outermost first; which axes are still to be reduced; and
-whether values are partial as in the destination already.  Every other axis is replicated.
+which are still to become partial as in the destination.  Every other axis is replicated, or partial at both ends.
 
-An entry of a dim is a token (see `tokens`).  Axes of size 1 are left out: nothing ever happens on them.
+The sharding of a dim is a tuple of tokens.  A token is three times the mesh axis plus where its sizes come from:
+`CHUNK` (like torch.chunk), `AS_SRC` or `AS_DST` (explicit sizes of that spec).  Equal tuples are equal shardings, a
+prefix is a coarser one.  A set of axes is a mask, one bit for each.  Axes of size 1 are left out: nothing ever happens
+on them.
 
     mesh (2, 4), shape (8, 6)           dim 0     dim 1
     src (S(0), S(0))                    (0, 3)    ()       axis 0 outside, axis 1 inside: (1, 6) elements a rank
@@ -12,37 +15,99 @@ An entry of a dim is a token (see `tokens`).  Axes of size 1 are left out: nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, combinations
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
 from ...layout.dim_sharding import shard_dim
 from ...layout.placements import Partial, Placement, Shard, norm_order
 from ..reductions import wire_itemsize
-from .tokens import AS_DST, AS_SRC, CHUNK, Dims, Tokens
+from ..step_cost import mask_of
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
     from ..step_cost import Links
 
 
+Tokens = tuple[int, ...]
+Dims = tuple[Tokens, ...]
+
+CHUNK, AS_SRC, AS_DST = 0, 1, 2
 _LINEAR = frozenset({"sum", "avg"})
+
+
+class Shards(NamedTuple):
+    """What tokens make of a dim.
+
+    Attributes:
+        axes: those that shard it.
+        leaving: those of them that take part in a collective on any way to the goal, unless they become partial.
+        longest: elements of the longest shard.
+        even: whether all shards are that long.
+    """
+
+    axes: int
+    leaving: int
+    longest: int
+    even: bool
+
+
+class Change(NamedTuple):
+    """What becomes of a dim between two shardings.
+
+    Attributes:
+        leaving, entering: axes of the old one, and of the new one, inside of what both have in common.
+        held: the smallest fraction of its new shard that a rank has.
+    """
+
+    leaving: int
+    entering: int
+    held: float
+
+
+class State:
+    """A layout on the way.
+
+    Attributes:
+        dims: the sharding of each tensor dim.
+        pending, becoming, scaled: axes still to be reduced; to become partial; to change between sum and average.
+        made: whether values are partial as in the destination.
+        used, leaving: `axes` and `leaving` of `Shards`, of all dims.
+        placed: axes that shard a dim, 16 bits further left for each dim: axis 1 on dim 2 is bit 1 + 2 * 16 = 33.
+        box: bytes of the largest local box.
+    """
+
+    __slots__ = ("becoming", "box", "dims", "leaving", "made", "pending", "placed", "scaled", "used")
+
+    def __init__(self, space: Space, dims: Dims, pending: int, becoming: int, scaled: int) -> None:
+        self.dims: Dims = dims
+        self.pending: int = pending
+        self.becoming: int = becoming
+        self.scaled: int = scaled
+        self.made: bool = not (becoming or scaled)
+        used, leaving, placed, box = 0, 0, 0, space.itemsize
+        for dim, tokens in enumerate(dims):
+            axes, gone, longest, _ = space.shards(dim, tokens)
+            used |= axes
+            leaving |= gone
+            placed |= axes << 16 * dim
+            box *= longest
+        self.used: int = used
+        self.leaving: int = leaving
+        self.placed: int = placed
+        self.box: int = box
 
 
 class Space:
     """States between `src` and `dst`, which describe the same tensor on the same mesh.
 
     Attributes:
-        start, goal: shardings of the two specs.
-        moving: axes over which anything may happen: all but those of size 1 and those that stay partial.
-        pending: axes that are partial in `src` and have to be reduced.
-        becoming: axes that are partial in `dst` but not (so) in `src`.
-        remade: axes that are partial in both and nevertheless reduced and made partial again.
-        scaled: axes that only change between sum and average.
-        mixing: whether values may be partial as in `dst` while others are still to be reduced.
+        start, goal: states of the two specs.
+        large: axes of more than one rank.
+        partial, kept: axes that are partial in `dst`; that are so at both ends.
+        alike: whether the reductions of both specs may be done in any order.
         joining: op with which sharded axes may be made partial to be reduced with the pending ones; "" if none fits.
-        conversions: local steps that make values partial as in `dst`: one for `becoming`, one for `scaled`.
         widening: how much wider elements are while they are reduced.
 
     Raises:
@@ -50,37 +115,35 @@ class Space:
     """
 
     __slots__ = (
-        "_boxes", "_widths", "becoming", "conversions", "goal", "itemsize", "joining", "links", "mixing", "moving",
-        "pending", "placements", "remade", "scaled", "shape", "start", "widening",
+        "_changes", "_shards", "_states", "_wanted", "alike", "goal", "itemsize", "joining", "kept", "large", "links",
+        "partial", "placements", "shape", "start", "widening",
     )  # fmt: skip
 
-    def __init__(self, src: Spec, dst: Spec, links: Links, remade: tuple[int, ...] = ()) -> None:
+    def __init__(self, src: Spec, dst: Spec, links: Links) -> None:
         self.links: Links = links
-        self.remade: tuple[int, ...] = remade
         self.shape: tuple[int, ...] = tuple(src.shape)
         self.itemsize: int = src.dtype.itemsize
         self.placements: tuple[tuple[Placement, ...], tuple[Placement, ...]] = (src.placements, dst.placements)
-        self._widths: dict[tuple[int, Tokens], tuple[int, bool]] = {}
-        self._boxes: dict[Dims, int] = {}
-        large = [a for a, n in enumerate(links.sizes) if n > 1]
-        kept = {a for a in large if a not in remade and _stays_partial(src.placements[a], dst.placements[a])}
-        self.moving: tuple[int, ...] = tuple(a for a in large if a not in kept)
-        self.scaled: tuple[int, ...] = tuple(
-            a for a in large if a in kept and src.placements[a] is not dst.placements[a]
-        )
-        self.pending: tuple[int, ...] = tuple(a for a, _ in src.partials if a in self.moving)
-        self.becoming: tuple[int, ...] = tuple(a for a, _ in dst.partials if a in self.moving)
-        ops = {op for a, op in src.partials if a in self.pending}
-        self.joining: str = "sum" if ops <= _LINEAR else min(ops) if not any(map(norm_order, ops)) else ""
-        ops |= {op for a, op in dst.partials if a in self.becoming}
-        self.mixing: bool = len(ops) < 2 or ops <= _LINEAR
-        self.conversions: int = bool(self.becoming) + bool(self.scaled)
-        widths = [wire_itemsize(op, src.dtype) for a, op in src.partials if a in self.pending]
-        self.widening: int = max(widths, default=self.itemsize) // self.itemsize
-        self.start: Dims = self._tokens(src, AS_SRC, None)
-        self.goal: Dims = self._tokens(dst, AS_DST, self.start)
-        if self.pending or self.becoming:
-            _check_ops(src, dst)
+        self._shards: dict[tuple[int, Tokens], Shards] = {}
+        self._changes: dict[tuple[int, Tokens, Tokens], Change] = {}
+        self._states: dict[tuple[Dims, int, int, int], State] = {}
+        self.large: int = mask_of([a for a, n in enumerate(links.sizes) if n > 1])
+        old, new = ({a: op for a, op in spec.partials if self.large >> a & 1} for spec in (src, dst))
+        both = [a for a, op in old.items() if a in new and _commute({op, new[a]})]
+        self.partial: int = mask_of(new)
+        self.kept: int = mask_of(both)
+        ops = {*old.values()}
+        self.alike: bool = _commute({*ops, *new.values()})
+        self.joining: str = "sum" if ops <= _LINEAR else "" if any(map(norm_order, ops)) else min(ops)
+        self.widening: int = max([wire_itemsize(op, src.dtype) for op in ops], default=self.itemsize) // self.itemsize
+        pending, becoming = mask_of(old) & ~self.kept, self.partial & ~self.kept
+        start = self._tokens(src, AS_SRC, None)
+        self._wanted: Dims = self._tokens(dst, AS_DST, start)
+        self.start: State = self.state(start, pending, becoming, mask_of([a for a in both if old[a] != new[a]]))
+        self.goal: State = self.state(self._wanted, 0, 0, 0)
+        if pending or becoming:
+            _check_ops(src, old)
+            _check_ops(dst, new)
 
     def _tokens(self, spec: Spec, kind: int, other: Dims | None) -> Dims:
         dims = []
@@ -101,55 +164,68 @@ class Space:
             dims.append(tokens)
         return tuple(dims)
 
+    def state(self, dims: Dims, pending: int, becoming: int, scaled: int) -> State:
+        """The state, always the same object."""
+        key = dims, pending, becoming, scaled
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = State(self, *key)
+        return state
+
+    def moving(self, here: State) -> int:
+        """The axes over which anything may still happen: all but those that are partial as in `dst`."""
+        return self.large & ~(self.partial & ~(here.pending | here.becoming))
+
+    def scattered(self, before: State, dims: Dims) -> State:
+        """The state after pending axes were reduced that shard a dim now."""
+        pending = before.pending & ~_mask([t for tokens in dims for t in tokens])
+        return self.state(dims, pending, before.becoming, before.scaled)
+
     def placement(self, token: int, dim: int) -> Placement:
         """The placement that a token stands for on a tensor dim."""
         kind = token % 3
         return Shard(dim) if kind == CHUNK else self.placements[kind - 1][token // 3]
 
-    def width(self, dim: int, tokens: Tokens) -> tuple[int, bool]:
-        """Length of the longest shard of a dim under these tokens, and whether all shards are that long."""
-        key = (dim, tokens)
-        known = self._widths.get(key)
-        if known is not None:
-            return known
-        if not tokens:
-            known = (self.shape[dim], True)
-        else:
-            longest, even = self.width(dim, tokens[:-1])
-            axis, kind = divmod(tokens[-1], 3)
-            placement = self.placements[kind - 1][axis] if kind else None
-            sizes, unit = (placement.sizes, placement.multiple_of) if isinstance(placement, Shard) else (None, 1)
-            if sizes is not None:
-                known = (max(sizes), len(set(sizes)) == 1)
-            else:
-                ways = self.links.sizes[axis]
-                known = (min(longest, -(-longest // (ways * unit)) * unit), even and longest % (ways * unit) == 0)
-        self._widths[key] = known
-        return known
-
-    def box(self, dims: Dims) -> int:
-        """Bytes of the largest local box under these shardings."""
-        known = self._boxes.get(dims)
+    def shards(self, dim: int, tokens: Tokens) -> Shards:
+        """What these tokens make of a dim."""
+        key = dim, tokens
+        known = self._shards.get(key)
         if known is None:
-            known = self.itemsize
-            for dim, tokens in enumerate(dims):
-                known *= self.width(dim, tokens)[0]
-            self._boxes[dims] = known
+            known = self._shards[key] = self._sharded(dim, tokens) if tokens else Shards(0, 0, self.shape[dim], True)
         return known
 
-    def even(self, dims: Dims, of: Iterable[int]) -> bool:
-        """Whether all shards of the tensor dims `of` are equally long."""
-        return all(self.width(dim, dims[dim])[1] for dim in of)
+    def _sharded(self, dim: int, tokens: Tokens) -> Shards:
+        axes, _, longest, even = self.shards(dim, tokens[:-1])
+        leaving = _mask(tokens[_shared(tokens, self._wanted[dim]) :])
+        axis, kind = divmod(tokens[-1], 3)
+        axes |= 1 << axis
+        placement = self.placements[kind - 1][axis] if kind else None
+        sizes, unit = (placement.sizes, placement.multiple_of) if isinstance(placement, Shard) else (None, 1)
+        if sizes is not None:
+            return Shards(axes, leaving, max(sizes), len(set(sizes)) == 1)
+        # 7 elements over 2 ranks, then 2: shards of up to 4, then of up to 2, which are not all that long
+        ways = self.links.sizes[axis] * unit
+        return Shards(axes, leaving, min(longest, -(-longest // ways) * unit), even and longest % ways == 0)
 
-    def common(self, dim: int, old: Tokens, new: Tokens) -> float:
-        """The smallest fraction of a rank's new interval that is in its old one.
+    def change(self, dim: int, old: Tokens, new: Tokens) -> Change:
+        """What becomes of a dim between two shardings."""
+        key = dim, old, new
+        known = self._changes.get(key)
+        if known is None:
+            same = _shared(old, new)
+            held = self._held(dim, old, new) if old[same:] else 1.0
+            known = self._changes[key] = Change(_mask(old[same:]), _mask(new[same:]), held)
+        return known
+
+    def _held(self, dim: int, old: Tokens, new: Tokens) -> float:
+        """The smallest fraction of a rank's new interval of a dim that is in its old one.
 
         12 elements over 4 ranks as (3, 3, 3, 3), then as (4, 4, 2, 2): rank 1 has [3, 6) and needs [4, 8), so 2 / 4 is
         there already; ranks 0, 2 and 3 have 3 / 4, 1 / 2 and 1.  The smallest is 0.5.
         """
-        length, even = self.width(dim, old)
+        length, even = self.shards(dim, old)[2:]
         if old[: len(new)] == new:
-            return length / max(1, self.width(dim, new)[0]) if even else 0.0
+            return length / max(1, self.shards(dim, new).longest) if even else 0.0
         if [t // 3 for t in old] != [t // 3 for t in new]:
             return 0.0
         before, after = self._sizes(dim, old), self._sizes(dim, new)
@@ -167,37 +243,25 @@ class Space:
         return shard_dim(self.shape[dim], [t // 3 for t in tokens], placements, self.links.sizes).sizes
 
 
-def spaces(src: Spec, dst: Spec, links: Links) -> Iterator[Space]:
-    """The space in which axes that are partial in both specs stay so, and those in which some are reduced and remade.
-
-    mesh (4 fast, 2 slow), P, S(0) -> P, R: to reduce-scatter over the fast axis first leaves a quarter to gather over
-    the slow one, and making values partial again costs no communication.
-    """
-    space = Space(src, dst, links)
-    yield space
-    kept = [a for a, n in enumerate(links.sizes) if n > 1 and a not in space.moving]
-    if space.start == space.goal and not space.pending and not space.becoming:
-        return
-    if len({op for _, op in (*src.partials, *dst.partials)} - _LINEAR) > 1:
-        return
-    for count in range(1, len(kept) + 1):
-        for remade in combinations(kept, count):
-            yield Space(src, dst, links, remade)
+def _mask(tokens: Iterable[int]) -> int:
+    """The axes of some tokens: 1 and 6, which are axes 0 (as in the source) and 2, are 0b101."""
+    return mask_of([token // 3 for token in tokens])
 
 
-def _stays_partial(src: Placement, dst: Placement) -> bool:
-    """Whether an axis stays partial throughout: same op, or sum and average, which differ by a factor."""
-    if not (isinstance(src, Partial) and isinstance(dst, Partial)):
-        return False
-    return src is dst or {src.reduce_op, dst.reduce_op} == _LINEAR
+def _shared(old: Tokens, new: Tokens) -> int:
+    """Number of outer axes that two shardings of a dim have in common: 1 of (0, 3) and (0, 6)."""
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
-def _check_ops(src: Spec, dst: Spec) -> None:
-    """Sum and average commute with each other; any other mixture means different things in different orders."""
-    for spec in (src, dst):
-        ops = {op for axis, op in spec.partials if spec.mesh.shape[axis] > 1}
-        if len(ops) > 1 and not ops <= _LINEAR:
-            raise RedistributeError(
-                f"{spec!r} mixes the reductions {sorted(ops)}: their order matters and a spec has none, so they "
-                "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into being."
-            )
+def _commute(ops: set[str]) -> bool:
+    """Whether these reductions may be done in any order: sum and average commute, any other one with itself."""
+    return len(ops) < 2 or ops <= _LINEAR
+
+
+def _check_ops(spec: Spec, ops: dict[int, str]) -> None:
+    kinds = {*ops.values()}
+    if not _commute(kinds):
+        raise RedistributeError(
+            f"{spec!r} mixes the reductions {sorted(kinds)}: their order matters and a spec has none, so they "
+            "cannot be reduced or made. Only sum and avg mix; reduce one of them before the other comes into being."
+        )
