@@ -1,4 +1,4 @@
-"""Covers: modules/convolution.py, modules/grouped_convolution.py."""
+"""Covers: modules/convolution.py."""
 
 from __future__ import annotations
 

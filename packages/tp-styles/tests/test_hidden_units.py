@@ -1,4 +1,4 @@
-"""Covers: modules/hidden_units.py: recurrent modules whose hidden units are sharded."""
+"""Covers: modules/recurrent.py: recurrent modules whose hidden units are sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: styles/lora.py, modules/lora_linear.py."""
+"""Covers: styles/lora.py, modules/composed_linear.py."""
 
 from __future__ import annotations
 

@@ -17,15 +17,19 @@ from .lowering.ports import (
     sharded_input as sharded_input,
 )
 from .lowering.shared_input import find_token as find_token, keep_token as keep_token
-from .modules.column_linear import ColumnLinear as ColumnLinear, OverlappedColumn as OverlappedColumn
-from .modules.dropout import SequenceDropout as SequenceDropout
+from .modules.column_linear import ColumnLinear as ColumnLinear
 from .modules.embedding import (
     ColumnEmbedding as ColumnEmbedding,
     RowEmbedding as RowEmbedding,
     replicated_tokens as replicated_tokens,
 )
-from .modules.norm import Params as Params, Tokenwise as Tokenwise, is_norm as is_norm
-from .modules.row_linear import OverlappedRow as OverlappedRow, RowLinear as RowLinear
+from .modules.norm import (
+    Params as Params,
+    SequenceDropout as SequenceDropout,
+    Tokenwise as Tokenwise,
+    is_norm as is_norm,
+)
+from .modules.row_linear import RowLinear as RowLinear
 from .plan.preview import format_bytes as format_bytes, to_meta as to_meta
 from .plan.resolve import (
     AutoPlan as AutoPlan,

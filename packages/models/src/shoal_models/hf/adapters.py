@@ -40,7 +40,7 @@ def parallelize_adapters(model: Model) -> Model:
     """
     found = [(layer, *record) for layer in _layers(model) for record in shardings_of(layer.base_layer)]
     for layer, record, _ in found:
-        if record.lowering not in (ColumnLinear, RowLinear) or _unsupported(layer):
+        if record.lowering not in (ColumnLinear, RowLinear) or record.options is not None or _unsupported(layer):
             raise UnsupportedModuleError(
                 f"parallelize_adapters: {type(layer).__module__}.{type(layer).__name__} around a layer with the style "
                 f"{record.style} is not sharded; LoRA (without DoRA) of Linear layers under ColwiseParallel and "

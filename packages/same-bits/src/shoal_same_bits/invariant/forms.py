@@ -15,8 +15,6 @@ from shoal_tp_styles.internal import (
     Boundary,
     ColumnEmbedding,
     ColumnLinear,
-    OverlappedColumn,
-    OverlappedRow,
     RowEmbedding,
     RowLinear,
     SequenceDropout,
@@ -34,9 +32,7 @@ from .self_check import check_device
 
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
-    OverlappedColumn: InvariantColumn,
     RowLinear: InvariantRow,
-    OverlappedRow: InvariantRow,
     ColumnEmbedding: InvariantColumnEmbedding,
     RowEmbedding: InvariantRowEmbedding,
     Tokenwise: InvariantTokenwise,

@@ -53,12 +53,10 @@ class RoutedExperts(Lowered):
     sampling: ClassVar[Literal["refused"]] = "refused"
 
     def resolve(self) -> None:
-        experts = self.sharding.options
-        assert isinstance(experts, Experts), "the style declared experts"
-        self.experts: Experts = experts
+        self.experts: Experts = self.sharding.options_of(Experts)
         sharded = self.sharded
         self.beside: Callable[[], Callable[[], None] | None] | None = None
-        self.per_rank: list[int] = experts_per_rank(experts.count, self.comm.size)
+        self.per_rank: list[int] = experts_per_rank(self.experts.count, self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None
@@ -72,9 +70,7 @@ class RoutedExperts(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        x, chosen = call.input(), call.input(1)
-        experts = call.sharding.options
-        assert isinstance(experts, Experts), "the style declared experts"
+        x, chosen, experts = call.input(), call.input(1), call.sharding.options_of(Experts)
         assert x is not None, "experts get tokens"
         assert chosen is not None, "and choices"
         sizes = call.axis_sizes

@@ -42,8 +42,7 @@ class OverlappedBlock(Boundary):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from .routed_experts import RoutedExperts  # styles import this module to declare it
 
-        members, block = self.sharding.options, self.module
-        assert isinstance(members, BlockMembers), "the style declares them"
+        members, block = self.sharding.options_of(BlockMembers), self.module
         experts = lowered_of(block.get_submodule(members.experts))
         if not isinstance(experts, RoutedExperts) or not experts.sharded:
             raise LayoutError(

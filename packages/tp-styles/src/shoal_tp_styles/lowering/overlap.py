@@ -28,10 +28,8 @@ from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_
 
 
 def chunks_of(sharding: ModuleSharding) -> int:
-    """The number of chunks of a style with `.overlapped(chunks)`."""
-    options = sharding.options
-    assert isinstance(options, Overlap), "the style gave the number of chunks"
-    return options.chunks
+    """The number of chunks of a style with `.overlapped(chunks)`; 1 of another."""
+    return sharding.options.chunks if isinstance(sharding.options, Overlap) else 1
 
 
 def gathered_product(

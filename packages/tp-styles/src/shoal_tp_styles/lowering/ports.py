@@ -63,6 +63,18 @@ def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Colle
         yield Collective(op, size, backward=True, once_for=once)
 
 
+def own_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
+    """What a module whose plain inputs arrive as it needs them computes with: those, or the local shard of a DTensor.
+
+    Args:
+        lowered: the lowering.
+        x: the input.
+        port: the input's port; that of the first input if left out.
+    """
+    port = port or lowered.port_in
+    return local_input(x, port, lowered.mesh, grad=port.desired) if isinstance(x, DTensor) else x
+
+
 def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes, port: Port | None = None) -> Tensor:
     """`R | S(d) -> S(features)`: the input sharded along its features, as the weight is.
 

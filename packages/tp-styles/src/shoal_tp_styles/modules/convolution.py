@@ -2,18 +2,26 @@
 
 columns   x: R | S(d), W: S(out), b: S(0) -> y: S(channels)
 rows      x: S(channels), W: S(in), b: R -> y: R | S(d), the bias once, after the reduction
+groups    x: R | S(channels), W: S(groups), b: S(groups) -> y: S(channels) | R | S(d), no communication inside
 
-Transposed convolutions are convolutions whose weight is (in, out, ...).
+Transposed convolutions are convolutions whose weight is (in, out, ...).  Of a convolution of several groups, depthwise
+ones among them, a rank holds complete groups: it reads their input channels and computes their output channels alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from math import lcm
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from shoal_dtensor import Shard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes
+from shoal_mesh.internal import dataclass
 
 from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
@@ -29,7 +37,7 @@ from ..lowering.ports import (
 )
 from ..sharding.collective import Collective
 from ..sharding.module_kinds import TransposedLinear, kinds_of
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import ModuleCall, OwnOptions
 
 Compute = Callable[..., Tensor]
 _FUNCTIONS: dict[tuple[bool, int], Any] = {
@@ -83,9 +91,9 @@ def _conv(module: Any, inputs: list[Tensor], weight: Any, bias: Any, output_size
     return out.narrow(channels, 0, 0) if no_output else out
 
 
-def _with_zeros(tensor: Tensor, dim: int) -> Tensor:
-    """A tensor with one more index of a dim, of zeros."""
-    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], 1, *tensor.shape[dim + 1 :])], dim)
+def _with_zeros(tensor: Tensor, dim: int, more: int = 1) -> Tensor:
+    """A tensor with so many more indices of a dim, of zeros."""
+    return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], more, *tensor.shape[dim + 1 :])], dim)
 
 
 def _bilinear(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
@@ -161,3 +169,97 @@ class RowChannels(_Channels):
         weight: Any = self.local("weight")["weight"]
         partial = self.compute(self.module, [input], weight, None, *args, **kwargs)
         return partial_output(self, partial, "bias", channels)
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelsOfGroups(OwnOptions):
+    """How the groups of a convolution are sharded.
+
+    Attributes:
+        groups: number of groups.
+        unit: groups that stay together.
+        into, out_of: input and output channels of a group.
+        rows: of a group in the weight, along dim 0.
+        dim: the dim of the channels, from the end.
+    """
+
+    groups: int
+    unit: int
+    into: int
+    out_of: int
+    rows: int
+    dim: int
+
+    @classmethod
+    def of(cls, module: Any, multiple_of: int) -> Self:
+        """Of a convolution, whose ranks hold multiples of so many output channels."""
+        into, out_of = module.in_channels // module.groups, module.out_channels // module.groups
+        unit = lcm(out_of, multiple_of) // out_of
+        rows = into if module.transposed else out_of
+        return cls(module.groups, unit, into, out_of, rows, -1 - len(module.kernel_size))
+
+    @property
+    def input(self) -> Shard:
+        """The layout of the input."""
+        return Shard(self.dim, multiple_of=self.unit * self.into)
+
+    @property
+    def output(self) -> Shard:
+        """The layout of the output."""
+        return Shard(self.dim, multiple_of=self.unit * self.out_of)
+
+    @property
+    def parameters(self) -> dict[str, Shard]:
+        """The placements of the weight and the bias."""
+        weight, bias = self.unit * self.rows, self.unit * self.out_of
+        return {"weight": Shard(0, multiple_of=weight), "bias": Shard(0, multiple_of=bias)}
+
+    def held(self, ranks: int) -> list[int]:
+        """Groups of each rank.
+
+        Example:
+            >>> ChannelsOfGroups.of(torch.nn.Conv1d(6, 12, 3, groups=6), 4).held(4)
+            [2, 2, 2, 0]
+        """
+        return shard_sizes(self.groups, Shard(0, multiple_of=self.unit), ranks)
+
+
+class GroupedChannels(Lowered):
+    """A convolution of which each rank holds some groups."""
+
+    __slots__ = ("held", "options")
+
+    def resolve(self) -> None:
+        self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
+        self.held: list[int] = self.options.held(self.comm.size)
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from declare_sharded_input(call)
+        yield from declare_sharded_output(call)
+
+    def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        options, groups = self.options, self.held[self.comm.rank]
+        into, out_of = ([count * size for count in self.held] for size in (options.into, options.out_of))
+        x = sharded_input(self, input, input.ndim + options.dim, tuple(into))
+        if x.shape[options.dim] != into[self.comm.rank]:
+            raise LayoutError(
+                f"{self.sharding.style}: {self.module} holds {groups} complete groups here, of "
+                f"{into[self.comm.rank]} input channels, but {x.shape[options.dim]} arrived; shard the module before "
+                f"it by ColwiseParallel().aligned({options.unit * options.into})"
+            )
+        local: Any = self.local("weight", "bias")
+        out = self.computed(x, local["weight"], local["bias"], groups, *args, **kwargs)
+        channels = out.ndim + options.dim
+        return sharded_output(self, out, channels, sum(out_of), tuple(out_of))
+
+    def computed(  # what a convolution is made of
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, output_size: Any = None
+    ) -> Tensor:
+        """The output channels of so many groups; of none, which kernels refuse, by way of a group of zeros."""
+        if groups:
+            return convolved(self.module, x, weight, bias, groups, output_size)
+        options, dim = self.options, x.ndim + self.options.dim
+        x, weight = _with_zeros(x, dim, options.into), _with_zeros(weight, 0, options.rows)
+        bias = None if bias is None else _with_zeros(bias, 0, options.out_of)
+        return convolved(self.module, x, weight, bias, 1, output_size).narrow(dim, 0, 0)

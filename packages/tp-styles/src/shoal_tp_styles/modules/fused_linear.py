@@ -27,7 +27,7 @@ from ..lowering.parameters import deliver_grad
 from ..lowering.ports import declare_replicated_input, replicated_input
 from ..sharding.collective import Collective
 from ..sharding.heads import Heads, HeadShard
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import FusedBlocks, ModuleCall
 
 
 def _concatenated(shards: list[Tensor]) -> Tensor:
@@ -84,8 +84,7 @@ class FusedLowering(Lowered):
     __slots__ = ("blocks", "columns")
 
     def resolve(self) -> None:
-        fused = self.sharding.fused
-        assert fused is not None, "the style declared blocks"
+        fused = self.sharding.options_of(FusedBlocks)
         self.blocks: list[_Block] = [_Block("", None)]  # all of them in one parameter
         if fused.splits(self.comm.size):
             self.blocks = [_Block(name, self._replicas(heads)) for name, heads in fused.blocks.items()]
@@ -118,8 +117,7 @@ class FusedLowering(Lowered):
     @staticmethod
     def replicated_heads(call: ModuleCall) -> Iterator[Collective]:
         """The all-reduces of gradients of heads that several ranks hold: one per block and parameter."""
-        fused = call.sharding.fused
-        assert fused is not None, "the style declared blocks"
+        fused = call.sharding.options_of(FusedBlocks)
         for param in call.trained(f"{fused.prefix}weight", f"{fused.prefix}bias"):
             for heads in fused.blocks.values():
                 if heads.replicated(call.ranks):
@@ -138,8 +136,7 @@ class FusedColumn(FusedLowering):
         yield from cls.replicated_heads(call)
 
     def output_blocks(self) -> Sequence[Sequence[int]]:
-        fused, ranks = self.sharding.fused, self.comm.size
-        assert fused is not None, "the style declared blocks"
+        fused, ranks = self.sharding.options_of(FusedBlocks), self.comm.size
         if any(heads.replicated(ranks) for heads in fused.blocks.values()):
             return ()
         return [shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()]

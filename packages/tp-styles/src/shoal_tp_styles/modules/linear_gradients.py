@@ -5,18 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import grad_route
 
 from ..lowering.parameters import check_plain, deliver_grad, deliver_product
-
-
-def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """The tensor in a dtype; as it is where either is None."""
-    return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
 def note_parameters(ctx: Any, weight: DTensor, bias: DTensor | None) -> None:

@@ -18,10 +18,10 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 
-from ..lowering.boundary import from_local, input_dtensor, local_input, output_dtensor
+from ..lowering.boundary import Boundary, from_local, input_dtensor, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_buffers
-from ..lowering.ports import declare_summed_gradients
+from ..lowering.ports import declare_summed_gradients, own_input, sharded_output
 from ..sharding.collective import Collective
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import ModuleCall
@@ -107,10 +107,8 @@ class Tokenwise(Lowered):
         yield from declare_summed_gradients(call.module.parameters())
 
     def __call__(self, input: Tensor) -> Tensor:
-        global_shape: tuple[Any, ...] | None = None
-        if isinstance(input, DTensor):
-            global_shape = (*input.shape,)
-            input = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
+        global_shape = (*input.shape,) if isinstance(input, DTensor) else None
+        input = own_input(self, input)
         self.check_dim(input)
         names = self.read or self.params
         params = self.local(*names, comm=self.comm) if names else {}
@@ -130,6 +128,24 @@ class Tokenwise(Lowered):
                 f"{self.sharding.style}: dim {dim} of an input of shape {tuple(local.shape)} is a feature dim of "
                 f"{type(self.module).__name__}, which reads all features of a token; shard one of the dims before it"
             )
+
+
+class SequenceDropout(Boundary):
+    """A Dropout under `SequenceParallel`, on this rank's shard of the sequence.
+
+    While it is active it draws as a DTensor: the values that one device with the full sequence would draw.  Otherwise
+    it returns its input.
+    """
+
+    __slots__ = ()
+    one_axis = True
+
+    def __call__(self, input: Tensor) -> Any:
+        module: Any = self.module
+        idle = not module.training or module.p == 0
+        if idle and self.sharding.local_outputs and not isinstance(input, DTensor):
+            return input
+        return super().__call__(input)
 
 
 class ChannelGroups(Lowered):
@@ -165,10 +181,7 @@ class ChannelGroups(Lowered):
             out = functional.group_norm(input, groups, local["weight"], local["bias"], module.eps)
         else:
             out = _without_channels(input, local["weight"], local["bias"])
-        if self.sharding.local_outputs:
-            return out
-        shape = (out.shape[0], module.num_channels, *out.shape[2:])
-        return output_dtensor(out, self.port_out, self.mesh, shape)
+        return sharded_output(self, out, 1, module.num_channels, None)
 
 
 def _without_channels(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -200,7 +213,7 @@ class ChannelShards(Lowered):
         yield from ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        module, port = self.module, self.port_in
+        module = self.module
         expected = self.sizes[self.comm.rank]
         if not isinstance(input, DTensor) and input.shape[1] != expected:
             raise LayoutError(
@@ -209,12 +222,8 @@ class ChannelShards(Lowered):
             )
         if not self.runs_locally:
             return self._on_dtensors(input)
-        if isinstance(input, DTensor):
-            input = local_input(input, port, self.mesh, grad=port.desired)
-        out = _own_forward(module, input, self.local(*self.params), local_buffers(module))
-        if self.sharding.local_outputs:
-            return out
-        return output_dtensor(out, self.port_out, self.mesh, (out.shape[0], self.channels, *out.shape[2:]))
+        out = _own_forward(module, own_input(self, input), self.local(*self.params), local_buffers(module))
+        return sharded_output(self, out, 1, self.channels, None)
 
     def _on_dtensors(self, input: Tensor) -> Tensor:
         module, port = self.module, self.port_in

@@ -1,8 +1,13 @@
-"""RNN, LSTM and GRU on this rank's shard of the batch.
+"""RNN, LSTM and GRU on this rank's shard of the batch, or of the hidden units.
 
-A hidden state needs all of the one before it, so sharded hidden units cost a gather at every step of the sequence;
-what is independent is the batch.  x: S(batch), state: S(batch) -> output and state: S(batch); the gradients of the
-replicated parameters are partial sums and are reduced together, in one collective.
+batch         x: S(batch), state: S(batch) -> output and states: S(batch); parameters are replicated, their gradients
+              partial sums, which are reduced together, in one collective
+hidden units  x: R | S(d), W of each gate: S(hidden), h: S(hidden) -> output and states: S(hidden) | R
+
+A step reads all of the hidden state before it.  Where the units are sharded, the state is gathered in every step of
+every layer and direction: over a sequence of n steps, n collectives of (batch, hidden), and n reduce-scatters of its
+gradient.  That saves memory and products of the weights, so it pays for wide layers and short sequences.  Samples of
+the batch are independent: sharding it takes no communication of activations at all.
 """
 
 from __future__ import annotations
@@ -10,19 +15,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
+from torch.nn.utils.rnn import PackedSequence
 
-from shoal_dtensor import DTensor, Shard
+from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+from shoal_dtensor.internal import in_memory_as
 
-from ..lowering.boundary import from_local, local_input
+from ..lowering.boundary import from_local, port_moves
+from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters
-from ..lowering.ports import declare_summed_gradients
+from ..lowering.ports import (
+    declare_replicated_input,
+    declare_summed_gradients,
+    nbytes,
+    own_input,
+    replicated_input,
+    sharded_input,
+    sharded_output,
+)
 from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, Port
+from ..sharding.expert_shards import PackedShard, experts_per_rank
+from ..sharding.module_kinds import keeps_forward
+from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
 
-RECURRENT: tuple[type[nn.Module], ...] = (nn.RNN, nn.LSTM, nn.GRU)
+_GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
+RECURRENT: tuple[type[nn.Module], ...] = tuple(_GATES)
+_UNITS = Shard(-1)
 
 
 class Recurrent(Lowered):
@@ -61,7 +83,7 @@ class Recurrent(Lowered):
         try:
             module._parameters.update(local)
             module._flat_weights = [local[name] for name in module._flat_weights_names]
-            out, state = _forward(module, self.own_shard(input, self.port_in), self.states(hx))
+            out, state = _forward(module, own_input(self, input), self.states(hx))
         finally:
             module._parameters.update(saved)
             module._flat_weights = flat
@@ -77,11 +99,9 @@ class Recurrent(Lowered):
     def states(self, hx: Any) -> Any:
         """This rank's shard of the initial state: one tensor, or two for an LSTM."""
         port = Port(Shard(1), Shard(1))
-        return tuple(self.own_shard(each, port) for each in hx) if isinstance(hx, tuple) else self.own_shard(hx, port)
-
-    def own_shard(self, tensor: Any, port: Port) -> Any:
-        """This rank's shard of the batch."""
-        return local_input(tensor, port, self.mesh, grad=port.desired) if isinstance(tensor, DTensor) else tensor
+        if isinstance(hx, tuple):
+            return tuple(own_input(self, each, port) for each in hx)
+        return own_input(self, hx, port)
 
 
 def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] | None:
@@ -103,3 +123,199 @@ def _forward(module: Any, x: Tensor, hx: Any) -> tuple[Tensor, Any]:
     out, state = forward(module, x.new_zeros(shape))
     none = tuple(each.narrow(1, 0, 0) for each in (state if type(state) is tuple else (state,)))
     return out.narrow(batch, 0, 0), none if type(state) is tuple else none[0]
+
+
+def sharded_hidden_units(
+    style: str, module: Any, arriving: Placement, leaving: Placement | None, *, local_outputs: bool
+) -> ModuleSharding:
+    """The sharding of a recurrent module along its hidden units.
+
+    Args:
+        style: its name, for messages.
+        module: a `nn.RNN`, `nn.LSTM` or `nn.GRU`.
+        arriving: layout of a plain input.
+        leaving: layout of output and states, Replicate or Shard(-1); None: as not given.
+        local_outputs: plain tensors leave the module.
+
+    Raises:
+        UnsupportedModuleError: if it has projections, or a forward of its own.
+        LayoutError: if the output would be neither whole nor the units of a rank.
+    """
+    kind = next(kind for kind in _GATES if isinstance(module, kind))
+    if module.proj_size or not keeps_forward(module, kind):
+        what = f"proj_size={module.proj_size}" if module.proj_size else "a forward of its own"
+        raise UnsupportedModuleError(
+            f"{style}: {type(module).__name__} has {what}, so its hidden units cannot be sharded; its batch can: "
+            f"SequenceParallel(sequence_dim={0 if module.batch_first else 1})"
+        )
+    leaving = leaving or _UNITS
+    if leaving not in (Replicate(), _UNITS) or (module.bidirectional and leaving == _UNITS):
+        raise LayoutError(
+            f"{style}: the output of {module} leaves as Replicate(){'' if module.bidirectional else ' or Shard(-1)'}, "
+            f"got {leaving!r}{' (both directions have some of each rank)' * module.bidirectional}; give "
+            "output_layouts=Replicate()"
+        )
+    gates = Shard(0) if _GATES[kind] == 1 else PackedShard(0, _GATES[kind], module.hidden_size)
+    port = Port(_UNITS, leaving)
+    return ModuleSharding(
+        style,
+        dict.fromkeys(module._flat_weights_names, gates),
+        inputs=(Port(arriving, Replicate()), Port(leaving, _UNITS)),
+        outputs=(port, port),
+        lowering=HiddenUnits,
+        local_outputs=local_outputs,
+    )
+
+
+class HiddenUnits(Lowered):
+    """A recurrent module of which each rank computes some hidden units."""
+
+    __slots__ = ("sizes",)
+
+    def resolve(self) -> None:
+        module: Any = self.module
+        self.sizes: tuple[int, ...] = tuple(experts_per_rank(module.hidden_size, self.comm.size))
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        module: Any = call.module
+        x, state, given = call.input(), _tensors(call.outputs[1])[0], (*call.args, *call.kwargs.values())[1:]
+        initial = _tensors(given[0]) if given and given[0] is not None else ()
+        assert x is not None, "a recurrent module has an input"
+        yield from declare_replicated_input(call)
+        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], nbytes(state) // state.shape[0]
+        directions = 1 + module.bidirectional
+        for layer in range(module.num_layers):
+            count = (steps - 1 + bool(initial) + (layer < module.num_layers - 1)) * directions
+            yield from (Collective("all_gather", gathered) for _ in range(count))
+            if call.output.requires_grad:
+                count -= directions * bool(initial and not initial[0].requires_grad)
+                yield from (Collective("reduce_scatter", gathered, backward=True) for _ in range(count))
+        for tensor in initial:
+            yield from port_moves(call.sharding.input_port(1), tensor)
+        for part in call.output.chunk(directions, -1):
+            yield from port_moves(call.sharding.output_port(), part)
+        for tensor in _tensors(call.outputs[1]):
+            yield from port_moves(call.sharding.output_port(), tensor)
+
+    def __call__(self, input: Tensor, hx: Any = None) -> Any:
+        module: Any = self.module
+        if isinstance(input, PackedSequence):
+            raise UnsupportedModuleError(
+                f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different batches; give it "
+                "the padded tensor, and mask what is behind the end of a sequence"
+            )
+        x = replicated_input(self, input)
+        single = x.ndim == 2
+        batch_dim = 1 if single else 0 if module.batch_first else 1
+        x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
+        given = _tensors(hx) if hx is not None else ()
+        initial = [self.own_units(each.unsqueeze(1) if single else each) for each in given]
+        outputs, states = self.layers(x, initial)
+        if module.batch_first and not single:
+            outputs = [each.transpose(0, 1) for each in outputs]
+        if single:
+            outputs, states = [each.squeeze(1) for each in outputs], [each.squeeze(batch_dim) for each in states]
+        out = self.leaving(outputs)
+        left = tuple(self.leaving([each]) for each in states)
+        return out, left if isinstance(module, nn.LSTM) else left[0]
+
+    def own_units(self, state: Tensor) -> Tensor:
+        """This rank's units of an initial state, (layers and directions, batch, units)."""
+        return sharded_input(self, state, state.ndim - 1, self.sizes, self.sharding.input_port(1))
+
+    def leaving(self, parts: list[Tensor]) -> Tensor:
+        """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
+        features, size = parts[0].ndim - 1, sum(self.sizes)
+        if len(parts) == 1:
+            return sharded_output(self, parts[0], features, size, self.sizes)
+        whole = [gather(part, self.comm, features, self.sizes) for part in parts]
+        out = in_memory_as(parts[0], torch.cat(whole, -1))
+        if self.sharding.local_outputs:
+            return out
+        return DTensor.from_local(out, self.mesh, (Replicate(),), run_check=False)
+
+    def layers(self, x: Tensor, initial: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Outputs of each direction of the last layer, and the last states; all of this rank's units.
+
+        Args:
+            x: (steps, batch, features).
+            initial: of each kind of state, (layers and directions, batch, units); none: zeros.
+        """
+        module: Any = self.module
+        local: Any = self.local(*module._flat_weights_names)
+        last: list[tuple[Tensor, ...]] = []
+        outputs: list[Tensor] = []
+        for layer in range(module.num_layers):
+            inner, outputs, whole = layer < module.num_layers - 1, [], []
+            for end in ("", "_reverse")[: 1 + module.bidirectional]:
+                names = [f"{name}_l{layer}{end}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+                weights = [local.get(name) for name in names]
+                state = tuple(each[len(last)] for each in initial)
+                own, full, state = self.steps(x.flip(0) if end else x, weights, state, inner)
+                outputs.append(own.flip(0) if end else own)
+                whole.append(full.flip(0) if end and inner else full)
+                last.append(state)
+            if inner:
+                x = self.dropped(torch.cat(whole, -1))
+        return outputs, [torch.stack(each) for each in zip(*last, strict=True)]
+
+    def steps(
+        self, x: Tensor, weights: list[Tensor], state: tuple[Tensor, ...], inner: bool
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """One layer in one direction.
+
+        Returns:
+            The outputs of this rank's units, (steps, batch, units); those of all units, where a layer follows that
+            reads them; and the last state.
+        """
+        of_inputs, of_state, bias_of_inputs, bias_of_state = weights
+        units = self.sizes[self.comm.rank]
+        drive = linear(x, of_inputs, bias_of_inputs)
+        if state:
+            hidden = gather_partial(state[0], self.comm, 1, self.sizes)
+        else:
+            state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (1 + isinstance(self.module, nn.LSTM))
+            hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
+        own, full = [], []
+        for step, driven in enumerate(drive):
+            state = self.cell(driven, linear(hidden, of_state, bias_of_state), state, units)
+            own.append(state[0])
+            if inner or step < len(drive) - 1:
+                hidden = gather_partial(state[0], self.comm, 1, self.sizes)
+                full.append(hidden)
+        return torch.stack(own), torch.stack(full) if inner else own[0], state
+
+    def cell(self, driven: Tensor, kept: Tensor, state: tuple[Tensor, ...], units: int) -> tuple[Tensor, ...]:
+        """The next state, from what the gates get from the input and from the state, (batch, gates and units)."""
+        module: Any = self.module
+        if isinstance(module, nn.LSTM):
+            into, forget, value, out = _gates(driven + kept, units, 4)
+            memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
+            return out.sigmoid() * memory.tanh(), memory
+        if isinstance(module, nn.GRU):
+            reset, update, value = _gates(driven, units, 3)
+            kept_reset, kept_update, kept_value = _gates(kept, units, 3)
+            update = (update + kept_update).sigmoid()
+            value = (value + (reset + kept_reset).sigmoid() * kept_value).tanh()
+            return ((1 - update) * value + update * state[0],)
+        both = driven + kept
+        return (both.tanh() if module.nonlinearity == "tanh" else both.relu(),)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """What the next layer reads, after the dropout that one device would draw; the gradient of `x` is partial."""
+        module: Any = self.module
+        if not module.training or not module.dropout:
+            return x
+        ones = DTensor.from_local(torch.ones_like(x), self.mesh, (Replicate(),), run_check=False)
+        kept: Any = dropout(ones, module.dropout)
+        mask: Tensor = kept.to_local()
+        return x * mask
+
+
+def _gates(x: Tensor, units: int, gates: int) -> list[Tensor]:
+    return list(torch.split_with_sizes(x, [units] * gates, -1))
+
+
+def _tensors(state: Any) -> tuple[Tensor, ...]:
+    return tuple(state) if isinstance(state, tuple | list) else (state,)

@@ -3,8 +3,8 @@
 x: S(-1) -> y: R        all-reduce of y; backward: nothing
 x: S(-1) -> y: S(d)     reduce-scatter of y; backward: all-gather of dy
 
-`OverlappedRow` does it in chunks of dim 0: the reduction of one beside the product of the next, in the backward the
-all-gather of the next beside the products of dx.
+Under a style with `.overlapped(chunks)` it does so in chunks of dim 0: the reduction of one beside the product of the
+next, in the backward the all-gather of the next beside the products of dx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from shoal_dtensor.internal import (
     local_shard,
     selectively_checkpointed,
     unwatched,
-    whole_when_compiled,
 )
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
@@ -36,7 +35,6 @@ from ..lowering.boundary import from_local, local_input, local_output, output_dt
 from ..lowering.collective_functions import (
     ShardedDim,
     gather_dim,
-    reduce,
     reduce_scatter_dim,
     sharded_dim,
     split,
@@ -50,24 +48,6 @@ from ..sharding.module_sharding import ModuleCall
 from .linear_gradients import note_parameters, save_operands, weight_grads
 
 Grads = tuple[Any, ...]
-
-
-def _save_for_row(
-    ctx: Any,
-    x: Tensor,
-    weight: DTensor,
-    bias: DTensor | None,
-    where: Comm | ShardedDim | None,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Keep what the backward needs; returns input and local weight in the dtype of the product."""
-    ctx.where, ctx.input_dtype = where, x.dtype
-    note_parameters(ctx, weight, bias)
-    w = local_shard(weight)
-    if dtype is not None:
-        x, w = x.to(dtype), w.to(dtype)
-    save_operands(ctx, x, w)
-    return x, w
 
 
 def _reduced(out: Tensor, bias: DTensor | None, where: Comm | ShardedDim | None) -> Tensor:
@@ -97,17 +77,19 @@ class _Row(Function):
         dtype: torch.dtype | None,
         chunks: int = 1,
     ) -> Tensor:
-        x, w = _save_for_row(ctx, x, weight, bias, where, dtype)
-        ctx.chunks = chunks
+        ctx.where, ctx.input_dtype, ctx.chunks = where, x.dtype, chunks
+        note_parameters(ctx, weight, bias)
+        w = local_shard(weight)
+        if dtype is not None:
+            x, w = x.to(dtype), w.to(dtype)
+        save_operands(ctx, x, w)
         if chunks > 1 and where is not None:
             with unwatched():
                 out = reduced_product(x, w, where, chunks)
                 return out if bias is None else out.add_(local_shard(bias))
         out = linear(x, w)
-        if (
-            dispatch_modes() and selectively_checkpointed()
-        ):  # it may have saved the product, which is reduced in place otherwise
-            with unwatched():
+        if dispatch_modes() and selectively_checkpointed():
+            with unwatched():  # it may have saved the product, which is reduced in place otherwise
                 return _reduced(out.clone(), bias, where)
         return _reduced(out, bias, where)
 
@@ -133,32 +115,32 @@ class _Row(Function):
 _row_direct = direct(_Row)
 
 
-@whole_when_compiled
-def _reduced_product(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm) -> Tensor:
-    """x: S(-1) -> y: R, on local shards."""
-    out = reduce(linear(x, weight), comm)
-    return out if bias is None else out + bias.to(out.dtype)
-
-
 class RowLinear(Lowered):
     """A row-wise Linear; plain sharded inputs and plain outputs take the shortest path."""
 
-    __slots__ = ("direct_in", "fast", "where")
-    chunks = 1
+    __slots__ = ("chunks", "direct_in", "fast", "where")
 
     def resolve(self) -> None:
+        self.chunks: int = chunks_of(self.sharding)
         self.direct_in: bool = self.port_in.layout == self.port_in.desired
         self.where: ShardedDim | None = sharded_dim(self.port_out.desired, self.comm)
-        self.fast: bool = self.direct_in and self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
+        self.fast: bool = self.direct_in and reduced and self.chunks == 1
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_sharded_input(call)
-        yield from declare_partial_output(call)
+        x, placement = call.input(), call.sharding.output_port().desired
+        chunked = {("all_reduce", False), ("reduce_scatter", False)}
+        if x is not None and x.requires_grad:
+            chunked.add(("all_gather", True))
+        declared = [*declare_sharded_input(call), *declare_partial_output(call)]
+        yield from in_chunks(declared, chunked, chunks_of(call.sharding), call.output, placement, call.ranks)
 
     def __call__(self, input: Tensor) -> Tensor:
         if is_compiling():
-            return self.traced(input)
+            weight: Any = self.local("weight")["weight"]
+            input = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
+            return partial_output(self, linear(input, weight), "bias")
         if type(input) is not Tensor or not self.fast or autocasting() or transforming():
             return self.general(input)
         params = self.params
@@ -184,16 +166,6 @@ class RowLinear(Lowered):
                 f"in its last dim, got shape {tuple(input.shape)}. Give input_layouts=Replicate() if every rank holds "
                 "all of them, or shard the module before it with ColwiseParallel()"
             )
-
-    def traced(self, input: Tensor) -> Tensor:
-        """The forward in terms that torch.compile follows."""
-        if self.fast and input.__class__ is Tensor:  # for `type(input)` Dynamo adds a guard in Python
-            whole: Any = self.shard("weight")
-            return _reduced_product(input, whole, self.shard("bias"), self.comm)
-        sizes = self.spec("weight").sizes(1)
-        weight: Any = self.local("weight")["weight"]
-        input = sharded_input(self, input, input.ndim - 1, sizes)
-        return partial_output(self, linear(input, weight), "bias")
 
     def general(self, input: Tensor) -> Tensor:
         """DTensor inputs, other layouts and autocast."""
@@ -240,23 +212,3 @@ class RowLinear(Lowered):
             left = left + (bias if dtype is None else bias.to(dtype))
             left = output_dtensor(left, self.port_out, self.mesh)
         return local_output(left, self.sharding.style) if self.sharding.local_outputs else left
-
-
-class OverlappedRow(RowLinear):
-    """A row-wise Linear of a style with `.overlapped(chunks)`."""
-
-    __slots__ = ("chunks",)
-
-    def resolve(self) -> None:
-        super().resolve()
-        self.fast = False
-        self.chunks: int = chunks_of(self.sharding)
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        x, placement = call.input(), call.sharding.output_port().desired
-        chunked = {("all_reduce", False), ("reduce_scatter", False)}
-        if x is not None and x.requires_grad:
-            chunked.add(("all_gather", True))
-        declared = super().collectives(call)
-        yield from in_chunks(declared, chunked, chunks_of(call.sharding), call.output, placement, call.ranks)

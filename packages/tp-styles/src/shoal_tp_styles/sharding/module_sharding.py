@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,6 +18,8 @@ from .heads import Heads, HeadShard
 
 COMPLETION = "completed by the arithmetic that is entered"
 """The style of what stands in on modules that no style shards; a style that comes later replaces it."""
+
+Options = TypeVar("Options")
 
 ParameterPlacement = Placement | HeadShard | PackedShard | ExpertOwner
 """Of a parameter: a placement, or what becomes one when the number of ranks is known."""
@@ -203,6 +205,11 @@ class ModuleSharding:
     def output_port(self, index: int = 0) -> Port:
         """The port of an output; replicated where none is declared."""
         return _port(self.outputs, index)
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """The options, for a lowering whose style declares this kind of them."""
+        assert isinstance(self.options, kind), f"{self.style} declares {kind.__name__}"
+        return self.options
 
     @property
     def fused(self) -> FusedBlocks | None:

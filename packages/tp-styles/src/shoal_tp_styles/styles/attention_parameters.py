@@ -11,7 +11,7 @@ from shoal_dtensor import Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh.internal import dataclass
 
-from ..modules.latent import LatentLinear
+from ..modules.composed_linear import LatentLinear
 from ..modules.local_forward import LocalCounts, LocalForward
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import LatentFeatures, ModuleSharding, Port

@@ -8,7 +8,7 @@ from shoal_dtensor import Placement, Shard
 from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
-from ..modules.grouped_convolution import ChannelsOfGroups, GroupedChannels
+from ..modules.convolution import ChannelsOfGroups, GroupedChannels
 from ..modules.norm import ChannelGroups, ChannelShards
 from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port

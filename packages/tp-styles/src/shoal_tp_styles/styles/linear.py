@@ -17,13 +17,12 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
-from ..modules.column_linear import ColumnLinear, OverlappedColumn
+from ..modules.column_linear import ColumnLinear
 from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
 from ..modules.fused_linear import FusedColumn
-from ..modules.hidden_units import sharded_hidden_units
-from ..modules.recurrent import RECURRENT
-from ..modules.row_linear import OverlappedRow, RowLinear
+from ..modules.recurrent import RECURRENT, sharded_hidden_units
+from ..modules.row_linear import RowLinear
 from ..sharding.heads import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
@@ -128,25 +127,20 @@ class _FeatureStyle(DeclaredStyle):
         """Of a convolution of several groups, whose channels are sharded inside whatever the style."""
         self._overlap(module, None)
         arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
-        from .channel import sharded_groups  # the lowerings of groups, which few plans need
+        from .channel import sharded_groups  # the norms of channels, which few plans need
 
         return sharded_groups(self, module, arriving, leaving)
 
-    def _overlap(
-        self, module: nn.Module, lowering: type[Lowered] | None
-    ) -> tuple[type[Lowered] | None, Overlap | None]:
-        """The lowering and options of a module: those that overlap where the style asks for it."""
+    def _overlap(self, module: nn.Module, lowering: type[Lowered] | None) -> Overlap | None:
+        """The options of a module's lowering; those that overlap where the style asks for it."""
         if self.chunks == 1:
-            return lowering, None
-        if lowering not in _OVERLAPPED:
+            return None
+        if lowering not in (ColumnLinear, RowLinear):
             raise UnsupportedModuleError(
                 f"{type(self).__name__}.overlapped: takes a Linear with torch's forward, got {type(module).__name__}; "
                 "leave out overlapped()"
             )
-        return _OVERLAPPED[lowering], Overlap(self.chunks)
-
-
-_OVERLAPPED: dict[type[Lowered] | None, type[Lowered]] = {ColumnLinear: OverlappedColumn, RowLinear: OverlappedRow}
+        return Overlap(self.chunks)
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
@@ -213,7 +207,8 @@ class ColwiseParallel(_FeatureStyle):
         assert features.output is not None, "every column-wise module shards its output"
         natural = Shard(features.output)
         port = Port(self.given("input_layouts") or Replicate(), Replicate())
-        lowering, options = self._overlap(module, features.lowering_for(module, kind))
+        lowering = features.lowering_for(module, kind)
+        options = self._overlap(module, lowering)
         if options is not None and not (isinstance(port.layout, Shard) and port.layout.multiple_of == 1):
             raise LayoutError(
                 f"ColwiseParallel.overlapped: runs the gather of a sharded input beside the product, got input_layouts="
@@ -301,7 +296,7 @@ class RowwiseParallel(_FeatureStyle):
             name: HeadShard(dim, self.of_heads) if self.of_heads else Shard(dim, multiple_of=self.multiple_of)
             for name, dim in features.parameters.items()
         }
-        lowering, options = self._overlap(module, features.lowering_for(module, kind))
+        lowering = features.lowering_for(module, kind)
         return ModuleSharding(
             "RowwiseParallel",
             parameters,
@@ -309,5 +304,5 @@ class RowwiseParallel(_FeatureStyle):
             outputs=(Port(Partial(), self.given("output_layouts") or Replicate()),),
             local_outputs=self.use_local_output,
             lowering=lowering,
-            options=options,
+            options=self._overlap(module, lowering),
         )

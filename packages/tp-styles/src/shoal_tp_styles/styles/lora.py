@@ -22,7 +22,7 @@ from shoal_mesh.internal import dataclass
 
 from ..apply.apply import shardings_of
 from ..modules.column_linear import ColumnLinear
-from ..modules.lora_linear import AdapterColumn, AdapterRow
+from ..modules.composed_linear import AdapterLinear
 from ..modules.row_linear import RowLinear
 from ..sharding.module_sharding import Adapter, ModuleSharding
 from .linear import ColwiseParallel, RowwiseParallel
@@ -53,7 +53,7 @@ class LoRA(DeclaredStyle):
         if not isinstance(module, nn.Linear):
             raise UnsupportedModuleError(f"LoRA has adapters for Linear, not for {type(module).__name__}")
         base = self.base.sharding(module)
-        if base.lowering not in (ColumnLinear, RowLinear):
+        if base.lowering not in (ColumnLinear, RowLinear) or base.options is not None:
             raise UnsupportedModuleError(
                 f"LoRA: no adapter for {type(module).__name__} under {self.base}; the base is ColwiseParallel or "
                 "RowwiseParallel (without heads() and overlapped()), the module a Linear with torch's forward"
@@ -68,7 +68,7 @@ class LoRA(DeclaredStyle):
             inputs=base.inputs,
             outputs=base.outputs,
             local_outputs=base.local_outputs,
-            lowering=AdapterColumn if columns else AdapterRow,
+            lowering=AdapterLinear,
             options=Adapter(self.rank, self.alpha / self.rank, self.train_base),
         )
 

@@ -8,8 +8,7 @@ from shoal_dtensor import Placement, Shard
 from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
-from ..modules.dropout import SequenceDropout
-from ..modules.norm import TOKENWISE, Tokenwise, is_norm
+from ..modules.norm import TOKENWISE, SequenceDropout, Tokenwise, is_norm
 from ..modules.recurrent import RECURRENT, Recurrent
 from ..sharding.module_kinds import class_of
 from ..sharding.module_sharding import ModuleSharding, Port
