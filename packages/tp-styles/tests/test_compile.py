@@ -1,4 +1,4 @@
-"""Lowered modules under torch.compile, full graphs on real ranks.  Covers: lowering/compile.py, lowering/ports.py.
+"""Lowered modules under torch.compile, full graphs on real ranks.  Covers: lowering/parameters.py, lowering/ports.py.
 
 A traced model gives the outputs and gradients of the eager one; its graphs hold functional collectives and no others.
 """

@@ -1,6 +1,6 @@
 """Training with compiled forward, loss, backward, clipping and optimizer, on real ranks.
 
-Covers: lowering/traced_shards.py, lowering/parameters.py.  Losses, norms and weights are those of one device,
+Covers: lowering/parameters.py.  Losses, norms and weights are those of one device,
 whose optimizer is compiled too: a compiled Adam corrects its bias in float32.
 """
 

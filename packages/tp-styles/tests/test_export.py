@@ -1,7 +1,7 @@
 """A parallel module exported is a program of ATen operators and functional collectives: it runs without shoal.
 
-Covers: lowering/compile.py.  The program is saved, loaded by processes in which no import of shoal succeeds, and gives
-the result of the module; AOTInductor compiles it.
+Covers: lowering/parameters.py.  The program is saved, loaded by processes in which no import of shoal succeeds, and
+gives the result of the module; AOTInductor compiles it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from shoal_tp_styles import (
 )
 from shoal_tp_styles.lowering import parameters
 from shoal_tp_styles.lowering.parameters import deliver_grad
-from shoal_tp_styles.modules import column_linear, embedding, fused_linear, linear_gradients
+from shoal_tp_styles.modules import column_linear, linear_gradients
 from shoal_tp_styles.testing import MLP, all_ranks
 from tp_checks import global_value
 
@@ -76,7 +76,7 @@ def routes_taken() -> Iterator[list[GradRoute]]:
         return returned
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (embedding, parameters, linear_gradients, fused_linear):
+        for module in (parameters, linear_gradients):
             patch.setattr(module, "deliver_grad", deliver)
         yield taken
 

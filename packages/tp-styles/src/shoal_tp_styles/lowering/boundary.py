@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import current_watch, global_stride, is_compiling, unwatched_functions
-from shoal_mesh import DeviceMesh, differentiable
+from shoal_mesh import DeviceMesh
 
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
-from .collective_functions import gather, reduce, scatter, sharded_dim, split, uneven_output
+from .collective_functions import uneven_output
 from .lowered import Lowered
 
 _FORWARD = {
@@ -59,28 +59,6 @@ def input_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh) -> DTensor:
     raise LayoutError(f"layout {port.layout} is given for a {type(tensor).__name__}; use None for what is not a tensor")
 
 
-def traced_move(tensor: Any, port: Port, mesh: DeviceMesh) -> Tensor | None:
-    """A plain tensor in the port's desired layout, by collectives that compiled code follows through any length.
-
-    None where DTensor has to move it: in eager code, for DTensors, shards of different sizes and unusual layouts.
-    """
-    if not is_compiling() or isinstance(tensor, DTensor) or not isinstance(tensor, Tensor):
-        return None
-    comm, before, after = mesh.comm(0), _positive(port.layout, tensor.ndim), _positive(port.desired, tensor.ndim)
-    old, new = sharded_dim(before, comm), sharded_dim(after, comm)
-    if (old and old[2]) or (new and (new[2] or tensor.shape[new[1]] % comm.size)):
-        return None
-    if before == after:
-        return tensor
-    if old is not None and new is not None:
-        return differentiable.all_to_all(tensor, comm, new[1], old[1])
-    if before == Partial() and (new is not None or after.is_replicate()):
-        return reduce(tensor, comm) if new is None else scatter(tensor, comm, new[1])
-    if old is not None and after.is_replicate():
-        return gather(tensor, comm, old[1])
-    return split(tensor, comm, new[1]) if before.is_replicate() and new is not None else None
-
-
 def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
     placement = _positive(placement, tensor.ndim)
     if tensor.placements == (placement,):
@@ -97,9 +75,6 @@ def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -
         mesh: the module's mesh.
         grad: the placement in which the computation returns the gradient of this shard.
     """
-    moved = traced_move(tensor, port, mesh) if grad == port.desired else None
-    if moved is not None:
-        return moved
     arrived = input_dtensor(tensor, port, mesh)
     return arrived.to_local(grad_placements=(_positive(grad, arrived.ndim),))
 
@@ -137,7 +112,12 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
             know them. Those of features it knows from its weight.
     """
     (placement,) = tensor.placements
-    if isinstance(placement, Shard) and _unknown_sizes(placement, tensor):
+    if (
+        isinstance(placement, Shard)
+        and placement.sizes is None
+        and placement.dim < tensor.ndim - 1
+        and not tensor.spec.even
+    ):
         raise uneven_output(style, tensor.shape[placement.dim], placement.dim, tensor.device_mesh.comm(0))
     # The consumer of a plain replicated tensor returns a complete gradient; of a partial one, a replicated one.
     grad: Placement = Replicate() if isinstance(placement, Partial) else placement
@@ -146,10 +126,6 @@ def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> T
     if watch is not None:
         watch.note_spec(local, tensor.spec, source)
     return local
-
-
-def _unknown_sizes(placement: Shard, tensor: DTensor) -> bool:
-    return placement.sizes is None and placement.dim < tensor.ndim - 1 and not tensor.spec.even
 
 
 def from_local(tensor: Tensor, placement: Placement, mesh: DeviceMesh, shape: Sequence[int] | None) -> DTensor:
@@ -172,24 +148,55 @@ class Boundary(Lowered):
     sampling: ClassVar[Literal["watched"]] = "watched"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        sharding, mesh = self.sharding, self.mesh
-        module = self.module
+        sharding, module, inner = self.sharding, self.module, self.inner
         if isinstance(module, nn.EmbeddingBag):
             _refuse_own_offsets(sharding, args[1] if len(args) > 1 else kwargs.get("offsets"))
-        args = _through(args, sharding.inputs, lambda x, port: _enter(x, port, sharding, mesh), sharding, "inputs")
+        args = self._through(args, sharding.inputs, self._enter, "inputs")
         for name, port in sharding.keywords.items():
             if name in kwargs:
-                kwargs[name] = _enter(kwargs[name], port, sharding, mesh)
-        inner = self.inner
+                kwargs[name] = self._enter(kwargs[name], port)
         out = inner(*args, **kwargs) if inner is not None else type(module).forward(module, *args, **kwargs)
         if sharding.outputs is None:
             return out
         many = isinstance(out, (tuple, list))
-        results = tuple(out) if many else (out,)
-        results = _through(
-            results, sharding.outputs, lambda x, port: _leave(x, port, sharding, mesh), sharding, "outputs"
-        )
+        results = self._through(tuple(out) if many else (out,), sharding.outputs, self._leave, "outputs")
         return type(out)(results) if many and type(out) in (tuple, list) else results if many else results[0]
+
+    def _through(
+        self,
+        values: tuple[Any, ...],
+        ports: tuple[Port | None, ...] | None,
+        move: Callable[[Any, Port], Any],
+        what: str,
+    ) -> tuple[Any, ...]:
+        """Inputs or outputs in the layouts of their ports; those behind the last port pass through."""
+        if ports is None:
+            return values
+        if self.sharding.strict and len(values) != len(ports):
+            raise LayoutError(
+                f"{self.sharding.style}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
+                "use None for those that pass through"
+            )
+        moved = tuple(
+            value if port is None or value is None else move(value, port)
+            for value, port in zip(values, ports, strict=False)
+        )
+        return moved + values[len(ports) :]
+
+    def _enter(self, value: Any, port: Port) -> Any:
+        watch = None if is_compiling() else current_watch()
+        with nullcontext() if watch is None else unwatched_functions():
+            arrived = input_dtensor(value, port, self.mesh)
+            if self.sharding.local_inputs:
+                return local_output(arrived, self.sharding.style, value)
+            if watch is not None:
+                watch.note_spec(arrived, arrived.spec, value)
+        return arrived
+
+    def _leave(self, value: Any, port: Port) -> Any:
+        with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
+            left = output_dtensor(value, port, self.mesh)
+            return local_output(left, self.sharding.style) if self.sharding.local_outputs else left
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -209,47 +216,3 @@ def _refuse_own_offsets(sharding: ModuleSharding, offsets: Any) -> None:
             f"offsets of all ranks' tokens, got a plain {type(offsets).__name__} beside input_layouts={layout}. Give "
             "DTensors, or input_layouts=Replicate() and all tokens, or 2-D tokens, whose rows are the bags"
         )
-
-
-def _through(
-    values: tuple[Any, ...],
-    ports: tuple[Port | None, ...] | None,
-    move: Callable[[Any, Port], Any],
-    sharding: ModuleSharding,
-    what: str,
-) -> tuple[Any, ...]:
-    if ports is None:
-        return values
-    if sharding.strict and len(values) != len(ports):
-        raise LayoutError(
-            f"{sharding.style}: the module has {len(values)} {what}, but layouts for {len(ports)} are given; "
-            "use None for those that pass through"
-        )
-    moved = tuple(
-        value if port is None or value is None else move(value, port)
-        for value, port in zip(values, ports, strict=False)  # inputs behind the last port pass through
-    )
-    return moved + values[len(ports) :]
-
-
-def _enter(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
-    moved = traced_move(value, port, mesh) if sharding.local_inputs else None
-    if moved is not None:
-        return moved
-    watch = None if is_compiling() else current_watch()
-    with nullcontext() if watch is None else unwatched_functions():
-        arrived = input_dtensor(value, port, mesh)
-        if sharding.local_inputs:
-            return local_output(arrived, sharding.style, value)
-        if watch is not None:
-            watch.note_spec(arrived, arrived.spec, value)
-    return arrived
-
-
-def _leave(value: Any, port: Port, sharding: ModuleSharding, mesh: DeviceMesh) -> Any:
-    moved = traced_move(value, port, mesh) if sharding.local_outputs else None
-    if moved is not None:
-        return moved
-    with nullcontext() if is_compiling() or current_watch() is None else unwatched_functions():
-        left = output_dtensor(value, port, mesh)
-        return local_output(left, sharding.style) if sharding.local_outputs else left

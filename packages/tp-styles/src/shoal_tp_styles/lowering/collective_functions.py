@@ -15,6 +15,7 @@ reverse move:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None:
         size = tensor.shape[dim] // comm.size
         return tensor.narrow(dim, comm.rank * size, size).contiguous()
-    return tensor.narrow(dim, sum(sizes[: comm.rank]), sizes[comm.rank]).contiguous()
+    start = sum(sizes[: comm.rank])  # of sizes (3, 1, 2), rank 2 has 4 and 5
+    return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
 class _Reduce(Function):
@@ -136,39 +138,32 @@ class _Copy(Function):
         return reduce(grad, ctx.comm), None
 
 
-_MOVES = {"reduce": _Reduce, "scatter": _Scatter, "gather": _Gather}
-
-
-def _collective(move: str, *args: Any) -> Any:
-    """`apply` of a move; selective activation checkpointing does not see the results, which are written to."""
-    if is_compiling():
-        return _traced(move, *args)
-    if not selectively_checkpointed():
-        return apply(_MOVES[move], *args)
+def _collective(function: type[Function], *args: Any) -> Any:
+    """`apply`; selective activation checkpointing does not see the results, which are written to."""
+    if is_compiling() or not selectively_checkpointed():
+        return apply(function, *args)
     with unwatched():
-        return apply(_MOVES[move], *args)
+        return apply(function, *args)
 
 
 @whole_when_compiled
-def _traced(move: str, *args: Any) -> Any:
-    return apply(_MOVES[move], *args)
-
-
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """`P -> R`: the sum over the axis."""
-    out: Tensor = _collective("reduce", tensor, comm)
+    out: Tensor = _collective(_Reduce, tensor, comm)
     return out
 
 
+@whole_when_compiled
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`P -> S(dim)`: this rank's shard of the sum over the axis."""
-    out: Tensor = _collective("scatter", tensor, comm, dim, sizes)
+    out: Tensor = _collective(_Scatter, tensor, comm, dim, sizes)
     return out
 
 
+@whole_when_compiled
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`: the shards of all ranks."""
-    out: Tensor = _collective("gather", tensor, comm, dim, sizes, False)
+    out: Tensor = _collective(_Gather, tensor, comm, dim, sizes, False)
     return out
 
 
@@ -180,31 +175,29 @@ def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
 
 def copy(tensor: Tensor, comm: Comm) -> Tensor:
     """`R -> R`, for consumers whose gradients are partial: all-reduced, once for all readers of `tensor`."""
-    return _copied(tensor, comm) if tensor.requires_grad else tensor
+    return _copied(tensor, comm) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 @whole_when_compiled
 def _copied(tensor: Tensor, comm: Comm) -> Tensor:
-    key = (comm, None, None)
-    shared = None if tensor.is_leaf else find_token(tensor, key, grad=True)
-    if shared is not None:
-        return shared
-    token: Tensor = apply(_Copy, tensor, comm)
-    if token.requires_grad and not tensor.is_leaf:
-        keep_token(tensor, key, token)
-    return token
+    return _read_once(tensor, (comm, None, None), _Copy, comm)
 
 
 @whole_when_compiled
 def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`, for consumers whose gradients are partial: reduce-scattered, once for all readers of `tensor`."""
-    key = (comm, dim, sizes, None)
+    return _read_once(tensor, (comm, dim, sizes, None), _Gather, comm, dim, sizes, True)
+
+
+def _read_once(tensor: Tensor, key: Hashable, function: type[Function], *args: Any) -> Tensor:
+    """What the first reader of a tensor made of it, for all that follow; a leaf is not shared (`shared_input`)."""
     grad = tensor.requires_grad and torch.is_grad_enabled()
-    shared = find_token(tensor, key, grad)
+    alone = tensor.is_leaf and grad
+    shared = None if alone else find_token(tensor, key, grad)
     if shared is not None:
         return shared
-    token: Tensor = _collective("gather", tensor, comm, dim, sizes, True)
-    if not (grad and tensor.is_leaf):
+    token: Tensor = _collective(function, tensor, *args)
+    if not alone:
         keep_token(tensor, key, token)
     return token
 

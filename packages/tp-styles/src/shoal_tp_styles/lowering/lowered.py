@@ -19,9 +19,7 @@ from shoal_mesh import Comm, DeviceMesh
 
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
-from .compile import make_traceable
-from .parameters import check_plain, kept_shards, local_parameters, summed_gradients
-from .traced_shards import TracedShards
+from .parameters import check_plain, local_parameters
 
 
 class Lowered(ModuleForward):
@@ -31,12 +29,10 @@ class Lowered(ModuleForward):
         params: the module's own dict of parameters.
         sharding: the record it was built from.
         comm: the communicator of the one axis of its mesh.
-        traced_shards: what compiled code reads of the parameters of the block that the module is part of.
-        name: of the module in it.
         port_in, port_out: the ports of the first input and output (replicated where none is declared).
     """
 
-    __slots__ = ("comm", "name", "params", "port_in", "port_out", "sharding", "traced_shards")
+    __slots__ = ("comm", "params", "port_in", "port_out", "sharding")
 
     params: dict[str, Any]
 
@@ -49,8 +45,6 @@ class Lowered(ModuleForward):
         self.comm: Comm = mesh.comm(0)
         self.port_in: Port = sharding.input_port()
         self.port_out: Port = sharding.output_port()
-        make_traceable()
-        self.join(TracedShards.of(kept_shards), "")
         self.resolve()
 
     def resolve(self) -> None:
@@ -86,16 +80,6 @@ class Lowered(ModuleForward):
         style = f"{sharding.style} on {'x'.join(map(str, self.mesh.axis_names))}" if declares else ""
         return ", ".join(filter(None, [super().extra_repr(), style]))
 
-    def join(self, block: TracedShards, name: str) -> None:
-        """Read the parameters, in compiled code, with those of the other modules of a block."""
-        self.traced_shards: TracedShards = block
-        self.name: str = name
-        block.include(name, self._module)
-
-    def take_parameters(self, params: dict[str, Any]) -> None:
-        """Use another dict as the module's own."""
-        self.params = params
-
     def parameter(self, name: str) -> Any:
         """One of the module's parameters; where it was replaced since by what is computed from others, the result.
 
@@ -125,18 +109,7 @@ class Lowered(ModuleForward):
             names: of the parameters; those that are None stay None.
             comm: given where their local gradients are partial sums over an axis.
         """
-        if not is_tracing():
-            params = self.params
-            own = {name: params[name] if name in params else self.parameter(name) for name in names}  # computed since
-            return local_parameters(own, comm)
-        return summed_gradients({name: self.shard(name) for name in names}, comm)
-
-    def shard(self, name: str) -> Tensor | None:
-        """In compiled code: the local shard of one of the module's parameters."""
-        if not is_tracing():  # an exporter without Dynamo
-            return self.local(name)[name]
-        shards = self.traced_shards.local[self.name]
-        return shards[name] if name in shards else self.parameter(name)
+        return local_parameters({name: self.parameter(name) for name in names}, comm)
 
     def spec(self, name: str) -> Spec:
         """The spec of one of the module's parameters.
@@ -144,13 +117,11 @@ class Lowered(ModuleForward):
         Raises:
             LayoutError: if it is not a DTensor (any more).
         """
-        spec: Spec | None = self.traced_shards.specs[self.name].get(name) if is_tracing() else None
-        return spec_of(self.parameter(name), name) if spec is None else spec
+        return spec_of(self.parameter(name), name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         clone = super().__deepcopy__(memo)
-        clone.take_parameters(copy.deepcopy(self.params, memo))
-        clone.join(copy.deepcopy(self.traced_shards, memo), self.name)
+        clone.params = copy.deepcopy(self.params, memo)
         return clone
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -176,27 +147,8 @@ def _rebuild(
     # The module is still being unpickled and has no state yet: build without touching it.
     module.__dict__.setdefault("_parameters", params)
     lowered = kind(module, sharding, mesh, inner)
-    lowered.take_parameters(params)
+    lowered.params = params
     return lowered
-
-
-def trace_blocks(root: nn.Module) -> None:
-    """Have compiled code look at all parameters of a block at once: of `layers.3`, and of what is in no such block."""
-    blocks: dict[str, TracedShards] = {}
-    for path, module in root.named_modules():
-        block, name = _place(path)
-        forward = forward_of(module)
-        while forward is not None:
-            if isinstance(forward, Lowered):
-                forward.join(blocks.setdefault(block, TracedShards.of(kept_shards)), name)
-            forward = forward.inner
-
-
-def _place(path: str) -> tuple[str, str]:
-    """`layers.3.attention.wq` -> (`layers.3`, `attention.wq`); `norm` -> (``, `norm`)."""
-    parts = path.split(".")
-    number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
-    return ".".join(parts[: number + 1]), ".".join(parts[number + 1 :])
 
 
 def spec_of(param: Tensor, name: str) -> Spec:

@@ -50,6 +50,7 @@ def gathered_product(
     shape = list(x.shape)
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
     blocks = (sizes or x.shape[:1] * comm.size) if along_rows else x.shape[:1]
+    # Along the rows, 2 of each of 4 ranks: blocks 2 2 2 2, which start at 0 2 4 6; else all rows are one block.
     pending, lengths = [], _sizes_per_chunk(blocks, count)
     for part, each in zip(x.tensor_split(count), lengths, strict=True):
         pending.append(gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True))
@@ -124,6 +125,7 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
         for rows in x.tensor_split(_count(chunks, x.shape[0])):
             yield rows, where
         return
+    # 4 rows of 2 ranks in 2 chunks: rows 0 2 | 1 3, of which rank 0 gets 0 | 1 and rank 1 gets 2 | 3.
     shards = split_sizes(x, [x.shape[0] // comm.size] * comm.size if sizes is None else list(sizes))
     count = _count(chunks, max(len(shard) for shard in shards))
     for parts in zip(*(shard.tensor_split(count) for shard in shards), strict=True):
@@ -136,5 +138,8 @@ def _count(chunks: int, rows: int, sizes: Sizes = None) -> int:
 
 
 def _sizes_per_chunk(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Rows of every block in each chunk, as `tensor_split` makes them."""
+    """Rows of every block in each chunk, as `tensor_split` makes them.
+
+    (1, 4, 0, 3) in three chunks: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
+    """
     return [tuple(size // count + (chunk < size % count) for size in sizes) for chunk in range(count)]

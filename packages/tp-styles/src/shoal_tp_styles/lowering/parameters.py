@@ -15,7 +15,6 @@ asked for (`backward(inputs=...)`) is not computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,19 +26,17 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import (
     GradRoute,
     first_order_only,
-    grad_hooked,
     grad_route,
     holds_tensors,
     is_compiling,
     local_shard,
-    will_run,
+    whole_when_compiled,
 )
 from shoal_mesh import Comm
 
-from .._torch import use_count
+from .._torch import apply, use_count
 from ..sharding.module_kinds import HOW_TO_QUANTIZE
-from .collective_functions import copy, sum_over_ranks
-from .compile import local_traced
+from .collective_functions import sum_over_ranks
 
 _BLOCK_BYTES = 4 * 2**20  # of a product that is added to a gradient of another dtype
 
@@ -118,48 +115,35 @@ class _DeliveredShards(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         first_order_only()
-        return None, *_deliver_gradients(ctx.params, ctx.specs, ctx.next_functions, grads, ctx.comm)
+        routes: list[GradRoute] = []
+        wanted: list[Tensor | None] = []
+        seen: set[int] = set()
+        for param, grad, (node, _) in zip(ctx.params, grads, ctx.next_functions, strict=True):
+            route: GradRoute = "unused" if grad is None or node is None else grad_route(node, param)
+            routes.append(route)
+            wanted.append(None)
+            if route != "unused" and grad is not None:
+                # Nobody else refers to it: `x + y` gets one tensor for both, maybe the user's.  Autograd asks the
+                # same before it makes a gradient the `.grad` of a parameter.
+                own = id(grad) not in seen and (is_compiling() or use_count(grad) == 1)
+                wanted[-1] = grad.contiguous() if own else grad.clone()
+                seen.add(id(grad))
+        summed: list[Any] = sum_over_ranks(wanted, ctx.comm)
+        for i, (param, spec, route) in enumerate(zip(ctx.params, ctx.specs, routes, strict=True)):
+            if summed[i] is not None and spec is not None:
+                summed[i] = deliver_grad(route, param, spec, summed[i])
+        return None, *summed
 
 
-def _deliver_gradients(
-    params: Sequence[Any],
-    specs: Sequence[Spec | None],
-    edges: Sequence[tuple[Any, int]],
-    grads: Sequence[Tensor | None],
-    comm: Comm | None,
-) -> list[Any]:
-    """What a backward returns to autograd for parameters, of whose shards it got the gradients.
+@whole_when_compiled
+def _delivered_shards(comm: Comm | None, *params: Tensor) -> tuple[Tensor, ...]:
+    """The local shards of parameters; their gradients, summed over `comm` if it is given, go to the parameters.
 
-    Args:
-        params: the parameters.
-        specs: their specs in the forward; None for plain ones.
-        edges: where the autograd function's edges of these parameters lead.
-        grads: of their local shards; they stay whoever's they are.
-        comm: over which they are summed.
+    Compiled code has one node for all of them: behind it the graph holds plain tensors, and gradients leave it as
+    DTensors, as in eager code.
     """
-    routes: list[GradRoute] = []
-    wanted: list[Tensor | None] = []
-    seen: set[int] = set()
-    for param, grad, (node, _) in zip(params, grads, edges, strict=True):
-        route: GradRoute = "unused" if grad is None or node is None else grad_route(node, param)
-        routes.append(route)
-        wanted.append(None)
-        if route != "unused" and grad is not None:
-            wanted[-1] = grad.contiguous() if id(grad) not in seen and _solely_owned(grad) else grad.clone()
-            seen.add(id(grad))
-    summed: list[Any] = sum_over_ranks(wanted, comm)
-    for i, (param, spec, route) in enumerate(zip(params, specs, routes, strict=True)):
-        if summed[i] is not None and spec is not None:
-            summed[i] = deliver_grad(route, param, spec, summed[i])
-    return summed
-
-
-def _solely_owned(grad: Tensor) -> bool:
-    """Whether a gradient that autograd gave is in no other hands: `x + y` gets one tensor for both, maybe the user's.
-
-    Autograd itself asks the same before it makes a gradient the `.grad` of a parameter.
-    """
-    return is_compiling() or use_count(grad) == 1
+    shards: tuple[Tensor, ...] = apply(_DeliveredShards, comm, *params)
+    return shards
 
 
 def _shard(param: Tensor) -> Tensor:
@@ -176,86 +160,6 @@ def check_plain(param: Tensor) -> None:
             f"a parameter of a parallel module became a {type(param).__name__}, a tensor of tensors, which local "
             f"computation cannot read. {HOW_TO_QUANTIZE}"
         )
-
-
-def delivered_shards(params: Sequence[Tensor], comm: Comm | None = None) -> tuple[Tensor, ...]:
-    """The local shards of parameters; their gradients, summed over `comm` if it is given, go to the parameters."""
-    shards: tuple[Tensor, ...] = _DeliveredShards.apply(comm, *params)  # type: ignore[no-untyped-call]  # torch
-    return shards
-
-
-class _KeptShards(Function):
-    """As `_DeliveredShards`, for any number of forwards, with a leaf of nobody else before the parameters.
-
-    Whether a backward pass accumulates at all is asked once for all parameters: just if it is limited to no inputs, it
-    runs the node of that leaf.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, probe: Tensor, *params: DTensor) -> tuple[Tensor, ...]:
-        ctx.params, ctx.specs = params, tuple(param.spec for param in params)
-        ctx.set_materialize_grads(False)
-        return tuple(local_shard(param).detach() for param in params)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        first_order_only()
-        if not _accumulates(ctx, grads):
-            edges = ctx.next_functions[1:]
-            return None, *_deliver_gradients(ctx.params, ctx.specs, edges, grads, None)
-        rest: list[Tensor | None] = [None] * len(grads)
-        for i, (param, spec, grad) in enumerate(zip(ctx.params, ctx.specs, grads, strict=True)):
-            if grad is not None and not _set_first(param, spec, grad):
-                rest[i] = grad
-        if any(grad is not None for grad in rest):
-            rest[:] = _deliver_gradients(ctx.params, ctx.specs, ctx.next_functions[1:], rest, None)
-        return None, *rest
-
-
-def _accumulates(ctx: Any, grads: Sequence[Tensor | None]) -> bool:
-    """Whether the pass is limited to no inputs, and no two of the gradients are one tensor."""
-    if ctx.probe is None or is_compiling() or len({*map(id, grads)}) < len(grads):
-        return False
-    try:
-        return will_run(ctx.probe)
-    except RuntimeError:  # torch.autograd.grad, or an engine that cannot answer
-        return False
-
-
-def _set_first(param: Any, spec: Spec, grad: Tensor) -> bool:
-    """Make a gradient that is nobody else's the `.grad` of a parameter that has none; False if more is to be done."""
-    if (
-        param.grad is not None
-        or param.spec is not spec
-        or grad.dtype is not spec.dtype
-        or use_count(grad) != 1
-        or not grad.is_contiguous()
-        or grad_hooked(param)
-    ):
-        return False
-    try:
-        param.grad = DTensor.__new__(DTensor, grad, spec)
-    except RuntimeError:  # another dtype is asked for, which costs more to find out
-        return False
-    return True
-
-
-def kept_shards(params: Sequence[DTensor]) -> tuple[Tensor, ...]:
-    """The local shards of parameters; their gradients go to the parameters, in any number of passes."""
-    if not params:
-        return ()
-    probe = torch.empty(0, device="cpu", requires_grad=True)
-    shards: tuple[Tensor, ...] = _KeptShards.apply(probe, *params)  # type: ignore[no-untyped-call]  # torch
-    node: Any = shards[0].grad_fn
-    node.probe = node.next_functions[0][0] if all(param.is_leaf for param in params) else None
-    return shards
-
-
-def summed_gradients(shards: dict[str, Tensor | None], comm: Comm | None) -> dict[str, Tensor | None]:
-    """The shards, with gradients that are summed over `comm` if it is given; in compiled code."""
-    if comm is None:
-        return shards
-    return {name: shard if shard is None else copy(shard, comm) for name, shard in shards.items()}
 
 
 def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None) -> dict[str, Tensor | None]:
@@ -276,19 +180,17 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
         ...     local_parameters({"weight": weight, "bias": None})["weight"].shape
         torch.Size([2, 2])
     """
-    if is_compiling():
-        shards = {name: None if param is None else local_traced(param) for name, param in params.items()}
-        return summed_gradients(shards, comm)
     present = {name: param for name, param in params.items() if param is not None}
     local: dict[str, Tensor | None] = dict.fromkeys(params)
-    if not torch.is_grad_enabled() or not any(param.requires_grad for param in present.values()):
-        local.update((name, _shard(param)) for name, param in present.items())
-        return local
-    local.update(zip(present, delivered_shards([*present.values()], comm), strict=True))
+    trained = torch.is_grad_enabled() and any(param.requires_grad for param in present.values())
+    if trained or (is_compiling() and present):
+        shards = _delivered_shards(comm, *present.values())
+    else:
+        shards = tuple(map(_shard, present.values()))
+    local.update(zip(present, shards, strict=True))
     return local
 
 
 def local_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The local shards of a module's own buffers, by name; what is written to them is written to the buffers."""
-    shard = local_traced if is_compiling() else _shard
-    return {name: None if buffer is None else shard(buffer) for name, buffer in module._buffers.items()}
+    return local_parameters(module._buffers)

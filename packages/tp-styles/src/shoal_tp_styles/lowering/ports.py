@@ -16,7 +16,7 @@ from shoal_mesh import Comm
 
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall, Port
-from .boundary import from_local, local_input, local_output, output_dtensor, port_moves, traced_move
+from .boundary import from_local, local_input, local_output, output_dtensor, port_moves
 from .collective_functions import (
     Sizes,
     copy,
@@ -117,9 +117,6 @@ def sharded_output(
         return out
     if local and port.desired.is_replicate():
         return gather(out, lowered.comm, features, sizes)
-    moved = traced_move(out, port, lowered.mesh) if local and size % lowered.comm.size == 0 else None
-    if moved is not None:
-        return moved
     shape = list(out.shape)
     shape[features] = size
     left = output_dtensor(out, port, lowered.mesh, shape)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_dtensor.internal import first_order_only, grad_route, is_compiling, local_shard, selectively_checkpointed
+from shoal_dtensor.internal import first_order_only, is_compiling, selectively_checkpointed, whole_when_compiled
 from shoal_mesh import all_gather, all_gather_v
 from shoal_mesh.internal import dataclass
 
@@ -25,7 +25,6 @@ from .._torch import apply
 from ..lowering.boundary import local_input, port_moves
 from ..lowering.collective_functions import gather_dim, gather_partial, sharded_dim
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import deliver_grad
 from ..lowering.ports import (
     declare_partial_output,
     declare_replicated_input,
@@ -89,37 +88,42 @@ class ColumnEmbedding(Lowered):
 
 
 class _OwnRows(Function):
-    """tokens: R, W: S(0) -> y: P.  Rows of other ranks are zero."""
+    """tokens: R, rows of this rank from `first` on -> y: P.  Tokens of other ranks give zeros.
+
+    Of 8 rows on 2 ranks, on the second (first = 4): tokens 1 5 7 -> own rows 4 1 3, of which 4 is behind the last one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: DTensor, first: int, padding: int | None, scale: bool) -> Tensor:
-        table = local_shard(weight)
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
         rows = table.shape[0]
         own = tokens - first
         # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
         own = torch.where((own >= 0) & (own < rows), own, rows)
         ctx.save_for_backward(own)
-        ctx.weight = weight
-        ctx.table = weight.spec, rows, -1 if padding is None else padding - first, scale
+        ctx.table = rows, -1 if padding is None else padding - first, scale
         outside = (own == rows).unsqueeze(-1)
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
         looked_up = functional.embedding(own.clamp(max=rows - 1), table)
-        # Selective checkpointing may have saved the rows: then they are not written to.
-        return looked_up.masked_fill(outside, 0) if selectively_checkpointed() else looked_up.masked_fill_(outside, 0)
+        if is_compiling() or selectively_checkpointed():  # which may have saved the rows: they are not written to
+            return looked_up.masked_fill(outside, 0)
+        return looked_up.masked_fill_(outside, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         (own,) = ctx.saved_tensors
-        spec, rows, padding, scale = ctx.table
-        route = grad_route(ctx.next_functions[1][0], ctx.weight)
-        if route == "unused":
-            return None, None, None, None, None
+        rows, padding, scale = ctx.table
         if not 0 <= padding < rows:
             padding = -1
         dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), own, rows + 1, padding, scale)[:rows]
-        return None, deliver_grad(route, ctx.weight, spec, dense), None, None, None
+        return None, dense, None, None, None
+
+
+@whole_when_compiled
+def _own_rows(tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
+    out: Tensor = apply(_OwnRows, tokens, table, first, padding, scale)
+    return out
 
 
 class RowEmbedding(Lowered):
@@ -138,24 +142,11 @@ class RowEmbedding(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
         tokens = replicated_tokens(self, input)
-        weight = self.parameter("weight")
+        table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
-        if is_compiling():
-            return partial_output(self, self.traced(tokens, first), None)
-        partial: Tensor = apply(_OwnRows, tokens, weight, first, module.padding_idx, module.scale_grad_by_freq)
-        return partial_output(self, partial, None)
-
-    def traced(self, tokens: Tensor, first: int) -> Tensor:
-        """The rank's summand in terms that torch.compile follows: a row of zeros stands for the other ranks' tokens."""
-        module: Any = self.module
-        weight: Any = self.local("weight")["weight"]
-        rows = weight.shape[0]
-        own = tokens - first
-        own = torch.where((own >= 0) & (own < rows), own, rows)
-        padding = None if module.padding_idx is None else module.padding_idx - first
-        padding = padding if padding is not None and 0 <= padding < rows else None
-        table = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-        return functional.embedding(own, table, padding, None, 2.0, module.scale_grad_by_freq)
+        return partial_output(
+            self, _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq), None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +181,7 @@ class _Bags:
         comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
         last = int(bool(module.include_last_offset))
         held = [input.shape[dim], offsets.shape[0] - last]
+        # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
         own = torch.stack([*offsets.new_tensor(held), offsets[:1].sum(), offsets[-1:].sum()])
         rows: list[list[int]] = all_gather(own, comm).view(-1, 4).tolist()
         outside = [

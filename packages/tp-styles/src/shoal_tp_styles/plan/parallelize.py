@@ -27,7 +27,7 @@ from shoal_mesh import DeviceMesh, current_mesh
 from .._torch import hook_end_of_forward
 from ..apply.apply import plain_module, shardings_of
 from ..errors import UnmatchedPlanWarning
-from ..lowering.lowered import lowered_of, trace_blocks
+from ..lowering.lowered import lowered_of
 from .resolve import AutoPlan, Plan, resolve
 
 _NOTE = "The model is parallel:"
@@ -93,7 +93,6 @@ def parallelize_module(
     resolved.apply(mesh, src_data_rank=src_data_rank, lower=lower)
     complete_forms(mesh, module)
     watch_draws(module)
-    trace_blocks(module)
     refuse_save_pretrained(module)
     _run_children(module)
     if any(lowered_of(child) for child in module.modules() if child is not module):

@@ -1,24 +1,24 @@
-"""Shards that many passes read deliver to the parameters what autograd computed, in every way of asking for it.
+"""Local shards deliver to the parameters what autograd computed, in every way of asking for it.
 
 Covers: lowering/parameters.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor import Shard, distribute_tensor
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles.lowering.parameters import delivered_shards, kept_shards
+from shoal_tp_styles import local_parameters
 from shoal_tp_styles.testing import all_ranks
 
-Read = Callable[[list[DTensor]], tuple[Tensor, ...]]
-WAYS: dict[str, Read] = {"kept": kept_shards, "of one forward": delivered_shards}
+
+def shards_of(params: list[Any]) -> list[Any]:
+    return [*local_parameters(dict(zip("abc", params, strict=False))).values()]
 
 
 def parameters() -> list[Any]:
@@ -31,14 +31,12 @@ def full(grads: list[Any]) -> list[Tensor | None]:
     return [None if grad is None else grad.full_tensor() for grad in grads]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_one_gradient_of_two_parameters_and_of_the_user(way: str) -> None:
+def test_one_gradient_of_two_parameters_and_of_the_user() -> None:
     a, b, c = params = parameters()
-    kept = WAYS[way](params)
-    seed = torch.ones_like(kept[0])
+    seed = torch.ones_like(a.to_local())
     for passes in (1, 2, 3):
-        one, two, three = kept if way == "kept" else WAYS[way](params)
+        one, two, three = shards_of(params)
         torch.autograd.backward(one + two, seed)
         torch.autograd.backward(three.square().sum())
         assert full([a.grad, b.grad]) == [pytest.approx(passes)] * 2
@@ -49,7 +47,7 @@ def test_one_gradient_of_two_parameters_and_of_the_user(way: str) -> None:
 @on_ranks(2)
 def test_a_pass_that_is_limited_to_inputs() -> None:
     a, b, c = params = parameters()
-    one, two, three = kept_shards(params)
+    one, two, three = shards_of(params)
     loss = (one * two).sum()
     torch.autograd.backward(loss, inputs=[b], retain_graph=True)
     assert [param.grad is None for param in params] == [True, False, True]
@@ -67,10 +65,10 @@ def test_hooks_layouts_and_dtypes_of_gradients() -> None:
     a.register_hook(lambda grad: grad * 3)
     b.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
     c.grad_dtype = torch.float32
-    kept = kept_shards(params)
-    torch.autograd.backward([shard.sum() for shard in kept])
+    shards = shards_of(params)
+    torch.autograd.backward([shard.sum() for shard in shards])
     assert full([a.grad, b.grad, *seen]) == [pytest.approx(want) for want in (3, 1, 1)]
-    torch.autograd.backward(kept[1].sum())  # the hook of the first is not called for what there is not
+    torch.autograd.backward(shards[1].sum())  # the hook of the first is not called for what there is not
     assert full([a.grad, b.grad]) == [pytest.approx(want) for want in (3, 2)]
     assert c.grad.dtype is torch.float32
     assert c.grad.full_tensor().eq(1).all()
@@ -79,7 +77,6 @@ def test_hooks_layouts_and_dtypes_of_gradients() -> None:
 @on_ranks(2)
 def test_parameters_that_are_computed_get_theirs_through_autograd() -> None:
     (a, *_) = parameters()
-    (shard,) = kept_shards([a * 2])
+    (shard,) = shards_of([a * 2])
     torch.autograd.backward(shard.sum())
     assert a.grad.full_tensor().eq(2).all()
-    assert kept_shards([]) == ()

@@ -1,4 +1,4 @@
-"""Compiled code takes local shards, and what becomes of the parameters reaches it.  Covers: lowering/traced_shards.py.
+"""What becomes of the parameters reaches compiled code.  Covers: lowering/parameters.py.
 
 The gradients of a compiled module are those of the eager one, in `.grad` and wherever else autograd is asked for them.
 """
@@ -19,9 +19,7 @@ from compile_marks import COMPILED
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from shoal_tp_styles.lowering import traced_shards
-from shoal_tp_styles.lowering.lowered import lowered_of
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, parallelize_module
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = COMPILED
@@ -34,16 +32,9 @@ def model() -> Any:
     return parallelize_module(start, all_ranks(), PLAN)
 
 
-def compiled(module: nn.Module, graphs: list[Any] | None = None) -> Any:
-    def keep(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        from torch._dynamo.backends.debugging import aot_eager  # not while this file is collected: it takes seconds
-
-        if graphs is not None:
-            graphs.append(inputs)
-        return aot_eager(graph, inputs)
-
+def compiled(module: nn.Module) -> Any:
     torch._dynamo.reset()
-    return torch.compile(module, backend=keep, fullgraph=True)
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
 
 
 def gradients(module: Any) -> list[Tensor]:
@@ -130,22 +121,6 @@ def test_gradients_go_where_autograd_is_asked_for_them() -> None:
     assert module[0].bias.grad is not None
 
 
-def test_no_dtensor_is_an_input_of_the_graph() -> None:
-    with fake_world(4):
-        start = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        plan: dict[str, Any] = {
-            "0": SequenceParallel(use_local_output=True),
-            "1": ColwiseParallel(),
-            "3": RowwiseParallel(),
-        }
-        module = parallelize_module(start, init_device_mesh("cpu", (4,)), plan)
-        graphs: list[Any] = []
-        compiled(module, graphs)(torch.randn(2, 4, 8)).sum().backward()
-        (inputs,) = graphs
-        assert len(inputs) == 7
-        assert not any(isinstance(each, DTensor) for each in inputs)
-
-
 def test_a_compiled_module_dies_with_its_last_reference() -> None:
     with fake_world(2):
         module = model()
@@ -175,83 +150,6 @@ def blocks_of(count: int) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     plan = {"*.first": ColwiseParallel(), "*.second": RowwiseParallel()}
     return parallelize_module(nn.Sequential(*(Block() for _ in range(count))), mesh, plan)
-
-
-def calls_of(name: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The shards of which this method is called from now on."""
-    called: list[object] = []
-    method = getattr(traced_shards._Shards, name)
-
-    def noted(shards: Any) -> None:
-        called.append(shards)
-        method(shards)
-
-    monkeypatch.setattr(traced_shards._Shards, name, noted)
-    return called
-
-
-@pytest.mark.parametrize("copied", [False, True])
-def test_a_call_looks_at_the_parameters_of_a_block_once(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_world(2):
-        module = blocks_of(3)
-        if copied:
-            module = copy.deepcopy(module)
-        fast = compiled(module)
-        x = torch.randn(3, 4)
-        fast(x)
-        looks = calls_of("renew", monkeypatch)
-        fast(x)
-        assert len(looks) == len({*looks}) == 3
-
-
-def test_parameters_that_were_taken_out_for_a_while_have_their_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_world(2):
-        module = blocks_of(1)
-        fast, x = compiled(module), torch.randn(3, 4)
-        fast(x)
-        params, made = module[0].first._parameters, calls_of("_make", monkeypatch)
-        weight, params["weight"] = params["weight"], None
-        params["weight"] = weight
-        fast(x)
-        assert made == []
-        weight.requires_grad_(False)
-        fast(x).sum().backward()
-        assert len(made) == 1
-        assert weight.grad is None
-        assert module[0].first.bias.grad is not None
-
-
-def other_dict(module: Any) -> None:
-    module.__dict__["_parameters"] = {**module._parameters, "bias": None}
-
-
-ENTRIES: dict[str, tuple[Callable[[Any], object], ...]] = {
-    "none for a parameter, and back": (
-        lambda module: setattr(module, "kept", [module.bias]),
-        lambda module: setattr(module, "bias", None),
-        lambda module: setattr(module, "bias", module.kept[0]),
-    ),
-    "one fewer": (lambda module: delattr(module, "bias"),),
-    "one more": (lambda module: module.register_parameter("more", None),),
-    "another name": (lambda module: module._parameters.update(other=module._parameters.pop("bias")),),
-    "another dict": (other_dict,),
-}
-
-
-@pytest.mark.parametrize("entries", ENTRIES)
-def test_what_enters_and_leaves_a_module_is_seen(entries: str) -> None:
-    with fake_world(2):
-        (block,) = blocks_of(1)
-        lowered: Any = lowered_of(block.first)
-        for change in (lambda module: None, *ENTRIES[entries]):
-            change(block.first)
-            _, metadata = lowered.traced_shards.__tensor_flatten__()
-            assert metadata == ""
-            shards = lowered.traced_shards.local["first"]
-            assert [*shards] == [*block.first._parameters]
-            for shard, param in zip(shards.values(), block.first.parameters(), strict=False):
-                assert shard.data_ptr() == param.to_local().data_ptr()
-            assert [shard is None for shard in shards.values()] == [p is None for p in block.first._parameters.values()]
 
 
 def test_a_module_that_left_its_block_is_forgotten() -> None:
