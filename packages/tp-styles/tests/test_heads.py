@@ -23,7 +23,6 @@ def test_fewer_heads_than_ranks_are_replicated_over_neighbours() -> None:
     assert heads.replicated(8) and not heads.replicated(2)
     assert heads.mesh(mesh).shape == (2, 4)
     assert heads.placements(mesh) == (Shard(0, multiple_of=5), Replicate())
-    assert heads.features_per_rank(8) == 5
 
 
 def test_heads_that_ranks_cannot_hold_are_refused() -> None:

@@ -244,19 +244,14 @@ def plain_module(module: nn.Module) -> nn.Module:
             if isinstance(current, DTensor):
                 if id(current) not in plain:
                     alive.append(current)
-                    plain[id(current)] = _plain_parameter(current)
+                    plain[id(current)] = successor = nn.Parameter(_full(current), current.requires_grad)
+                    carry_gradient(current, successor, None if current.grad is None else _full(current.grad))
+                    carry_over(current, successor)
                 owner._parameters[name] = plain[id(current)]
         for name, buffer in owner._buffers.items():
             if isinstance(buffer, DTensor):
                 owner._buffers[name] = _full(buffer)
     return module
-
-
-def _plain_parameter(param: Tensor) -> nn.Parameter:
-    plain = nn.Parameter(_full(param), requires_grad=param.requires_grad)
-    carry_gradient(param, plain, None if param.grad is None else _full(param.grad))
-    carry_over(param, plain)
-    return plain
 
 
 def _full(tensor: Tensor) -> Tensor:

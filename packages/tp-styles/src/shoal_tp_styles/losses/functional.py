@@ -92,14 +92,10 @@ def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
     return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
 
 
-def _stats(x: Tensor, target: Any, q: Any, w: Any, vocab: Vocab) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lse, picked, by_q, by_w = apply(_RowStatistics, x, target, q, w, vocab)
-    return lse, picked, by_q, by_w
-
-
 def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
     """Per row of this rank's logits (classes last), the log-sum-exp over all classes."""
-    return _stats(x, None, None, None, vocab)[0]
+    lse: Tensor = apply(_RowStatistics, x, None, None, None, vocab)[0]
+    return lse
 
 
 def cross_entropy(  # noqa: PLR0913  # torch's signature
@@ -146,7 +142,7 @@ def cross_entropy(  # noqa: PLR0913  # torch's signature
     of_class = None if weights is None else classes.shard(weights)
     smooth = label_smoothing > 0
     ones = x.new_ones(classes.own) if smooth and of_class is None else of_class
-    lse, picked, _, total = _stats(x, labels, None, ones if smooth else None, classes)
+    lse, picked, _, total = apply(_RowStatistics, x, labels, None, ones if smooth else None, classes)
     found = of_labels((lse, picked, total), labels, weights, ignore_index, label_smoothing, 0.0, classes)
     return reduced(*found, reduction, rows)
 
@@ -209,7 +205,7 @@ def _soft(  # noqa: PLR0913  # everything that one loss depends on
         assert weights is not None, "a weight was given"
         q = q * classes.shard(weights)
     mass = all_reduce(classes.sum_of_classes(q), classes.comm)
-    lse, _, by_q, _ = _stats(x, None, q, None, classes)
+    lse, _, by_q, _ = apply(_RowStatistics, x, None, q, None, classes)
     loss = lse * mass - by_q
     return reduced(loss, max(prod(rows.global_shape(loss)), 1), reduction, rows)
 
@@ -245,8 +241,9 @@ def log_prob(logits: Tensor, tokens: Tensor, *, dim: int = -1, vocab: Vocab | No
         tensor([-1.3863, -1.3863])
     """
     x, classes = local_logits(logits, vocab, dim)
-    lse, picked, _, _ = _stats(x, LogitRows.of(logits, dim).shard(tokens), None, None, classes)
-    return picked - lse
+    lse, picked, _, _ = apply(_RowStatistics, x, LogitRows.of(logits, dim).shard(tokens), None, None, classes)
+    found: Tensor = picked - lse
+    return found
 
 
 def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
@@ -292,12 +289,11 @@ def nll_loss(
     class_dim = 0 if log_probs.ndim == 1 else 1
     x, classes = local_logits(log_probs, vocab, class_dim)
     rows = LogitRows.of(log_probs, class_dim)
-    labels, weights = rows.shard(target), plain(weight)
-    ignored = labels == ignore_index
+    labels = rows.shard(target)
     picked: Tensor = apply(_Pick, x, labels, classes)
-    of_target = torch.ones_like(picked) if weights is None else weights[labels.masked_fill(ignored, 0)].to(picked.dtype)
-    of_target = of_target.masked_fill(ignored, 0)
-    return reduced((-picked * of_target).masked_fill(ignored, 0), of_target.sum(), reduction, rows)
+    # Log-probabilities are logits whose log-sum-exp is zero.
+    statistics = torch.zeros_like(picked), picked, picked
+    return reduced(*of_labels(statistics, labels, plain(weight), ignore_index, 0.0, 0.0, classes), reduction, rows)
 
 
 class _Pick(Function):
@@ -346,7 +342,7 @@ def kl_div(
     log_q = teacher - lse_t.unsqueeze(-1)
     q = log_q.exp()
     entropy = all_reduce(classes.sum_of_classes(torch.special.entr(q)), classes.comm)
-    lse, _, by_q, _ = _stats(x, None, q, None, classes)
+    lse, _, by_q, _ = apply(_RowStatistics, x, None, q, None, classes)
     divergence = lse - by_q - entropy
     rows = LogitRows.of(logits, dim)
     shape = rows.global_shape(divergence)

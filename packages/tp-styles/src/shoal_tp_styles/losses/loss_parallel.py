@@ -47,74 +47,48 @@ class _Mode(FunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        replacement = _REPLACED.get(func)
-        if replacement is not None:
-            logits = args[0] if args else kwargs.get("input")
-            if isinstance(logits, DTensor) and _shards_classes(logits):
-                return replacement(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        given = {**dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})} if func in _REPLACED else {}
+        logits = given.get("input")
+        if isinstance(logits, DTensor):
+            class_dim = 0 if logits.ndim == 1 else 1
+            if any(placement.is_shard(class_dim) for placement in logits.placements):
+                return _loss(_REPLACED[func], logits, class_dim, given)
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))
 
 
-def _shards_classes(logits: DTensor) -> bool:
-    return any(placement.is_shard(_class_dim(logits)) for placement in logits.placements)
+def _loss(function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]) -> DTensor:
+    """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated.
 
-
-def _class_dim(logits: DTensor) -> int:
-    return 0 if logits.ndim == 1 else 1
-
-
-def _as_dtensor(loss: Tensor, like: Tensor, reduction: str) -> DTensor:
-    """The loss as DTensor: sharded like the rows, or reduced and replicated."""
-    assert isinstance(like, DTensor), "only DTensor logits come here"
-    mesh, rows = like.device_mesh, LogitRows.of(like, _class_dim(like))
-    if reduction == "none" and rows.shape is not None:
+    Args:
+        function: the loss.
+        logits: sharded along the classes.
+        class_dim: their class dim.
+        given: arguments by torch's names.
+    """
+    average, reduces = given.pop("size_average", None), given.pop("reduce", None)
+    if average is not None or reduces is not None:  # torch's older way of saying it
+        given["reduction"] = "none" if reduces is False else "sum" if average is False else "mean"
+    loss = function(**given)
+    mesh, rows = logits.device_mesh, LogitRows.of(logits, class_dim)
+    if given.get("reduction") == "none" and rows.shape is not None:
         return DTensor.from_local(
             loss, mesh, rows.placements, run_check=False, shape=rows.shape, shard_order=rows.order
         )
     return DTensor.from_local(loss, mesh, (Replicate(),) * mesh.ndim, run_check=False)
 
 
-def _cross_entropy(  # noqa: PLR0913  # torch's signature
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: Any = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    reduction = _legacy(size_average, reduce, reduction)
-    loss = cross_entropy(
-        input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-    )
-    return _as_dtensor(loss, input, reduction)
-
-
-def _nll_loss(  # noqa: PLR0913  # torch's signature
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: Any = "mean",
-) -> Tensor:
-    reduction = _legacy(size_average, reduce, reduction)
-    loss = nll_loss(input, target, weight, ignore_index=ignore_index, reduction=reduction)
-    return _as_dtensor(loss, input, reduction)
-
-
-def _legacy(size_average: bool | None, reduce: bool | None, reduction: Any) -> Any:
-    if size_average is None and reduce is None:
-        return reduction
-    if reduce is False:
-        return "none"
-    return "sum" if size_average is False else "mean"
-
-
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    functional.cross_entropy: _cross_entropy,
-    functional.nll_loss: _nll_loss,
+    functional.cross_entropy: cross_entropy,
+    functional.nll_loss: nll_loss,
 }
+# Of both functions, in torch's order.
+_ARGUMENTS = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)

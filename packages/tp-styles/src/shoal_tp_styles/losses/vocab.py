@@ -77,6 +77,7 @@ class Vocab:
         """This rank's shard of a tensor with one entry per class along `dim`."""
         if isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
+        # A rank with padding alone holds no class, and begins where the classes end.
         return tensor.narrow(dim, min(self.first, self.total - self.own), self.own)
 
 

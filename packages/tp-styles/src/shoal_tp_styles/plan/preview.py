@@ -20,6 +20,7 @@ from shoal_mesh import DeviceMesh, Link, topology_of
 from shoal_mesh.internal import dataclass
 
 from ..lowering.boundary import Boundary
+from ..lowering.ports import nbytes as bytes_of
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
@@ -161,7 +162,7 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
                 if _is_new(collective, seen):
                     costs = row.backward if collective.backward else row.forward
                     costs += _cost(collective, topology_of(axis)[0], axis.size())
-    rest = sum(_nbytes(param) for param in model.parameters() if id(param) not in listed)
+    rest = bytes_of(*(param for param in model.parameters() if id(param) not in listed))
     return Preview(tuple(rows), rest)
 
 
@@ -225,17 +226,13 @@ def to_meta(value: Any) -> Any:
     return type(value)(to_meta(item) for item in value) if type(value) in (list, tuple) else value
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
     """Bytes of a parameter on the rank that holds most of it."""
     assert use.sharding is not None, "only declared styles are measured"
     fused = use.sharding.fused
     if fused is not None and name in fused.names:
-        return _nbytes(param) * max(fused.rows(mesh.size())) // fused.features
-    nbytes = _nbytes(param)
+        return bytes_of(param) * max(fused.rows(mesh.size())) // fused.features
+    nbytes = bytes_of(param)
     for placement, ranks in zip(use.sharding.placements(name, mesh.shape), mesh.shape, strict=False):
         if isinstance(placement, Shard | StridedShard):
             size = param.shape[placement.dim]

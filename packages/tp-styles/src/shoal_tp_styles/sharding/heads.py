@@ -38,10 +38,6 @@ class Heads:
         """Whether each head is held by several of so many ranks."""
         return not self.chunked and self.count < ranks and ranks % self.count == 0
 
-    def features_per_rank(self, ranks: int) -> int:
-        """Features on the rank that holds most of them."""
-        return self.size if self.replicated(ranks) else -(-self.count // ranks) * self.size
-
     def mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """The one-axis mesh itself, or the same ranks as (heads, ranks that hold the same head)."""
         ranks = mesh.size()

@@ -59,17 +59,20 @@ def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str
     }
 
 
-def _in_torchs_form(style: DeclaredStyle) -> None:
-    """Layouts as torch's styles have them: tuples, and dicts of keyword inputs."""
-    for name, value in vars(style).items():
-        if isinstance(value, Placement):
-            setattr(style, name, (value,))
-        elif value is None and name.endswith("kwarg_layouts"):
-            setattr(style, name, {})
+class _Prepare(DeclaredStyle):
+    """Base of the styles here: layouts are checked, and kept in torch's form, tuples, and dicts of keyword inputs."""
+
+    def __post_init__(self) -> None:
+        self.sharding(nn.Identity())
+        for name, value in vars(self).items():
+            if isinstance(value, Placement):
+                setattr(self, name, (value,))
+            elif value is None and name.endswith("kwarg_layouts"):
+                setattr(self, name, {})
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
-class PrepareModuleInput(DeclaredStyle):
+class PrepareModuleInput(_Prepare):
     """Bring the inputs of a module to the layouts it needs, before its forward runs.
 
     Args:
@@ -90,10 +93,6 @@ class PrepareModuleInput(DeclaredStyle):
     desired_input_kwarg_layouts: dict[str, Placement] | None = None
     use_local_output: bool = False
 
-    def __post_init__(self) -> None:
-        self.sharding(nn.Identity())
-        _in_torchs_form(self)
-
     @property
     def with_kwargs(self) -> bool:
         """Whether there are layouts of keyword inputs."""
@@ -111,7 +110,7 @@ class PrepareModuleInput(DeclaredStyle):
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
-class PrepareModuleOutput(DeclaredStyle):
+class PrepareModuleOutput(_Prepare):
     """Bring the outputs of a module to the desired layouts, after its forward ran.
 
     Args:
@@ -129,10 +128,6 @@ class PrepareModuleOutput(DeclaredStyle):
     desired_output_layouts: Layouts
     use_local_output: bool = True
 
-    def __post_init__(self) -> None:
-        self.sharding(nn.Identity())
-        _in_torchs_form(self)
-
     def sharding(self, module: nn.Module) -> ModuleSharding:
         return ModuleSharding(
             "PrepareModuleOutput",
@@ -144,7 +139,7 @@ class PrepareModuleOutput(DeclaredStyle):
 
 
 @dataclass(unsafe_hash=True, kw_only=True, repr=False)
-class PrepareModuleInputOutput(DeclaredStyle):
+class PrepareModuleInputOutput(_Prepare):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one.
 
     Args:
@@ -166,10 +161,6 @@ class PrepareModuleInputOutput(DeclaredStyle):
     output_layouts: Layouts = field()
     desired_output_layouts: Layouts = field()
     use_local_output: bool = True
-
-    def __post_init__(self) -> None:
-        self.sharding(nn.Identity())
-        _in_torchs_form(self)
 
     @property
     def prepare_module_input(self) -> PrepareModuleInput:
