@@ -64,7 +64,7 @@ class _SavedShard:
     __slots__ = ("comm", "dim", "shard", "sizes")
 
     def __init__(self, tensor: Tensor, comm: Comm, dim: int) -> None:
-        step = -(-tensor.shape[dim] // comm.size)
+        step = -(-tensor.shape[dim] // comm.size)  # 5 rows on 4 ranks: 2, sizes 2 2 1 0
         self.sizes = tuple(max(0, min(step, tensor.shape[dim] - rank * step)) for rank in range(comm.size))
         start = sum(self.sizes[: comm.rank])
         self.shard = tensor.narrow(dim, start, self.sizes[comm.rank]).clone(memory_format=torch.contiguous_format)

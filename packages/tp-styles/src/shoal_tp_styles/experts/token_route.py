@@ -38,6 +38,7 @@ class Route:
             >>> route.tokens.tolist(), route.counts
             ([0, 0, 1, 1], [1, 2, 1])
         """
+        # Choices 1 0 2 1 of three experts, sorted: 0 1 1 2, the pairs 1 0 3 2; the experts' bounds are 0 1 3 4.
         flat = chosen.reshape(-1)
         ordered, pairs = torch.sort(flat, stable=True)
         bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)).tolist()

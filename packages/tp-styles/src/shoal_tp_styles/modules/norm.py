@@ -156,7 +156,8 @@ class ChannelGroups(Lowered):
     def resolve(self) -> None:
         module: Any = self.module
         size = module.num_channels // module.num_groups
-        step = -(-module.num_groups // self.comm.size) * size  # channels of a full shard
+        # Channels of a full shard: of 6 groups of 2 on 4 ranks 4, so that shards end at 0 4 8 12 12.
+        step = -(-module.num_groups // self.comm.size) * size
         self.ends: list[int] = [min(module.num_channels, rank * step) for rank in range(self.comm.size + 1)]
 
     @classmethod

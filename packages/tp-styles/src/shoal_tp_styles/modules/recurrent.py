@@ -186,6 +186,7 @@ class HiddenUnits(Lowered):
         steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], nbytes(state) // state.shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
+            # Of 5 steps without an initial state: 4 gathers, and that of the last step where a layer follows.
             count = (steps - 1 + bool(initial) + (layer < module.num_layers - 1)) * directions
             yield from (Collective("all_gather", gathered) for _ in range(count))
             if call.output.requires_grad:

@@ -62,5 +62,5 @@ class ExpertOwner:
             >>> ExpertOwner(2, 3, 8).on(2)
             Shard(dim=0, sizes=(0, 8))
         """
-        owner = self.expert // -(-self.experts // ranks)
+        owner = self.expert // -(-self.experts // ranks)  # 3 experts on 2 ranks: 0 0 1
         return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))

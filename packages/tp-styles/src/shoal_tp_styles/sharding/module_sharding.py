@@ -81,7 +81,7 @@ class FusedBlocks:
 
     def rows(self, ranks: int) -> list[int]:
         """Rows of all blocks on each rank."""
-        held = [0] * ranks
+        held = [0] * ranks  # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share
         for heads in self.blocks.values():
             shared = heads.replicated(ranks)
             sizes = (
