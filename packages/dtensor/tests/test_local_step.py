@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+import weakref
 from collections import OrderedDict, UserDict, defaultdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, implicit_replication, local_step
 from shoal_dtensor.errors import MixedTensorError, OptimizerError, PlacementError
-from shoal_dtensor.optim.local_step import ELEMENTWISE, _steps
+from shoal_dtensor.optim.local_step import ELEMENTWISE
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -87,7 +88,7 @@ def test_numbers_are_those_of_one_device(kind: str, foreach: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
 @on_ranks(4)
-def test_fused_steps_take_what_the_last_one_found_only_while_it_holds(kind: str) -> None:
+def test_fused_steps_follow_every_change_and_keep_no_gradients(kind: str) -> None:
     plain, spread = parameters()
     more: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
     both = []
@@ -111,10 +112,11 @@ def test_fused_steps_take_what_the_last_one_found_only_while_it_holds(kind: str)
             optimizer.step()
         for param, expected in zip(spread, plain, strict=True):
             torch.testing.assert_close(whole(param.detach()), expected.detach(), msg=f"step {turn}")
-    held = [spread[0].grad._local_tensor, *_steps[other].groups[0]]  # type: ignore[union-attr]  # it is a DTensor's
-    spread[0].grad = None
-    assert held[0]._use_count() == 1, "a step keeps gradients"
-    assert all(shard.grad is None for shard in held[1:])
+    held: Any = spread[0].grad
+    local = held._local_tensor
+    spread[0].grad = held = None
+    assert local._use_count() == 1, "a step keeps gradients"
+    assert all(getattr(param, "_local_tensor", param).grad is None for param in spread[:2])
 
 
 @on_ranks(4)
@@ -286,13 +288,15 @@ def test_groups_and_states_that_are_rearranged_count() -> None:
 @on_ranks(2)
 def test_parameters_that_an_optimizer_has_no_more_are_let_go() -> None:
     optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    shards: list[Any] = []
     for _ in range(3):
         weight: Any = nn.Parameter(distribute_tensor(torch.ones(4), mesh(), [Shard(0)]))
         weight.grad = torch.ones_like(weight)
         optimizer.param_groups[0]["params"] = [weight]
         optimizer.step()
         optimizer.state.clear()
-    assert [len(spread) for spread in _steps[optimizer].spread] == [1]
+        shards.append(weakref.ref(weight._local_tensor))
+    assert [shard() is None for shard in shards] == [True, True, False]
 
 
 @pytest.mark.parametrize("kernels", ["fused", "foreach"])
@@ -347,6 +351,26 @@ def test_muon_gathers_each_update_once(shape: tuple[int, ...], nesterov: bool, w
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for index, state in states[0].items():
         torch.testing.assert_close(whole(states[1][index]["momentum_buffer"]), state["momentum_buffer"])
+
+
+@on_ranks(2)
+def test_muon_keeps_the_momentum_that_it_loaded_in_another_layout() -> None:
+    plain, spread = matrices((2,), [[Shard(0)]] * 4)
+    one: Any = torch.optim.Muon(plain, lr=0.1)
+    other: Any = torch.optim.Muon(spread, lr=0.1)
+    for turn in range(3):
+        for param, sharded in zip(plain, spread, strict=True):
+            param.grad = torch.randn_like(param)
+            is_sharded = isinstance(sharded, DTensor)
+            sharded.grad = distribute_tensor(param.grad, sharded.device_mesh, [Shard(0)]) if is_sharded else param.grad
+        one.step(), other.step()
+        if turn == 0:
+            state = other.state[spread[0]]
+            state["momentum_buffer"] = state["momentum_buffer"].redistribute(placements=[Replicate()])
+    momentum = other.state[spread[0]]["momentum_buffer"]
+    assert momentum.placements == (Shard(0),)
+    assert torch.equal(whole(momentum), one.state[plain[0]]["momentum_buffer"])
+    assert torch.equal(whole(spread[0].detach()), plain[0].detach())
 
 
 @on_ranks(2)

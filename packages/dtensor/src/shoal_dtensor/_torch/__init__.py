@@ -23,7 +23,6 @@ from .engine import (
     at_end_of_backward as at_end_of_backward,
     backward_number as backward_number,
     before_optimizer_steps as before_optimizer_steps,
-    dict_version as dict_version,
     in_backward as in_backward,
     is_transformed as is_transformed,
     make_state as make_state,
@@ -32,6 +31,7 @@ from .engine import (
     set_thread_object as set_thread_object,
     steps_as as steps_as,
     thread_object as thread_object,
+    unwatched_by_subclasses as unwatched_by_subclasses,
     unwatched_functions as unwatched_functions,
     will_run as will_run,
 )

@@ -15,12 +15,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-# A number that changes whenever a dict does, and is never given again.
-dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
-
-
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+
+
+# The same of subclasses alone.
+unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
 
 
 # Whether the backward pass in progress will run an autograd node; RuntimeError for a leaf of torch.autograd.grad.

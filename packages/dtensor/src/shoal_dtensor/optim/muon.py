@@ -7,7 +7,7 @@ with the bits of one device. Updates travel in groups, one group beside the prod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
-from .._torch import adjusted_rate, count_write, orthogonalized
+from .._torch import adjusted_rate, orthogonalized
 from ..errors import PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
@@ -38,23 +38,27 @@ class _Matrix:
 
 
 @torch.no_grad()
-def muon_step(optimizer: Any) -> None:
+def muon_step(optimizer: Any, collect_shards: Callable[..., Any]) -> None:
     """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around.
+
+    Args:
+        optimizer: the optimizer.
+        collect_shards: takes the optimizer and the arguments of its `_init_group`, and fills the lists with shards.
 
     Raises:
         PlacementError: if a parameter is partial.
     """
     for group in optimizer.param_groups:
-        params: list[Any] = []
+        params: list[Any] = [param for param in group["params"] if param.grad is not None]
+        shards: list[Any] = []
         grads: list[Any] = []
         momenta: list[Any] = []
-        optimizer._init_group(group, params, grads, momenta)
-        matrices = [_matrix(group, *each) for each in zip(params, grads, momenta, strict=True)]
+        collect_shards(optimizer, group, shards, grads, momenta)
+        matrices = [_matrix(group, *each) for each in zip(params, shards, grads, momenta, strict=True)]
         _apply(group, matrices)
-        count_write([param for param in params if isinstance(param, DTensor)])
 
 
-def _matrix(group: dict[str, Any], param: Any, grad: Any, momentum: Any) -> _Matrix:
+def _matrix(group: dict[str, Any], param: Any, shard: Any, grad: Any, momentum: Any) -> _Matrix:
     """Advance the momentum of a parameter, element by element; its update before it is orthogonalized."""
     moves = None
     if isinstance(param, DTensor):
@@ -66,19 +70,9 @@ def _matrix(group: dict[str, Any], param: Any, grad: Any, momentum: Any) -> _Mat
             )
         local = spec.with_(dtype=torch.bfloat16)
         moves = local, local.with_(placements=[Replicate()] * spec.mesh.ndim)
-        grad, momentum = _shard(grad, spec), _shard(momentum, spec)
     momentum.lerp_(grad, 1 - group["momentum"])
     update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    shard = param._local_tensor if isinstance(param, DTensor) else param
     return _Matrix(param.shape, shard, update.to(torch.bfloat16, copy=True), moves)  # is written to
-
-
-def _shard(value: Any, spec: Spec) -> Tensor:
-    """The local shard of a gradient or state in the layout of its parameter."""
-    if not value._spec.same_layout(spec):
-        value = value.redistribute(spec.mesh, spec.placements, shard_order=spec.shard_order)
-    local: Tensor = value._local_tensor
-    return local
 
 
 def _apply(group: dict[str, Any], matrices: Sequence[_Matrix]) -> None:
