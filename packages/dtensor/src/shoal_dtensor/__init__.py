@@ -68,8 +68,7 @@ from .tensor.shard_access import safe_globals
 if TYPE_CHECKING:
     from .api.debug_mode import DebugMode, ExplicitRedistributionContext
     from .api.explain import explain
-    from .api.pictures import draw_layout, draw_layouts, draw_plan
-    from .api.visualize import draw_sharding, visualize_sharding
+    from .api.pictures import draw_layout, draw_layouts, draw_plan, draw_sharding, visualize_sharding
 
 Spec.at_first += [
     install_in_torch,
@@ -154,9 +153,9 @@ _LATER = {
     "draw_layout": ".api.pictures",
     "draw_layouts": ".api.pictures",
     "draw_plan": ".api.pictures",
-    "draw_sharding": ".api.visualize",
+    "draw_sharding": ".api.pictures",
     "explain": ".api.explain",
-    "visualize_sharding": ".api.visualize",
+    "visualize_sharding": ".api.pictures",
 }
 
 

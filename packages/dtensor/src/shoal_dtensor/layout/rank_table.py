@@ -48,6 +48,14 @@ class RankTable(NamedTuple):
         sets = list(dict.fromkeys(text for line in self.cells for text in line if text))
         return COLORS[sets.index(cell) % len(COLORS)] if cell else "none"
 
+    def text(self) -> str:
+        """Rows and columns of element ranges, ranks in the cells."""
+        lines = [["", *self.columns], *([name, *cells] for name, cells in zip(self.rows, self.cells, strict=True))]
+        widths = [max(6, *(len(cell) + 1 for cell in column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
 
 def holders(spec: Placed) -> dict[Box, list[int]]:
     """The ranks that hold each box of the tensor, boxes in order; empty ones are left out."""

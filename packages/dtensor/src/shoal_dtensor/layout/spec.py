@@ -24,7 +24,6 @@ from .dim_sharding import DimSharding, ShardOrder
 from .normal_placements import canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
-from .spec_text import described
 from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
 from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
@@ -380,9 +379,6 @@ class Spec(SpecNames):
         from .rank_table import spec_html  # for notebooks only
 
         return spec_html(self)
-
-    def __repr__(self) -> str:
-        return described(self)
 
 
 @lru_cache(maxsize=1024)

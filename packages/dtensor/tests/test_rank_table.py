@@ -1,4 +1,4 @@
-"""Covers: api/visualize.py and layout/rank_table.py: text, colours and HTML of the same table."""
+"""Covers: layout/rank_table.py and text in api/pictures.py: text, colours and HTML of the same table."""
 
 from __future__ import annotations
 
