@@ -166,6 +166,10 @@ class DimSharding:
         """Global `[start, stop)` that the rank at a mesh coordinate holds."""
         return self.interval_of(self.index(coordinate))
 
+    def intervals(self, coordinate: Sequence[int]) -> list[tuple[int, int]]:
+        """The same in a list, which has several of a `StridedDimSharding`."""
+        return [self.interval(coordinate)]
+
     def size(self, coordinate: Sequence[int]) -> int:
         """Number of elements that the rank at a mesh coordinate holds."""
         shard = self.index(coordinate)
@@ -235,29 +239,11 @@ class DimSharding:
         """The placement on tensor dim `dim` that each of the axes has: sizes where needed, or `explicit`."""
         if self.even and not explicit:
             return dict.fromkeys(self.axes, Shard(dim))
-        if len(self.axes) == 1 and not explicit:  # the loop below, for one axis in a third of the time
-            chunked = self.ragged is None and self.step == -(-self.length // self.shards)
-            return {self.axes[0]: Shard(dim) if chunked else Shard(dim, sizes=self.sizes)}
-        if self.ragged is not None:
-            return self._placements_of_ragged(dim, explicit)
         placements: dict[int, Shard] = {}
         here = self.outer(0)
         for count, (axis, ways) in enumerate(zip(self.axes, self.axis_sizes, strict=True), 1):
             default, here = here.chunked(axis, ways), self.outer(count)
             placements[axis] = Shard(dim, sizes=here.sizes) if explicit or here != default else Shard(dim)
-        return placements
-
-    def _placements_of_ragged(self, dim: int, explicit: bool) -> dict[int, Shard]:
-        """The same where there is an entry for each shard anyway, in half the time."""
-        placements: dict[int, Shard] = {}
-        before: tuple[int, ...] = (self.length,)
-        inner = self.shards
-        for axis, ways in zip(self.axes, self.axis_sizes, strict=True):
-            inner //= ways
-            after = tuple([sum(self.sizes[i : i + inner]) for i in range(0, self.shards, inner)])
-            chunked = not explicit and after == tuple([n for size in before for n in chunk_sizes(size, ways)])
-            placements[axis] = Shard(dim) if chunked else Shard(dim, sizes=after)
-            before = after
         return placements
 
 

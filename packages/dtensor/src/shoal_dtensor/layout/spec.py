@@ -24,7 +24,7 @@ from .dim_sharding import DimSharding, ShardOrder
 from .normal_placements import canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
-from .strided_dim import AnyDimSharding, StridedDimSharding, interval_sharding, shard_dims
+from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
 from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
 
@@ -245,10 +245,7 @@ class Spec(SpecNames):
         """
         by_dim: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
         for sharding in self.dim_shardings:
-            if isinstance(sharding, StridedDimSharding):
-                held = sharding.intervals(coordinate)
-            else:
-                held = [sharding.interval(coordinate)]
+            held = sharding.intervals(coordinate)
             ends = [*accumulate(stop - start for start, stop in held)]
             by_dim.append([((a, b), (end - (b - a), end)) for (a, b), end in zip(held, ends, strict=True)])
         return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*by_dim)]
@@ -259,7 +256,13 @@ class Spec(SpecNames):
         Raises:
             PlacementError: if the dim is strided.
         """
-        return interval_sharding(self.dim_shardings[dim])
+        sharding = self.dim_shardings[dim]
+        if isinstance(sharding, DimSharding):
+            return sharding
+        raise PlacementError(
+            f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner ones sharded, so ranks "
+            f"do not hold one interval of it; redistribute it first"
+        )
 
     def sizes(self, dim: int) -> tuple[int, ...]:
         """Elements of every shard of a tensor dim of which every rank holds one interval.

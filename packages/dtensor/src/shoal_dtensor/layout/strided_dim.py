@@ -176,17 +176,3 @@ def shard_dims(
     """
     axes_of = dict(order)
     return tuple([shard_any_dim(n, axes_of.get(dim, ()), placements, mesh_shape) for dim, n in enumerate(shape)])
-
-
-def interval_sharding(sharding: AnyDimSharding) -> DimSharding:
-    """The same sharding, for those who need every rank to hold one interval.
-
-    Raises:
-        PlacementError: if ranks hold several runs.
-    """
-    if isinstance(sharding, DimSharding):
-        return sharding
-    raise PlacementError(
-        f"the dim of {sharding.length} elements was folded of dims {sharding.shape}, inner ones sharded, so ranks "
-        f"do not hold one interval of it; redistribute it first"
-    )
