@@ -249,7 +249,6 @@ def _loadable(
         groups = get(own)["param_groups"]
         state = nested(state, groups)
         structure = _structure(state, options)
-        _check(structure, {})
         given, named = structure.get("state", {}), names_of(optimizers, groups)
         held = {name for name, param in named.items() if param in with_state}
         with trained(each for name, each in named.items() if given.get(name)), with_first_states(optimizers):
@@ -305,7 +304,9 @@ def _laid_out(
     structure: Mapping[str, Any], state: Mapping[str, Any], target: Mapping[str, Any], options: Any
 ) -> dict[str, Any]:
     """`R -> placements`: the tensors of a full state dict that a structure names, in the layouts of the target."""
-    device = next((each.device for each in _tensors(target) if isinstance(each, DTensor)), torch.device("cpu"))
+    devices: list[torch.device] = []
+    _mapped(target, lambda _, like: devices.append(like.device) if isinstance(like, DTensor) else None)
+    device = devices[0] if devices else torch.device("cpu")
 
     def shard(path: Path, info: Any) -> Any:
         if not isinstance(info, _TensorInfo):
@@ -321,20 +322,24 @@ def _laid_out(
     return result
 
 
-def _structure(state: Mapping[str, Any], options: Any) -> Any:
+def _structure(state: Mapping[str, Any], options: Any) -> Mapping[str, Any]:
     """The state dict, of rank 0 if it broadcasts, with the shapes and dtypes of its tensors in their place."""
     structure: Any = None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
         structure = _mapped(state, lambda _, each: _TensorInfo(each.shape, each.dtype) if each.dim() else each)
-    if not options.broadcast_from_rank0:
-        return structure
-    try:
-        pickle.dumps(structure)
-    except Exception as error:  # pickling runs code of the values' classes; the other ranks wait
-        structure = StateDictError(f"the state dict of rank 0 cannot be sent: {error}")
-    sent = [structure]
-    dist.broadcast_object_list(sent, src=0)
-    return sent[0]
+    if options.broadcast_from_rank0:
+        try:
+            pickle.dumps(structure)
+        except Exception as error:  # pickling runs code of the values' classes; the other ranks wait
+            structure = StateDictError(f"the state dict of rank 0 cannot be sent: {error}")
+        sent = [structure]
+        dist.broadcast_object_list(sent, src=0)
+        (structure,) = sent
+    if isinstance(structure, StateDictError):
+        raise structure
+    if not isinstance(structure, Mapping):
+        raise StateDictError(f"a state dict must be a dict, got {type(structure).__name__}")
+    return structure
 
 
 def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: torch.device) -> torch.Tensor:
@@ -347,12 +352,8 @@ def _broadcast(state: Mapping[str, Any], path: Path, info: _TensorInfo, device: 
     return full
 
 
-def _check(structure: Any, target: Mapping[str, Any], *, check_keys: bool = False) -> None:
+def _check(structure: Mapping[str, Any], target: Mapping[str, Any], *, check_keys: bool = False) -> None:
     """Raise what does not fit; with a broadcast the structure is the same on all ranks, and so is the error."""
-    if isinstance(structure, StateDictError):
-        raise structure
-    if not isinstance(structure, Mapping):
-        raise StateDictError(f"a state dict must be a dict, got {type(structure).__name__}")
     if check_keys and structure.keys() != target.keys():
         raise StateDictError(
             f"the state dict does not fit the model: missing {sorted(target.keys() - structure.keys())}, unexpected "
@@ -381,9 +382,3 @@ def _at(state: Any, path: Path) -> Any:
         except (KeyError, IndexError, TypeError):
             return None
     return state
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    tensors: list[torch.Tensor] = []
-    _mapped(state, lambda _, value: tensors.append(value))
-    return tensors
