@@ -10,8 +10,9 @@ from hypothesis import given, settings, strategies as st
 
 from random_specs import spec_pairs
 from shoal_dtensor import Partial, Replicate, Shard
+from shoal_dtensor.layout.boxes import volume
 from shoal_dtensor.layout.spec import Spec
-from shoal_dtensor.redistribute.blocks import exchange_blocks, intersect, volume
+from shoal_dtensor.redistribute.blocks import exchange_blocks
 from shoal_dtensor.redistribute.execution.kernels import blocks_of
 from shoal_dtensor.redistribute.plan import plan
 from shoal_dtensor.redistribute.steps import Exchange
@@ -94,12 +95,6 @@ def test_replicas_take_turns_as_senders() -> None:
     sends = [exchange_blocks(me, before, after).sends for me in (0, 1)]
     assert sends == [((2, halves[0]),), ((3, halves[1]),)]
     assert exchange_blocks(3, before, after).receives == ((1, halves[1]),)
-
-
-def test_boxes_intersect() -> None:
-    assert intersect(((0, 2),), ((2, 4),)) is None
-    assert intersect((), ()) == ()
-    assert volume(()) == 1
 
 
 def test_simulation_notices_replicas_that_differ() -> None:

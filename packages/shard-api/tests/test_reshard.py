@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings, strategies as st
 
+from shoal_dtensor.internal import Box
 from shoal_shard_api.ranks.reshard import Block, plan
-from shoal_shard_api.spec.boxes import Box
 from shoal_shard_api.spec.metadata import Layout
 
 SHAPE = (6, 5)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from shoal_dtensor import Shard
+from shoal_dtensor.internal import Box, volume
 from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, NotExpressibleError, TensorProperties
 from shoal_shard_api._torch import RemoteDevice
-from shoal_shard_api.spec.boxes import Box, volume
 from shoal_shard_api.spec.enumerable_spec import spec_of
 from shoal_shard_api.spec.to_placements import Grid, grid_of
 

@@ -28,6 +28,20 @@ from .arithmetic import (
     complete_forms as complete_forms,
     current_arithmetic as current_arithmetic,
 )
+from .layout.boxes import (
+    Box as Box,
+    box_at as box_at,
+    format_box as format_box,
+    gap as gap,
+    grid as grid,
+    intersect as intersect,
+    overlap as overlap,
+    shape_of as shape_of,
+    slices_of as slices_of,
+    spans as spans,
+    volume as volume,
+    whole_box as whole_box,
+)
 from .layout.dim_sharding import shard_sizes as shard_sizes
 from .modules.checked_arguments import (
     check_device_mesh as check_device_mesh,

@@ -16,10 +16,10 @@ from shoal_mesh.internal import new_axes
 
 from ..argument_types import check_type
 from ..errors import PlacementError
+from ..layout.boxes import Box
 from ..layout.placements import Partial
 from ..layout.rank_table import COLORS, RankTable, holders, rank_table
 from ..layout.spec import Spec
-from ..layout.tensor_meta import Box
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..tensor.dtensor import DTensor
 

@@ -16,9 +16,8 @@ from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
+from ..layout.boxes import Box, intersect, volume, whole_box
 from ..layout.placements import Partial
-from ..layout.tensor_meta import Box
-from ..redistribute.blocks import intersect, volume
 from ..tensor.dtensor import DTensor
 from .agreement import agreed
 
@@ -173,8 +172,7 @@ def _shards_of(name: Name, tensor: Tensor) -> tuple[_Shards, Tensor]:
     """What this rank has of a tensor, and the local tensor that holds it."""
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
-        whole: Box = tuple((0, size) for size in shape)
-        return _Shards(shape, kind, ((whole, whole),)), tensor.detach()
+        return _Shards(shape, kind, ((whole_box(shape), whole_box(shape)),)), tensor.detach()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
     spec = tensor.spec
@@ -201,7 +199,7 @@ def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
 
 
 def _elements(shards: _Shards) -> int:
-    return volume(tuple((0, size) for size in shards.shape))
+    return volume(whole_box(shards.shape))
 
 
 def _check_same(name: Name, held: _Shards, wanted: _Shards) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import CheckpointError
+from ..layout.boxes import box_at, overlap, volume
 
 _MODULE = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -124,27 +125,14 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
 def _check_parts(name: str, stored: TensorStorageMetadata) -> None:
     """Raise CheckpointError unless the parts of a tensor cover it once."""
     shape = tuple(stored.size)
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
-    for offsets, lengths in boxes:
+    parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    for offsets, lengths in parts:
         inside = len(offsets) == len(lengths) == len(shape) and all(
             first >= 0 and length >= 0 and first + length <= size
             for first, length, size in zip(offsets, lengths, shape, strict=True)
         )
         if not inside:
             raise CheckpointError(f"a part of {name} {shape} with offsets {offsets} and sizes {lengths} is outside")
-    filled = sorted((box for box in boxes if prod(box[1])), key=lambda box: box[0])
-    if sum(prod(lengths) for _, lengths in filled) != prod(shape) or _overlap(filled):
-        raise CheckpointError(f"the {len(boxes)} parts of {name} {shape} do not cover it once: {boxes[:8]}")
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two of the boxes, in order of their offsets, share an element."""
-    if boxes and not boxes[0][0]:
-        return len(boxes) > 1
-    for i, (offsets, lengths) in enumerate(boxes):
-        for others, other_lengths in boxes[i + 1 :]:
-            if others[0] >= offsets[0] + lengths[0]:
-                break  # so have all that follow
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, lengths, others, other_lengths, strict=True)):
-                return True
-    return False
+    boxes = [box_at(offsets, lengths) for offsets, lengths in parts]
+    if sum(map(volume, boxes)) != prod(shape) or overlap(boxes) is not None:
+        raise CheckpointError(f"the {len(parts)} parts of {name} {shape} do not cover it once: {parts[:8]}")

@@ -12,8 +12,8 @@ import torch
 from shoal_mesh import DeviceMesh
 
 from ..errors import PlacementError
+from .boxes import Box
 from .placements import Partial, Placement
-from .tensor_meta import Box
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
 _LARGEST = 1024  # ranks that a notebook shows as a table

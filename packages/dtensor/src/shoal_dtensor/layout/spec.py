@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
 
@@ -20,13 +20,14 @@ from shoal_mesh.internal import constant_when_compiled
 from .._torch import recorded, recorder_of_sizes
 from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
+from .boxes import Box, spans
 from .dim_sharding import DimSharding, ShardOrder
 from .normal_placements import canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
 from .spec_names import SpecNames
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
-from .tensor_meta import Box, ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
+from .tensor_meta import ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
 
 
 @constant_when_compiled
@@ -246,8 +247,7 @@ class Spec(SpecNames):
         by_dim: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
         for sharding in self.dim_shardings:
             held = sharding.intervals(coordinate)
-            ends = [*accumulate(stop - start for start, stop in held)]
-            by_dim.append([((a, b), (end - (b - a), end)) for (a, b), end in zip(held, ends, strict=True)])
+            by_dim.append(list(zip(held, spans(stop - start for start, stop in held), strict=True)))
         return [(tuple(a for a, _ in box), tuple(b for _, b in box)) for box in product(*by_dim)]
 
     def dim_sharding(self, dim: int) -> DimSharding:

@@ -1,4 +1,4 @@
-"""What is known of a tensor without a mesh: shape, stride and dtype, and boxes of it."""
+"""What is known of a tensor without a mesh: shape, stride and dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-Box = tuple[tuple[int, int], ...]  # [start, stop) of every dim
 MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expanded; empty for row-major
 
 

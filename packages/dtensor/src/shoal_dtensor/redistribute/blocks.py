@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING
 
 from shoal_mesh.internal import dataclass
 
-from ..layout.tensor_meta import Box
+from ..layout.boxes import Box, intersect, shape_of, volume
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -39,22 +38,6 @@ class Blocks:
     sends: tuple[Block, ...]
     receives: tuple[Block, ...]
     kept: Box | None
-
-
-def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes; None if it is empty.
-
-    Example:
-        >>> intersect(((0, 4), (0, 2)), ((2, 6), (1, 5)))
-        ((2, 4), (1, 2))
-    """
-    common = tuple([(max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True)])
-    return common if all(i < j for i, j in common) else None
-
-
-def volume(box: Box) -> int:
-    """Number of elements of a box."""
-    return prod([stop - start for start, stop in box])
 
 
 def exchange_blocks(me: int, before: Sequence[Box | None], after: Sequence[Box | None]) -> Blocks:
@@ -117,21 +100,6 @@ def box_of(spec: Spec, rank: int) -> Box | None:
     """What a global rank holds; None if it is not in the mesh."""
     coordinate = spec.mesh.coordinate_of(rank)
     return None if coordinate is None else spec.box(coordinate)
-
-
-def slices_of(box: Box, local_box: Box) -> tuple[slice, ...]:
-    """Indices of a global box inside the local tensor that holds `local_box`.
-
-    Example:
-        >>> slices_of(((3, 5),), ((2, 6),))
-        (slice(1, 3, None),)
-    """
-    return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, local_box, strict=True))
-
-
-def shape_of(box: Box) -> list[int]:
-    """Lengths of a box."""
-    return [stop - start for start, stop in box]
 
 
 def regular(boxes: Sequence[Box]) -> bool:

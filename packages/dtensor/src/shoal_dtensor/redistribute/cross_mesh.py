@@ -14,8 +14,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import RedistributeError
+from ..layout.boxes import volume
 from ..layout.placements import Partial, Placement, Replicate, Shard
-from .blocks import box_of, flows, volume
+from .blocks import box_of, flows
 from .steps import Plan, Transfer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from shoal_mesh import all_to_all_v, broadcast
 
 from ..errors import PlacementError
-from ..layout.tensor_meta import Box
+from ..layout.boxes import Box
 from .strided_plan import unfold_spec
 
 if TYPE_CHECKING:

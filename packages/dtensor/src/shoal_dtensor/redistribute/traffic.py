@@ -10,9 +10,8 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
+from ..layout.boxes import Box, intersect, volume
 from ..layout.placements import Partial
-from ..layout.tensor_meta import Box
-from .blocks import intersect, volume
 from .execution.kernels import blocks_of, members
 from .reductions import wire_itemsize
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Plan, ReduceScatter, Reduction, Step

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..layout.tensor_meta import Box
+from ..layout.boxes import Box
 from .fill import Fill
 from .philox import philox
 

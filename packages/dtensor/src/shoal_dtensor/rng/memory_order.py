@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal_mesh.internal import dataclass
 
+from ..layout.boxes import Box
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
-from ..layout.tensor_meta import Box
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import torch
 from .._torch import not_cached
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
+from ..layout.boxes import Box, slices_of
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import Box
 
 # What a partial norm was when it was last asked for, and what a copied view follows: not the copy's business.
 _OWN = frozenset({"_reduced", "_source"})
@@ -157,7 +157,7 @@ def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tenso
     boxes = _boxes(spec)
     for box, place in boxes:
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
-            return local[tuple(slice(*interval) for interval in place)]
+            return local[slices_of(place)]
     raise PlacementError(f"checkpoint index {index} is none of the boxes of {spec!r} on this rank")
 
 

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import PlanError
+from shoal_dtensor.internal import Box, intersect, slices_of
 from shoal_mesh import all_to_all_blocks, comm_over
 from shoal_mesh.internal import progress
 
-from ..weights.saving import Box, StoredTensor, agree, describe, merged
+from ..weights.saving import StoredTensor, agree, describe, merged
 
 _Exchange = tuple[list[list[Tensor]], list[list[Tensor]]]
 
@@ -76,19 +77,15 @@ def _add(exchange: _Exchange, source: StoredTensor, target: StoredTensor, local:
     mine, into = dict(local[0]), dict(local[1])
     for wanted, receivers in target.holders.items():
         for held, senders in source.holders.items():
-            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True))
-            if any(stop <= start for start, stop in common):
+            common = intersect(wanted, held)
+            if common is None:
                 continue
             for receiver in receivers:
                 sender = receiver if receiver in senders else senders[receiver % len(senders)]
                 if sender == rank:
-                    exchange[0][receiver].append(_within(mine[held], held, common))
+                    exchange[0][receiver].append(mine[held][slices_of(common, held)])
                 if receiver == rank:
-                    exchange[1][sender].append(_within(into[wanted], wanted, common))
-
-
-def _within(shard: Tensor, box: Box, part: Box) -> Tensor:
-    return shard[tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(part, box, strict=True))]
+                    exchange[1][sender].append(into[wanted][slices_of(common, wanted)])
 
 
 def _run(exchange: _Exchange, ranks: int) -> None:

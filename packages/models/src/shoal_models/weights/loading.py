@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import local_shard, takes
+from shoal_dtensor.internal import local_shard, slices_of, takes, whole_box
 from shoal_mesh.internal import dataclass, progress
 from shoal_tp_styles.internal import block_rows, make_adjacent, shardings_of
 
@@ -222,12 +222,11 @@ def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:
     """This rank's boxes, as slices of the source's entry and of the local tensor."""
-    box = tuple((0, size) for size in tensor.shape)
-    boxes = [(box, box)]
+    boxes = [(whole_box(tensor.shape), whole_box(tensor.shape))]
     if isinstance(tensor, DTensor):
         spec = tensor.spec
         assert spec.coordinate is not None, "only ranks of the mesh load"
         boxes = spec.boxes(spec.coordinate)
-    for whole, place in boxes:
-        rows = [(start + first_row, stop + first_row) for start, stop in whole[:1]]
-        yield tuple(slice(*bounds) for bounds in (*rows, *whole[1:])), tuple(slice(*bounds) for bounds in place)
+    for box, place in boxes:
+        rows = [(start + first_row, stop + first_row) for start, stop in box[:1]]
+        yield slices_of((*rows, *box[1:])), slices_of(place)

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import local_shard, takes
+from shoal_dtensor.internal import Box, local_shard, takes, volume
 from shoal_mesh.internal import dataclass, progress
 
 from ..errors import CheckpointError
 from .loading import Entry, boxes_of, entries_of
 
-Box = tuple[tuple[int, int], ...]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -203,7 +202,7 @@ def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
                 tensor.holders.setdefault(box, []).append(rank)
     for number, (name, tensor) in enumerate(tensors.items()):
         tensor.writers = {box: ranks[number % len(ranks)] for box, ranks in tensor.holders.items()}
-        covered = sum(prod(stop - start for start, stop in box) for box in tensor.holders)
+        covered = sum(map(volume, tensor.holders))
         if covered != prod(tensor.shape):
             raise CheckpointError(
                 f"the ranks hold {covered} of the {prod(tensor.shape)} elements of {name!r}; all ranks "
@@ -289,7 +288,7 @@ def _write_box(file: int, tensor: StoredTensor, box: Box, shard: Tensor) -> int:
         full -= 1
     strides = [prod(tensor.shape[dim + 1 :]) * tensor.dtype.itemsize for dim in range(len(box))]
     outer = box[: max(full - 1, 0)]
-    run = data.nbytes // prod(stop - start for start, stop in outer)
+    run = data.nbytes // volume(outer)
     base = tensor.start + (box[full - 1][0] * strides[full - 1] if full else 0)
     for number, indices in enumerate(product(*(range(*bounds) for bounds in outer))):
         offset = base + sum(index * stride for index, stride in zip(indices, strides, strict=False))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
+from shoal_dtensor.internal import spans, whole_box
 from shoal_mesh import DeviceMesh, all_gather
 from shoal_mesh.internal import dataclass
 
@@ -209,8 +210,7 @@ class _Lookup:
         return arguments
 
     def _collect(self, tensor: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
-        rest = tuple((0, n) for n in tensor.shape[1:])
-        layout = {rank: (span, *rest) for rank, span in zip(order, _spans(sizes), strict=True)}
+        layout = {rank: (span, *whole_box(tensor.shape[1:])) for rank, span in zip(order, spans(sizes), strict=True)}
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
         return collect([tensor], tuple((rank, layout[rank]) for rank in self.comm.ranks), shape, self.comm)
 
@@ -222,10 +222,5 @@ class _Lookup:
         even = result.redistribute(placements=[Shard(0)] * home.ndim)
         sharded = from_dtensor(self.call.cls, even, like=self.weight)
         width = (0, result.shape[1])
-        target = tuple((rank, (span, width)) for rank, span in zip(order, _spans(sizes), strict=True))
+        target = tuple((rank, (span, width)) for rank, span in zip(order, spans(sizes), strict=True))
         return move(sharded._local_tensors, sharded._layout, target, self.comm)[0].view(-1, result.shape[1])
-
-
-def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    stops = list(accumulate(sizes))
-    return [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from shoal_dtensor.internal import Box
+
 from .._torch import TorchDispatchMode, tree_leaves, tree_map
-from ..spec.boxes import Box
 
 
 class _NotPointwise(Exception):  # noqa: N818, RUF100  # control flow; no user sees it

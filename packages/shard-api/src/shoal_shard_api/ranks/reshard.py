@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from shoal_dtensor.internal import Box, intersect, shape_of, slices_of, volume, whole_box
 from shoal_mesh import Comm, all_gather_v, all_to_all_blocks
 from shoal_mesh.internal import dataclass, pack_blocks, unpack_blocks
 
-from ..spec.boxes import Box, intersection, relative, volume
 from ..spec.metadata import Layout
 
 Block = tuple[int, tuple[slice, ...]]
@@ -68,7 +68,7 @@ def plan(source: Layout, target: Layout, ranks: tuple[int, ...], rank: int) -> M
     return Move(
         tuple(_blocks(before[rank], after[peer], of_source=True) for peer in ranks),
         tuple(_blocks(before[peer], after[rank], of_source=False) for peer in ranks),
-        tuple(tuple(stop - start for start, stop in box) for box in after[rank]) or ((0,),),
+        tuple(tuple(shape_of(box)) for box in after[rank]) or ((0,),),
     )
 
 
@@ -81,9 +81,9 @@ def _blocks(sources: list[Box], targets: list[Box], *, of_source: bool) -> tuple
     blocks: list[Block] = []
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
-            common = intersection(source, target)
+            common = intersect(source, target)
             if common is not None:
-                blocks.append((i, relative(common, source)) if of_source else (j, relative(common, target)))
+                blocks.append((i, slices_of(common, source)) if of_source else (j, slices_of(common, target)))
     return tuple(blocks)
 
 
@@ -152,17 +152,13 @@ class _Collect(torch.autograd.Function):
         sizes = [sum(volume(box) for box in own) for own in boxes]
         arrived = all_gather_v(pack_blocks([tensor.detach() for tensor in tensors]), comm, sizes, 0)
         full = tensors[0].new_empty(shape)
-        unpack_blocks(arrived, [_block(full, box) for own in boxes for box in own])
+        unpack_blocks(arrived, [full[slices_of(box)] for own in boxes for box in own])
         return full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        own = [_block(grad, box).contiguous() for box in ctx.own]
+        own = [grad[slices_of(box)].contiguous() for box in ctx.own]
         return None, None, None, *(own or [grad.new_empty(0)])
-
-
-def _block(full: torch.Tensor, box: Box) -> torch.Tensor:
-    return full[tuple(slice(start, stop) for start, stop in box)]
 
 
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
@@ -174,7 +170,7 @@ def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[to
         src: The sending rank, an index in the group.
         comm: The communicator over the process group.
     """
-    source = ((comm.ranks[src], tuple((0, size) for size in full.shape)),)
+    source = ((comm.ranks[src], whole_box(full.shape)),)
     tensor = full.contiguous() if comm.rank == src else full.new_empty(0)
     if source == layout:
         return [tensor.clone()]

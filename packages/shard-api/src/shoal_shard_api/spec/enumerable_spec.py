@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from shoal_dtensor.internal import Box, volume
 from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect_all
 from ..errors import ShardingSpecError
-from .boxes import Box, volume
 from .chunk_spec import ChunkShardingSpec
 from .metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from .sharding_spec import ShardingSpec, check_build_arguments, check_tensor, validate_non_overlapping_shards_metadata

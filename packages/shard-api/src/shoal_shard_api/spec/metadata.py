@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from shoal_dtensor.internal import Box, box_at
 from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..errors import ArgumentTypeError, ShardingSpecError
-from .boxes import Box, box
 
 Layout = tuple[tuple[int, Box], ...]
 """(global rank, box) of every shard, in the order of the metadata.  Hashable, so plans are cached."""
@@ -68,7 +68,7 @@ class ShardMetadata:
     @property
     def box(self) -> Box:
         """The shard's global indices: one (start, stop) pair per dim."""
-        return box(self.shard_offsets, self.shard_sizes)
+        return box_at(self.shard_offsets, self.shard_sizes)
 
     @property
     def rank(self) -> int:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import ProcessGroup
 
+from shoal_dtensor.internal import format_box, gap, overlap
 from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all
 from ..errors import ShardingSpecError, UnsupportedOpError
-from .boxes import format_box, gap, overlap
 from .metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, parse_placement
 
 CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]

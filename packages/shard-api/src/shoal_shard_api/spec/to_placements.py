@@ -9,16 +9,15 @@ Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 
 from shoal_dtensor import Shard
+from shoal_dtensor.internal import Box, format_box, grid, spans, volume
 from shoal_mesh.internal import dataclass
 
 from ..errors import NotExpressibleError
-from .boxes import Box, format_box, grid, volume
 from .metadata import Layout
 
 
@@ -108,19 +107,14 @@ def _n_dim_grid(
                 f"{idle} idle, and they do not fill a row of a mesh of all ranks"
             )
         sizes[fits[0]] += [0] * (len(idle) // (len(filled) // len(sizes[fits[0]])))
-    spans = [_spans(n) for n in shard_sizes]
+    cells = [spans(n) for n in shard_sizes]
     spare = iter(idle)
     ranks = []
     for coordinate in product(*(range(len(n)) for n in sizes)):
         at = dict(zip(sharded, coordinate, strict=True))
         inside = all(at[dim] < len(shard_sizes[dim]) for dim in sharded)
-        ranks.append(holder[tuple(spans[d][at.get(d, 0)] for d in range(len(shard_sizes)))] if inside else next(spare))
+        ranks.append(holder[tuple(cells[d][at.get(d, 0)] for d in range(len(shard_sizes)))] if inside else next(spare))
     placements = tuple(Shard(dim, sizes=tuple(n)) for dim, n in zip(sharded, sizes, strict=True))
     mesh_shape = tuple(len(n) for n in sizes)
     assert prod(mesh_shape) == len(ranks) == len(members), "every member is at one coordinate"
     return Grid(mesh_shape, tuple(ranks), placements)
-
-
-def _spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    stops = list(accumulate(sizes))
-    return [(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]

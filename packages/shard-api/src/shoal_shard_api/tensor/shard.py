@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shoal_dtensor.internal import format_box, slices_of
 from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, expect_plain
 from ..errors import LocalShardError, ShardingSpecError
-from ..spec.boxes import format_box
 from ..spec.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 
 
@@ -107,7 +107,7 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
     box = metadata.box
     if len(box) != tensor.dim() or any(stop > size for (_, stop), size in zip(box, tensor.shape, strict=True)):
         raise ShardingSpecError(f"shard {format_box(box)} is not inside a tensor of size {tuple(tensor.shape)}")
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
+    return tensor[slices_of(box)]
 
 
 def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[Shard]:

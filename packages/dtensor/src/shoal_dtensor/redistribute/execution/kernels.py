@@ -19,10 +19,10 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound, contribution, dataclass, pack_blocks, unpack_blocks
 
+from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import has_symbols
-from ...layout.tensor_meta import Box
-from ..blocks import Blocks, adjacent_rows, box_of, exchange_blocks, intersect, regular, shape_of, slices_of, volume
+from ..blocks import Blocks, adjacent_rows, box_of, exchange_blocks, regular
 from ..reductions import identity_of, powers, root
 from ..steps import (
     AllGather,

@@ -1,4 +1,4 @@
-"""Overlap, coverage and grids of boxes against brute force on small index sets.  Covers: spec/boxes.py."""
+"""Overlap, coverage and grids of boxes against brute force on small index sets.  Covers: layout/boxes.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, strategies as st
 
-from shoal_shard_api.spec.boxes import Box, box, format_box, gap, grid, intersection, overlap, relative, volume
+from shoal_dtensor.layout.boxes import (
+    Box,
+    box_at,
+    format_box,
+    gap,
+    grid,
+    intersect,
+    overlap,
+    shape_of,
+    slices_of,
+    spans,
+    volume,
+    whole_box,
+)
 
 SHAPE = (5, 4)
 
@@ -24,13 +37,13 @@ boxes_2d = st.tuples(intervals(SHAPE[0]), intervals(SHAPE[1]))
 
 
 @given(boxes_2d, boxes_2d)
-def test_intersection_is_the_common_elements(a: Box, b: Box) -> None:
-    common = intersection(a, b)
+def test_the_common_part_is_the_common_elements(a: Box, b: Box) -> None:
+    common = intersect(a, b)
     assert (elements(common) if common is not None else set()) == elements(a) & elements(b)
     if common is not None:
         assert volume(common) == len(elements(common))
-        inside = relative(common, a)
-        assert [s.stop - s.start for s in inside] == [stop - start for start, stop in common]
+        inside = slices_of(common, a)
+        assert [s.stop - s.start for s in inside] == shape_of(common)
 
 
 @given(st.lists(boxes_2d, max_size=6))
@@ -48,7 +61,7 @@ def test_gap_is_a_box_in_no_other(boxes: list[Box]) -> None:
         return
     missing = gap(boxes, SHAPE)
     held = set().union(*map(elements, boxes))
-    assert (missing is None) == (held == elements(tuple((0, n) for n in SHAPE)))
+    assert (missing is None) == (held == elements(whole_box(SHAPE)))
     if missing is not None:
         assert elements(missing)
         assert not elements(missing) & held
@@ -78,7 +91,18 @@ def test_two_boxes_without_dims_overlap() -> None:
     assert overlap([()]) is None
 
 
+def test_boxes_without_dims_or_elements() -> None:
+    assert intersect(((0, 2),), ((2, 4),)) is None
+    assert intersect((), ()) == ()
+    assert volume(()) == 1
+
+
+def test_spans_follow_one_another() -> None:
+    assert spans([]) == []
+    assert spans([2, 0, 3]) == [(0, 2), (2, 2), (2, 5)]
+
+
 def test_box_and_show() -> None:
-    assert format_box(box([1, 0], [2, 3])) == "[1:3, 0:3]"
-    with pytest.raises(ValueError):
-        box([1], [2, 3])
+    assert format_box(box_at([1, 0], [2, 3])) == "[1:3, 0:3]"
+    with pytest.raises(ValueError, match="longer"):
+        box_at([1], [2, 3])

@@ -1,0 +1,136 @@
+"""Boxes of a tensor: their common part, size, overlap, coverage and grids.  Integers only.
+
+A box has one ``(start, stop)`` pair per tensor dim, stop excluded.  Rows 2 and 3 of a (4, 5) tensor are the box
+``((2, 4), (0, 5))``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise, product
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+
+
+def box_at(offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+    """The box that starts at `offsets` and spans `sizes` elements along each dim.
+
+    Example:
+        >>> box_at([2, 0], [2, 5])
+        ((2, 4), (0, 5))
+    """
+    return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of all elements of a tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def spans(sizes: Iterable[int]) -> list[tuple[int, int]]:
+    """The (start, stop) pairs of intervals of these sizes, one after the other.
+
+    Example:
+        >>> spans([2, 0, 3])
+        [(0, 2), (2, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(sizes, initial=0)))
+
+
+def shape_of(box: Box) -> list[int]:
+    """The sizes of a box."""
+    return [stop - start for start, stop in box]
+
+
+def volume(box: Box) -> int:
+    """Number of elements of a box; 1 without dims."""
+    return prod([stop - start for start, stop in box])
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if it is empty.
+
+    Example:
+        >>> intersect(((0, 4), (0, 2)), ((2, 6), (1, 5)))
+        ((2, 4), (1, 2))
+    """
+    common = tuple([(max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True)])
+    return common if all(i < j for i, j in common) else None
+
+
+def slices_of(box: Box, local_box: Box | None = None) -> tuple[slice, ...]:
+    """Indices of a global box inside the local tensor that holds `local_box`; by default in the global tensor.
+
+    Example:
+        >>> slices_of(((3, 5),), ((2, 6),)), slices_of(((3, 5),))
+        ((slice(1, 3, None),), (slice(3, 5, None),))
+    """
+    if local_box is None:
+        return tuple(slice(start, stop) for start, stop in box)
+    return tuple(slice(i - k, j - k) for (i, j), (k, _) in zip(box, local_box, strict=True))
+
+
+def format_box(box: Box) -> str:
+    """The box as slices, for messages: ``[0:2, 3:5]``."""
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
+
+
+def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Positions of two boxes that share an element, None if no two do.
+
+    A sweep along the dim with most distinct starts.  ``active`` are the boxes that reach beyond the present start, so n
+    boxes in a row cost n log n.  Boxes that all begin together cost all pairs.
+    """
+    filled = [i for i, box in enumerate(boxes) if volume(box) > 0]
+    if len(filled) < 2:
+        return None
+    dims = range(len(boxes[filled[0]]))
+    if not dims:
+        return filled[0], filled[1]
+    sweep = max(dims, key=lambda dim: len({boxes[i][dim][0] for i in filled}))
+    active: list[int] = []
+    for i in sorted(filled, key=lambda i: boxes[i][sweep]):
+        active = [j for j in active if boxes[j][sweep][1] > boxes[i][sweep][0]]
+        for j in active:
+            if intersect(boxes[i], boxes[j]) is not None:
+                return min(i, j), max(i, j)
+        active.append(i)
+    return None
+
+
+def edges(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """For every dim, the sorted positions at which some non-empty box begins or ends, with 0 and the dim's size."""
+    filled = [box for box in boxes if volume(box) > 0]
+    return tuple(
+        tuple(sorted({0, size} | {position for box in filled for position in box[dim]}))
+        for dim, size in enumerate(shape)
+    )
+
+
+def gap(boxes: Sequence[Box], shape: Sequence[int]) -> Box | None:
+    """A box of elements that are in none of the boxes, None if the boxes cover the shape.
+
+    Args:
+        boxes: boxes inside the shape that do not overlap: so they cover it exactly if their volumes add up to its size.
+        shape: size of the tensor.
+    """
+    if sum(map(volume, boxes)) == prod(shape):
+        return None
+    for cell in product(*(list(pairwise(positions)) for positions in edges(boxes, shape))):
+        if all(intersect(cell, box) is None for box in boxes):
+            return cell
+    return None
+
+
+def grid(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """Shard sizes along every dim if the non-empty boxes are exactly all cells of a grid, else None.
+
+    Example:
+        >>> grid([((0, 2), (0, 3)), ((2, 5), (0, 3))], (5, 3))
+        ((2, 3), (3,))
+    """
+    sizes = tuple(tuple(stop - start for start, stop in pairwise(positions)) for positions in edges(boxes, shape))
+    # No box reaches over an edge of the grid if there are as many boxes as cells: 2 x 3 edges have 6 cells.
+    filled = {box for box in boxes if volume(box) > 0}
+    return sizes if len(filled) == prod(len(along) for along in sizes) else None
