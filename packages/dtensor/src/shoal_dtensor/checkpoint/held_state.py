@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_mesh import all_to_all_blocks, comm_over, purpose
+from shoal_mesh import comm_over, purpose
 from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
-from ..layout.boxes import Box, intersect, volume, whole_box
+from ..layout.boxes import Box, slices_of, volume, whole_box
 from ..layout.placements import Partial
+from ..redistribute.blocks import Blocks, exchange_blocks
+from ..redistribute.move_blocks import Shards, move_blocks
 from ..tensor.dtensor import DTensor
 from .agreement import agreed
 
@@ -145,17 +147,15 @@ class HeldState:
     ) -> None:
         """One all-to-all for each dtype and kind of device."""
         me, size = dist.get_rank(), dist.get_world_size()
-        kinds: dict[str, tuple[list[list[Tensor]], list[list[Tensor]]]] = {}
+        moves = defaultdict[str, list[tuple[Blocks, Shards, Shards]]](list)
         for name in sorted({name for fact in facts for name in fact.wanted}, key=repr):
             dtype = next(fact.wanted[name].dtype for fact in facts if name in fact.wanted)
-            sends, receives = kinds.setdefault(dtype, ([[] for _ in range(size)], [[] for _ in range(size)]))
-            for giver, taker, box in _flows(name, facts, holders):
-                if giver == me:
-                    sends[taker].append(_part(*self._tensors[name], box))
-                if taker == me:
-                    receives[giver].append(_part(*targets[name], box))
-        for sends, receives in kinds.values():
-            all_to_all_blocks(sends, comm_over(range(size)), receives)
+            before = [_boxes(fact.held, name) if rank in holders else [] for rank, fact in enumerate(facts)]
+            after = [_boxes(fact.wanted, name) for fact in facts]
+            blocks = exchange_blocks(me, before, after)
+            moves[dtype].append((blocks, _views(self._tensors, name), _views(targets, name)))
+        for each in moves.values():
+            move_blocks(each, comm_over(range(size)))
 
 
 def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
@@ -210,27 +210,13 @@ def _check_same(name: Name, held: _Shards, wanted: _Shards) -> None:
         )
 
 
-def _flows(name: Name, facts: list[_Facts], holders: list[int]) -> Iterator[tuple[int, int, Box]]:
-    """Who gives which box of a tensor to whom: a rank keeps what it has, the others that have a box take turns."""
-    givers = defaultdict[Box, list[int]](list)
-    for rank in holders:
-        for box, _ in facts[rank].held[name].boxes if name in facts[rank].held else ():
-            givers[box].append(rank)
-    turn = 0
-    for taker, fact in enumerate(facts):
-        for wanted, _ in fact.wanted[name].boxes if name in fact.wanted else ():
-            for box, ranks in givers.items():
-                common = intersect(box, wanted)
-                if common is None:
-                    continue
-                if taker in ranks:
-                    yield taker, taker, common
-                else:
-                    yield ranks[turn % len(ranks)], taker, common
-                    turn += 1
+def _boxes(tensors: Mapping[Name, _Shards], name: Name) -> list[Box]:
+    return [box for box, _ in tensors[name].boxes] if name in tensors else []
 
 
-def _part(shards: _Shards, local: Tensor, box: Box) -> Tensor:
-    """The view of a local tensor that is a box of the global one."""
-    whole, place = next((whole, place) for whole, place in shards.boxes if intersect(whole, box) == box)
-    return local[tuple(slice(i - k + m, j - k + m) for (i, j), (k, _), (m, _) in zip(box, whole, place, strict=True))]
+def _views(tensors: Mapping[Name, tuple[_Shards, Tensor]], name: Name) -> Shards:
+    """This rank's boxes of a tensor, each with the view of the local tensor that holds it."""
+    if name not in tensors:
+        return []
+    shards, local = tensors[name]
+    return [(box, local[slices_of(place)]) for box, place in shards.boxes]

@@ -1,6 +1,6 @@
 """Which block of the tensor goes from which rank to which: integers only.
 
-Given every member's box before and after, an exchange is fixed: what a rank needs and does not
+Given every member's boxes before and after, an exchange is fixed: what a rank needs and does not
 have comes from a rank that has it.  Where several do, they take turns, so that none sends more than others.
 
     S(0) -> S(1) of a 4 x 4 tensor on 2 ranks          rank 0 has rows 0 and 1, rank 1 rows 2 and 3
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 Block = tuple[int, Box]
 Flow = tuple[int, int, Box]
+Holdings = Sequence[Sequence[Box]]
+"""For each member the boxes that it has; two boxes of any members are the same or share no element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,76 +32,80 @@ class Blocks:
     """What one member of an exchange does.
 
     Attributes:
-        sends: (member, global box) in member order.
-        receives: (member, global box) in member order.
-        kept: the part of its own box that it keeps; None if there is none.
+        sends: (member, global box) in member order, those of one member in the order of the boxes.
+        receives: (member, global box) likewise.
+        kept: the parts of its own boxes that it keeps.
     """
 
     sends: tuple[Block, ...]
     receives: tuple[Block, ...]
-    kept: Box | None
+    kept: tuple[Box, ...]
 
 
-def exchange_blocks(me: int, before: Sequence[Box | None], after: Sequence[Box | None]) -> Blocks:
+def exchange_blocks(me: int, before: Holdings, after: Holdings) -> Blocks:
     """What member `me` sends, receives and keeps.
 
     Args:
         me: index of the member.
-        before: for each member the box it has; None if it has nothing.
-        after: for each member the box it shall have; None if it shall have nothing.
+        before: what the members have.
+        after: what they shall have.
 
     Example:
-        >>> rows, columns = [((0, 1), (0, 2)), ((1, 2), (0, 2))], [((0, 2), (0, 1)), ((0, 2), (1, 2))]
+        >>> rows, columns = [[((0, 1), (0, 2))], [((1, 2), (0, 2))]], [[((0, 2), (0, 1))], [((0, 2), (1, 2))]]
         >>> exchange_blocks(0, rows, columns)
-        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=((0, 1), (0, 1)))
+        Blocks(sends=((1, ((0, 1), (1, 2))),), receives=((1, ((1, 2), (0, 1))),), kept=(((0, 1), (0, 1)),))
     """
-    mine, wanted = before[me], after[me]
     sends: list[Block] = []
     receives: list[Block] = []
+    kept: list[Box] = []
     for box, holders in _holders(before).items():
+        needed = _parts(box, after[me])
         if me in holders:
+            kept += needed
             sends += [(taker, part) for giver, taker, part in _turns(box, holders, after) if giver == me]
-            continue
-        needed = None if wanted is None else intersect(box, wanted)
-        if needed is not None:
-            alone = len(holders) == 1
-            giver = holders[0] if alone else next(g for g, t, _ in _turns(box, holders, after) if t == me)
-            receives.append((giver, needed))
-    kept = None if mine is None or wanted is None else intersect(mine, wanted)
-    return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), kept)
+        elif len(holders) == 1:
+            receives += [(holders[0], part) for part in needed]
+        elif needed:
+            receives += [(giver, part) for giver, taker, part in _turns(box, holders, after) if taker == me]
+    return Blocks(tuple(sorted(sends)), tuple(sorted(receives)), tuple(kept))
 
 
-def flows(before: Sequence[Box | None], after: Sequence[Box | None]) -> Iterator[Flow]:
+def flows(before: Holdings, after: Holdings) -> Iterator[Flow]:
     """Every (sender, receiver, block) of an exchange; arguments as for `exchange_blocks`."""
     for box, holders in _holders(before).items():
         yield from _turns(box, holders, after)
 
 
-def _holders(before: Sequence[Box | None]) -> dict[Box, list[int]]:
+def _holders(before: Holdings) -> dict[Box, list[int]]:
     """Members that hold each box; empty boxes left out."""
     holders: dict[Box, list[int]] = {}
-    for member, box in enumerate(before):
-        if box is not None and volume(box):
-            holders.setdefault(box, []).append(member)
+    for member, boxes in enumerate(before):
+        for box in boxes:
+            if volume(box):
+                holders.setdefault(box, []).append(member)
     return holders
 
 
-def _turns(box: Box, holders: Sequence[int], after: Sequence[Box | None]) -> Iterator[Flow]:
+def _turns(box: Box, holders: Sequence[int], after: Holdings) -> Iterator[Flow]:
     """Who gives which part of a box to whom: the holders take turns."""
     turn = 0
     for taker, wanted in enumerate(after):
-        if wanted is None or taker in holders:
+        if taker in holders:
             continue
-        needed = intersect(box, wanted)
-        if needed is not None:
-            yield holders[turn % len(holders)], taker, needed
+        for part in _parts(box, wanted):
+            yield holders[turn % len(holders)], taker, part
             turn += 1
 
 
-def box_of(spec: Spec, rank: int) -> Box | None:
-    """What a global rank holds; None if it is not in the mesh."""
+def _parts(box: Box, wanted: Sequence[Box]) -> list[Box]:
+    """What a box has of others."""
+    return [common for each in wanted if (common := intersect(box, each)) is not None]
+
+
+def boxes_of_rank(spec: Spec, rank: int) -> list[Box]:
+    """What a global rank holds: one box, none if it is not in the mesh."""
     coordinate = spec.mesh.coordinate_of(rank)
-    return None if coordinate is None else spec.box(coordinate)
+    return [] if coordinate is None else [spec.box(coordinate)]
 
 
 def regular(boxes: Sequence[Box]) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import RedistributeError
 from ..layout.boxes import volume
 from ..layout.placements import Partial, Placement, Replicate, Shard
-from .blocks import box_of, flows
+from .blocks import boxes_of_rank, flows
 from .steps import Plan, Transfer
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _corners(spec: Spec) -> Iterator[tuple[int, ...]]:
 def _busiest(src: Spec, dst: Spec, ranks: tuple[int, ...]) -> int:
     """The largest number of elements that a rank sends or receives."""
     loads: Counter[tuple[str, int]] = Counter()
-    for sender, receiver, box in flows([box_of(src, r) for r in ranks], [box_of(dst, r) for r in ranks]):
+    for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
         loads["sends", sender] += volume(box)
         loads["receives", receiver] += volume(box)
     return max(loads.values(), default=0)

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import Box, intersect, slices_of
-from shoal_mesh import all_to_all_blocks, comm_over
+from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, move_blocks
+from shoal_mesh import comm_over
 from shoal_mesh.internal import progress
 
 from ..weights.saving import StoredTensor, agree, describe, merged
-
-_Exchange = tuple[list[list[Tensor]], list[list[Tensor]]]
 
 
 def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
@@ -45,18 +43,27 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
         "copy_weights: cannot describe the models",
         lambda: (describe(source, held) if source else {}, describe(target, wanted) if target else {}),
     )
-    sources, targets = merged([each for each, _ in both]), merged([each for _, each in both])
+    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
+    sources, targets = merged(of_sources), merged(of_targets)
     for name, tensor in targets.items():
         found = sources.get(name)
         if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
             has = "nothing" if found is None else f"{tuple(found.shape)} {found.dtype}"
             raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, comm = (dist.get_rank(), comm_over(range(dist.get_world_size()))) if dist.is_initialized() else (0, None)
+
+    def move(name: str) -> tuple[Blocks, Shards, Shards]:
+        blocks = exchange_blocks(rank, _boxes(of_sources, name), _boxes(of_targets, name))
+        return blocks, held.get(name, []), wanted.get(name, [])
+
     for names in progress(list(_batches(targets, max_bytes)), "copying weights"):
-        exchange: _Exchange = ([[] for _ in range(ranks)], [[] for _ in range(ranks)])
-        for name in names:
-            _add(exchange, sources[name], targets[name], (held.get(name, []), wanted.get(name, [])), rank)
-        _run(exchange, ranks)
+        with torch.no_grad():
+            move_blocks(map(move, names), comm)
+
+
+def _boxes(described: list[dict[str, Any]], name: str) -> list[list[Box]]:
+    """The boxes of an entry that each rank has."""
+    return [entries[name][2] if name in entries else [] for entries in described]
 
 
 def _batches(targets: dict[str, StoredTensor], limit: int) -> Iterator[list[str]]:
@@ -70,28 +77,3 @@ def _batches(targets: dict[str, StoredTensor], limit: int) -> Iterator[list[str]
                     names, size = [], 0
                 names, size = [*names, name], size + tensor.nbytes
         yield names
-
-
-def _add(exchange: _Exchange, source: StoredTensor, target: StoredTensor, local: Any, rank: int) -> None:
-    """What this rank sends and receives of one tensor, in an order that all ranks know."""
-    mine, into = dict(local[0]), dict(local[1])
-    for wanted, receivers in target.holders.items():
-        for held, senders in source.holders.items():
-            common = intersect(wanted, held)
-            if common is None:
-                continue
-            for receiver in receivers:
-                sender = receiver if receiver in senders else senders[receiver % len(senders)]
-                if sender == rank:
-                    exchange[0][receiver].append(mine[held][slices_of(common, held)])
-                if receiver == rank:
-                    exchange[1][sender].append(into[wanted][slices_of(common, wanted)])
-
-
-def _run(exchange: _Exchange, ranks: int) -> None:
-    with torch.no_grad():
-        if ranks > 1:
-            all_to_all_blocks(exchange[0], comm_over(range(ranks)), exchange[1])
-        else:
-            for value, into in zip(exchange[0][0], exchange[1][0], strict=True):
-                into.copy_(value)

@@ -1,8 +1,7 @@
 """Moving a tensor from any layout to any other: intersections of boxes, and one all-to-all of exact blocks.
 
-``plan`` is pure: the blocks that one rank sends and receives.  ``move`` runs it and is differentiable.  A scatter is a
-move from a layout with one shard, a gather a move to one.  A rank without shards passes one empty tensor, so that it
-takes part in the collective of backward too.
+``move`` is differentiable.  A scatter is a move from a layout with one shard, a gather a move to one.  A rank without
+shards passes one empty tensor, so that it takes part in the collective of backward too.
 
 Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps one.
 
@@ -21,70 +20,30 @@ from typing import Any
 
 import torch
 
-from shoal_dtensor.internal import Box, intersect, shape_of, slices_of, volume, whole_box
-from shoal_mesh import Comm, all_gather_v, all_to_all_blocks
-from shoal_mesh.internal import dataclass, pack_blocks, unpack_blocks
+from shoal_dtensor.internal import Blocks, Box, exchange_blocks, move_blocks, shape_of, slices_of, volume, whole_box
+from shoal_mesh import Comm, all_gather_v
+from shoal_mesh.internal import pack_blocks, unpack_blocks
 
 from ..spec.metadata import Layout
-
-Block = tuple[int, tuple[slice, ...]]
-"""A block of a local shard: position of the shard among this rank's shards, and index of the block in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What one rank does in a move.
-
-    Attributes:
-        sends: For every rank of the group, blocks of the local source shards.
-        receives: For every rank of the group, blocks of the local target shards, in the order in which it sends them.
-        shapes: Shape of every local target shard; one empty shape on a rank without any.
-    """
-
-    sends: tuple[tuple[Block, ...], ...]
-    receives: tuple[tuple[Block, ...], ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@lru_cache(maxsize=4096)
-def plan(source: Layout, target: Layout, ranks: tuple[int, ...], rank: int) -> Move:
-    """What global rank ``rank`` sends and receives when a tensor moves from ``source`` to ``target``.
-
-    Args:
-        source: Present layout.
-        target: Layout of the result.
-        ranks: Global ranks of the group.
-        rank: One of them.
-
-    Example:
-        >>> from shoal_shard_api.ranks.reshard import plan
-        >>> rows = ((0, ((0, 1), (0, 2))), (1, ((1, 2), (0, 2))))
-        >>> columns = ((0, ((0, 2), (0, 1))), (1, ((0, 2), (1, 2))))
-        >>> plan(rows, columns, (0, 1), 0).receives[1]
-        ((0, (slice(1, 2, None), slice(0, 1, None))),)
-    """
-    before = {each: _boxes(source, each) for each in ranks}
-    after = {each: _boxes(target, each) for each in ranks}
-    return Move(
-        tuple(_blocks(before[rank], after[peer], of_source=True) for peer in ranks),
-        tuple(_blocks(before[peer], after[rank], of_source=False) for peer in ranks),
-        tuple(tuple(shape_of(box)) for box in after[rank]) or ((0,),),
-    )
 
 
 def _boxes(layout: Layout, rank: int) -> list[Box]:
     return [box for holder, box in layout if holder == rank]
 
 
-def _blocks(sources: list[Box], targets: list[Box], *, of_source: bool) -> tuple[Block, ...]:
-    """The common blocks of two ranks' shards, in an order that both know, as blocks of one side's shards."""
-    blocks: list[Block] = []
-    for i, source in enumerate(sources):
-        for j, target in enumerate(targets):
-            common = intersect(source, target)
-            if common is not None:
-                blocks.append((i, slices_of(common, source)) if of_source else (j, slices_of(common, target)))
-    return tuple(blocks)
+@lru_cache(maxsize=4096)
+def _plan(source: Layout, target: Layout, ranks: tuple[int, ...], me: int) -> Blocks:
+    return exchange_blocks(me, *([_boxes(layout, rank) for rank in ranks] for layout in (source, target)))
+
+
+def _run(
+    source: Layout, target: Layout, comm: Comm, tensors: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+) -> None:
+    """Write the shards of the target into ``out``.  A rank without shards has none of the boxes for its tensor."""
+    rank = comm.ranks[comm.rank]
+    held = list(zip(_boxes(source, rank), tensors, strict=False))
+    wanted = list(zip(_boxes(target, rank), out, strict=False))
+    move_blocks([(_plan(source, target, comm.ranks, comm.rank), held, wanted)], comm)
 
 
 def move(tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm) -> list[torch.Tensor]:
@@ -112,19 +71,14 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Layout, target: Layout, comm: Comm, *tensors: torch.Tensor) -> Any:
         ctx.back = (target, source, comm)
-        move = plan(source, target, comm.ranks, comm.ranks[comm.rank])
-        out = [tensors[0].new_empty(shape) for shape in move.shapes]
-        _exchange(move, tensors, comm, out)
+        shapes = [shape_of(box) for box in _boxes(target, comm.ranks[comm.rank])] or [[0]]
+        out = [tensors[0].new_empty(shape) for shape in shapes]
+        _run(source, target, comm, tensors, out)
         return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         return None, None, None, *_Move.apply(*ctx.back, *grads)  # type: ignore[no-untyped-call]  # torch
-
-
-def _exchange(move: Move, tensors: Sequence[torch.Tensor], comm: Comm, out: Sequence[torch.Tensor]) -> None:
-    sends = [[tensors[index][where] for index, where in blocks] for blocks in move.sends]
-    all_to_all_blocks(sends, comm, [[out[index][where] for index, where in blocks] for blocks in move.receives])
 
 
 def collect(tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm) -> torch.Tensor:
@@ -178,22 +132,30 @@ def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[to
         return move([tensor], source, layout, comm)
 
 
-def gather(tensors: Sequence[torch.Tensor], layout: Layout, dst: int, comm: Comm, out: torch.Tensor | None) -> None:
+def gather(
+    tensors: Sequence[torch.Tensor],
+    layout: Layout,
+    shape: torch.Size,
+    dst: int,
+    comm: Comm,
+    out: torch.Tensor | None,
+) -> None:
     """Layout -> plain on ``dst``: the global tensor is written into ``out``; all ranks call it.
 
     Args:
         tensors: Local shards in the order of the layout; one empty tensor if there are none.
         layout: Their layout.
+        shape: Global size.
         dst: The receiving rank, an index in the group.
         comm: The communicator over the process group.
         out: A tensor of the global size on ``dst``, None elsewhere.
     """
-    box = tuple((0, max(each[dim][1] for _, each in layout)) for dim in range(len(layout[0][1])))
-    to_one = plan(layout, ((comm.ranks[dst], box),), comm.ranks, comm.ranks[comm.rank])
+    target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
-    # Blocks arrive in ``out`` itself where they can: no second global tensor on dst.
-    direct = out is not None and (out.dtype, out.device) == (like.dtype, like.device)
-    full = out if out is not None and direct else like.new_empty(to_one.shapes[0])
-    _exchange(to_one, tensors, comm, [full])
-    if out is not None and not direct:
-        out.copy_(full)
+    if out is None or (out.dtype, out.device) == (like.dtype, like.device):
+        # Blocks arrive in ``out`` itself: no second global tensor on dst.
+        _run(layout, target, comm, tensors, [] if out is None else [out])
+        return
+    full = like.new_empty(shape)
+    _run(layout, target, comm, tensors, [full])
+    out.copy_(full)

@@ -209,7 +209,7 @@ class ShardedTensor(ShardedTensorConstructors):
         agree(self._process_group, {"dst": dst, "dtype": dtype}, self._gather_error(dst, out, dtype, enforce_dtype))
         with torch.no_grad():
             local_tensors = [local if dtype is None else local.to(dtype) for local in self._local_tensors]
-            gather(local_tensors, self._layout, dst, self._comm, out)
+            gather(local_tensors, self._layout, self.size(), dst, self._comm, out)
 
     def _gather_error(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> Exception | None:
         """The error in this rank's arguments of ``gather``, None if they are right."""

@@ -22,7 +22,7 @@ from shoal_mesh.internal import bound, contribution, dataclass, pack_blocks, unp
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import has_symbols
-from ..blocks import Blocks, adjacent_rows, box_of, exchange_blocks, regular
+from ..blocks import Blocks, adjacent_rows, boxes_of_rank, exchange_blocks, regular
 from ..reductions import identity_of, powers, root
 from ..steps import (
     AllGather,
@@ -121,7 +121,7 @@ def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
     """
     group = members(step.src, step.axes, coordinate)
     src, dst = (spec.example or spec for spec in (step.src, step.dst))
-    blocks = exchange_blocks(group.index(coordinate), [src.box(c) for c in group], [dst.box(c) for c in group])
+    blocks = exchange_blocks(group.index(coordinate), *([[spec.box(c)] for c in group] for spec in (src, dst)))
     if src is step.src:
         return blocks
     own = step.src.box(coordinate)
@@ -130,7 +130,7 @@ def blocks_of(step: Exchange, coordinate: Coordinate) -> Blocks:
         return tuple([b if has_symbols(b) else a for a, b in zip(box, own, strict=True)])
 
     sends, receives = ([(member, whole(box)) for member, box in part] for part in (blocks.sends, blocks.receives))
-    return Blocks(tuple(sends), tuple(receives), None if blocks.kept is None else whole(blocks.kept))
+    return Blocks(tuple(sends), tuple(receives), tuple(map(whole, blocks.kept)))
 
 
 def _slice(step: Slice, coordinate: Coordinate) -> Kernel:
@@ -300,17 +300,11 @@ def transfer_kernel(step: Transfer, rank: int) -> Kernel:
     if rank not in step.ranks:
         return Kernel()
     me = step.ranks.index(rank)
-    before, after = transfer_boxes(step)
+    before, after = ([boxes_of_rank(spec, r) for r in step.ranks] for spec in (step.src, step.dst))
     blocks = exchange_blocks(me, before, after)
     collective = Collective("all_to_all_v", (), ranks=step.ranks, **_counts(blocks, len(step.ranks)))
-    mine, wanted = before[me], after[me]
-    nothing: Box = ((0, 0),)
-    return Kernel(*_moves(blocks, nothing if mine is None else mine, nothing if wanted is None else wanted, collective))
-
-
-def transfer_boxes(step: Transfer) -> tuple[list[Box | None], list[Box | None]]:
-    """The boxes that the ranks of a transfer have and shall have; None where they are not in the mesh."""
-    return [box_of(step.src, rank) for rank in step.ranks], [box_of(step.dst, rank) for rank in step.ranks]
+    mine, wanted = ([*boxes[me], ((0, 0),)][0] for boxes in (before, after))  # an empty box outside of a mesh
+    return Kernel(*_moves(blocks, mine, wanted, collective))
 
 
 def _counts(blocks: Blocks, size: int) -> dict[str, Any]:
@@ -327,12 +321,12 @@ def _moves(
     blocks: Blocks, before: Box, after: Box, collective: Collective
 ) -> tuple[Callable[[Tensor], Tensor], Collective, Callable[[Tensor, Tensor], Tensor]]:
     """Packing, the exchange and unpacking of blocks."""
-    shape, kept = shape_of(after), blocks.kept
+    shape = shape_of(after)
     boxes = [box for _, box in blocks.receives]
     where = [slices_of(box, before) for _, box in blocks.sends]
     places = [slices_of(box, after) for box in boxes]
-    source, target = (slices_of(kept, before), slices_of(kept, after)) if kept is not None else ((), ())
-    arrives_in_order = kept is None and (not boxes or adjacent_rows(boxes, after) == (0, shape[0] if shape else 1))
+    kept = [(slices_of(box, before), slices_of(box, after)) for box in blocks.kept]
+    arrives_in_order = not kept and (not boxes or adjacent_rows(boxes, after) == (0, shape[0] if shape else 1))
 
     def prepare(local: Tensor) -> Tensor:
         return pack_blocks([local[w] for w in where], like=local)
@@ -341,7 +335,7 @@ def _moves(
         if arrives_in_order:
             return got.view(shape)
         out = local.new_empty(shape)
-        if kept is not None:
+        for source, target in kept:
             out[target] = local[source]
         unpack_blocks(got, [out[place] for place in places])
         return out if places else bound(out, got)
