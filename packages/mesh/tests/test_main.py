@@ -1,14 +1,16 @@
-"""Covers: __main__.py: what the command line understands."""
+"""Covers: __main__.py: `python -m shoal_mesh` is the command line, and ends with the status of its command."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from shoal_mesh.__main__ import main
 
-
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["topology", "--mesh", "2x"]])
-def test_what_is_not_understood_ends_in_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(words)
-    assert "python -m shoal_mesh" in capsys.readouterr().err.splitlines()[-1]
+def test_a_command_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "shoal_mesh", "postmortem", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == f"no files of ranks in {tmp_path}\n"

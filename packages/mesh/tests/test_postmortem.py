@@ -1,4 +1,4 @@
-"""Covers: postmortem.py: what ranks that torchrun has started leave behind when one of them is lost."""
+"""Covers: commands.py: what ranks that torchrun has started leave behind when one of them is lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from shoal_mesh import PeerError, all_reduce, init_device_mesh, purpose, restart_world
-from shoal_mesh.__main__ import main
-from shoal_mesh.commands.postmortem import report
+from shoal_mesh.commands import main, report
 from shoal_mesh.errors import RankError
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.shared_memory.recorder import ENTRIES

@@ -1,0 +1,168 @@
+"""What `python -m shoal_mesh COMMAND` prints: facts for a bug report, who stopped where, what links cost.
+
+`torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun runs on; without
+torchrun, local ranks are started.
+
+May import: __about__, local_ranks, mesh, shared_memory, topology.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .__about__ import __version__
+from .local_ranks.launch import launch
+from .mesh.create import init_device_mesh, measured_order
+from .mesh.rank_order import RankOrder
+from .shared_memory.recorder import LIBRARIES, folder
+from .topology import Link, measure
+
+PREFIXES = ("NCCL_", "GLOO_", "SHOAL", "TORCH_", "OMP_", "MKL_", "CUDA_", "SLURM_JOB_NUM")
+NAMES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+Dumps = Mapping[int, Mapping[str, Any]]
+_LIBRARY = re.compile(f"/{LIBRARIES}/")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command that the arguments name; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m shoal_mesh", description="Facts about this machine and its ranks.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    options = {}
+    for name, run in {"env": print_facts, "postmortem": print_postmortem, "topology": print_topology}.items():
+        text = (run.__doc__ or "").splitlines()[0]
+        options[name] = commands.add_parser(name, help=text, description=text)
+        options[name].set_defaults(run=run)
+    add = options["postmortem"].add_argument
+    add("folder", nargs="?", default=folder(), help="the errors name it (default: %(default)s)")
+    add("--last", type=int, default=3, help="collectives of each rank (default: %(default)s)")
+    add = options["topology"].add_argument
+    add("--mesh", type=_shape, default=(2,), help="sizes of the axes, such as 2x4 (default: 2)")
+    add("--bytes", type=int, default=1 << 22, help="of the larger message (default: 4 MiB)")
+    asked = parser.parse_args(argv)
+    status: int = asked.run(asked)
+    return status
+
+
+# --- env --------------------------------------------------------------------------------------------------------------
+
+
+def print_facts(asked: argparse.Namespace) -> int:
+    """What a bug report needs: versions, devices, backends, memory for ranks, variables that change how ranks meet."""
+    found = facts()
+    width = max(map(len, found))
+    sys.stdout.writelines(f"{name:{width}}  {value}\n" for name, value in found.items())
+    return 0
+
+
+def facts() -> dict[str, str]:
+    """What is known, by name; nothing is measured and no process group is made."""
+    found = {"shoal_mesh": __version__}
+    for name in ("shoal-dtensor", "shoal-tp-styles", "shoal-shard-api", "numpy"):
+        try:
+            found[name.replace("-", "_")] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name.replace("-", "_")] = "not installed"
+    found |= {"torch": torch.__version__, "python": sys.version.split()[0], "platform": platform.platform()}
+    found["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
+    found["backends"] = ", ".join(name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name))
+    count = torch.cuda.device_count()
+    found["GPUs"] = ", ".join(torch.cuda.get_device_name(index) for index in range(count)) or "none"
+    if count:
+        found["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
+    if os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        found["/dev/shm"] = f"{free / 2**20:.0f} MiB free"
+    given = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES) or name in NAMES}
+    return found | {f"${name}": given[name] for name in sorted(given)}
+
+
+# --- postmortem -------------------------------------------------------------------------------------------------------
+
+
+def print_postmortem(asked: argparse.Namespace) -> int:
+    """Who stopped where: reads the files that ranks have left in a folder when one of them was lost.
+
+    The exit status is 1 where there is nothing to read.
+    """
+    dumps, unreadable = {}, []
+    for path in sorted(Path(asked.folder).glob("rank*.json")):
+        try:
+            dump = json.loads(path.read_text())
+            dumps[int(dump["rank"])] = dump
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            unreadable.append(f"{path.name} cannot be read: {error!r}")
+    sys.stdout.writelines(f"{line}\n" for line in unreadable)
+    if not dumps:
+        sys.stdout.write(f"no files of ranks in {asked.folder or 'no folder'}\n")
+        return 1
+    sys.stdout.writelines(f"{line}\n" for line in report(dumps, asked.last))
+    return 0
+
+
+def report(dumps: Dumps, last: int = 3) -> list[str]:
+    """The lines: who is at fault by the word of the others, who is silent, and where each rank stood.
+
+    Args:
+        dumps: rank -> what it has written.
+        last: how many collectives of each rank are listed.
+    """
+    world = max(dump["world"] for dump in dumps.values())
+    silent = [rank for rank in range(world) if rank not in dumps]
+    votes = Counter(rank for dump in dumps.values() for rank in dump["culprits"])
+    lines = [f"{len(dumps)} of {world} ranks have written"]
+    for rank, count in votes.most_common(5):
+        lines.append(f"rank {rank} is named by {count}{'; it has written nothing' if rank in silent else ''}")
+    for rank in silent:
+        seen = {dump["seen"][str(rank)] for dump in dumps.values() if str(rank) in dump["seen"]}
+        lines.append(f"rank {rank} has written nothing; last seen: {'; '.join(sorted(seen)) or 'by nobody'}")
+    for rank, dump in sorted(dumps.items()):
+        lines.append(f"rank {rank} (process {dump['process']} on {dump['host']}): {dump['error']}")
+        for seconds, group, what, purpose in dump["collectives"][-last:]:
+            lines.append(f"  {seconds:8.3f} s before, group {group}: {what}{f', for {purpose}' if purpose else ''}")
+        own = [frame for frame in dump["stack"] if not _LIBRARY.search(frame)]
+        lines.append(f"  at {own[-1] if own else 'no line of the program'}")
+    return lines
+
+
+# --- topology ---------------------------------------------------------------------------------------------------------
+
+
+def print_topology(asked: argparse.Namespace) -> int:
+    """Latency, bandwidth and best order of ranks along the axes of a mesh, on local ranks or those of torchrun."""
+    shape: tuple[int, ...] = asked.mesh
+    links, order = launch(_measure, math.prod(shape), shape, asked.bytes)[0]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        sys.stdout.write(f"{'axis':>4} {'ranks':>6} {'latency':>12} {'bandwidth':>14}\n")
+        for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
+            speed = f"{link.bandwidth / 1e9:.3f} GB/s"
+            sys.stdout.write(f"{axis:>4} {size:>6} {link.latency * 1e6:>9.1f} us {speed:>14}\n")
+        values = ", ".join(f"Link({link.latency:.3g}, {link.bandwidth:.3g})" for link in links)
+        sys.stdout.write(f"set_topology(mesh, [{values}])\norder='topology': {order}\n")
+    return 0
+
+
+def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:
+    device = "cuda" if torch.cuda.device_count() >= math.prod(shape) else "cpu"
+    return measure(init_device_mesh(device, shape), largest=largest).links, measured_order(shape, device)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.lower().split("x")
+    if not all(size.isdigit() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"a mesh is sizes with x between them, such as 2x4, got {text!r}")
+    return tuple(map(int, sizes))
