@@ -17,7 +17,6 @@ import torch
 from integration_tests.op_cases import in_step
 
 from shoal_mesh.errors import RankError
-from shoal_mesh.internal import progress
 from shoal_mesh.testing import rank_pool
 
 __all__ = ["kind", "run_cases", "signature"]
@@ -53,7 +52,7 @@ def _run_many(verdict: Callable[[Any], str], cases: Sequence[Any], folder: str, 
     """One rank's part: a line of JSON for each case as soon as it is done."""
     importlib.import_module("torch._dynamo")  # optimizers import it at their first use, which takes seconds
     with open(f"{folder}/rank{torch.distributed.get_rank()}", "w") as done:
-        for case in progress(cases, "cases"):
+        for case in cases:
             with in_step(patience):
                 print(json.dumps(verdict(case)), file=done, flush=True)
 

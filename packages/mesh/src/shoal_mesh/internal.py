@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, collectives, events, facades, observers, shared_memory, terminal, topology, values.
+May import: _torch, collectives, events, facades, observers, shared_memory, topology, values.
 """
 
 from ._torch import constant_when_compiled as constant_when_compiled
@@ -23,6 +23,5 @@ from .facades import no_such_name as no_such_name
 from .observers.lockstep import in_lockstep as in_lockstep
 from .observers.pictures import new_axes as new_axes
 from .shared_memory.recorder import note as note
-from .terminal import progress as progress
 from .topology import Topology as Topology, topology_version as topology_version
 from .values import cached_property as cached_property, dataclass as dataclass

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, apply, lowering, modules, plan, sharding, styles.
+May import: _torch, apply, lowering, modules, plan, progress, sharding, styles.
 """
 
 from ._torch import StorageReference as StorageReference, autocast_dtype as autocast_dtype
@@ -40,6 +40,7 @@ from .plan.resolve import (
     sharded_parameters as sharded_parameters,
 )
 from .plan.trial import try_plan as try_plan
+from .progress import progress as progress
 from .sharding.expert_parameters import experts_of as experts_of
 from .sharding.module_kinds import (
     HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal_dtensor.errors import PlanError
 from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, move_blocks
 from shoal_mesh import comm_over
-from shoal_mesh.internal import progress
+from shoal_tp_styles.internal import progress
 
 from ..weights.saving import StoredTensor, agree, describe, merged
 

@@ -12,9 +12,16 @@ from torch import nn
 
 from shoal_dtensor.internal import holds_tensors, takes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import progress
 from shoal_tp_styles import DeclaredStyle, LatentProjection, ParallelStyle
-from shoal_tp_styles.internal import HOW_TO_QUANTIZE, AutoPlan, apply_plan, resolve, sharded_parameters, try_plan
+from shoal_tp_styles.internal import (
+    HOW_TO_QUANTIZE,
+    AutoPlan,
+    apply_plan,
+    progress,
+    resolve,
+    sharded_parameters,
+    try_plan,
+)
 
 from .recipes import SMALL, Entries, general_paths, read_above, recipes
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
 from shoal_dtensor.internal import local_shard, slices_of, takes, whole_box
-from shoal_mesh.internal import dataclass, progress
-from shoal_tp_styles.internal import block_rows, make_adjacent, shardings_of
+from shoal_mesh.internal import dataclass
+from shoal_tp_styles.internal import block_rows, make_adjacent, progress, shardings_of
 
 Slices = tuple[slice, ...]
 

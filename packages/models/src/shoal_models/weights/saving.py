@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import Box, local_shard, takes, volume
-from shoal_mesh.internal import dataclass, progress
+from shoal_mesh.internal import dataclass
+from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError
 from .loading import Entry, boxes_of, entries_of

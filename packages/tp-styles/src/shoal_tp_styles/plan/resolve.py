@@ -12,9 +12,10 @@ from shoal_dtensor import DTensor, Placement, Replicate
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, watch_draws
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass, progress
+from shoal_mesh.internal import dataclass
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
+from ..progress import progress
 from ..sharding.module_sharding import Adapter, ModuleSharding, ParameterPlacement
 from ..styles.style import DeclaredStyle, ParallelStyle
 from .wildcards import Tree
