@@ -24,11 +24,9 @@ from .mesh.device_mesh import DeviceMesh, current_mesh
 from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import lockstep
-from .observers.memory import MemoryTrace
-from .observers.pictures import draw_memory, draw_timeline
 from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
-from .observers.trace import trace
+from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of
 
 __all__ = [
@@ -39,7 +37,6 @@ __all__ = [
     "ElasticWorld",
     "Link",
     "LockstepError",
-    "MemoryTrace",
     "MeshError",
     "PeerError",
     "__version__",
@@ -58,8 +55,6 @@ __all__ = [
     "comm_over",
     "current_mesh",
     "differentiable",
-    "draw_memory",
-    "draw_timeline",
     "errors",
     "gather",
     "init_device_mesh",
@@ -76,9 +71,9 @@ __all__ = [
     "safe_globals",
     "scatter",
     "set_topology",
+    "stragglers",
     "sums_in_tree",
     "topology_of",
-    "trace",
 ]
 
 

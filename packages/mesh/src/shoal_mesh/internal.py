@@ -21,7 +21,6 @@ from .collectives.tree_sums import sums_are_in_tree as sums_are_in_tree, tree_su
 from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
 from .facades import no_such_name as no_such_name
 from .observers.lockstep import in_lockstep as in_lockstep
-from .observers.pictures import new_axes as new_axes
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version
 from .values import cached_property as cached_property, dataclass as dataclass

@@ -534,7 +534,6 @@ def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
         file_name="text",
         noise_level="three true",
     )
-    row("CommDebugMode.chrome", mode.generate_chrome_trace, {"file_name": str(folder / "a")}, file_name="text")
     row(
         "on_ranks",
         testing.on_ranks,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal_mesh.internal import dataclass, new_axes
+from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
 from ..layout.dim_sharding import ShardOrder
@@ -18,6 +18,7 @@ from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import target_spec
+from .pictures import new_axes
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)

@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal_mesh.errors import MissingExtraError
-from shoal_mesh.internal import new_axes
 
 from ..argument_types import check_type
 from ..errors import PlacementError
@@ -24,6 +23,23 @@ from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..tensor.dtensor import DTensor
 
 _STEP = 2.6  # inches for the picture of one layout
+
+
+def new_axes(ax: Any, width: float, height: float) -> Any:
+    """These matplotlib axes, or those of a new figure of so many inches.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool = False) -> None:

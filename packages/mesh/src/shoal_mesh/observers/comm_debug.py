@@ -274,28 +274,6 @@ class CommDebugMode(TorchDispatchMode):
             total[record.axes] += record.nbytes
         return dict(total)
 
-    def generate_chrome_trace(self, file_name: str) -> None:
-        """The collectives over time as a file for Perfetto or chrome://tracing."""
-        from .comm_report import write_chrome_trace
-
-        write_chrome_trace(self, file_name)
-
-    def picture(self, ax: Any = None) -> Any:
-        """The collectives over time: a row for the mesh axes, a colour for the operation.
-
-        Args:
-            ax: matplotlib axes to draw on; those of a new figure when left out.
-
-        Returns:
-            The axes; `picture().figure.savefig("trace.png")` keeps the picture.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        from .pictures import draw_timeline
-
-        return draw_timeline(self.trace, ax)
-
     # --- how it records -----------------------------------------------------------------------------------------------
 
     def before(self, event: Event) -> None:

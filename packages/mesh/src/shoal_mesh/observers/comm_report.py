@@ -1,4 +1,4 @@
-"""What CommDebugMode recorded, as a table, as JSON and as a trace over time."""
+"""What CommDebugMode recorded, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from ..argument_types import require
 from ..errors import MeshError
-from .chrome_trace import Span, write_spans
 
 
 class Recorded(Protocol):
@@ -130,20 +129,3 @@ def write_json(mode: Recorded, file_name: str, noise_level: int) -> None:
     _check_path(file_name)
     trace = [{**_call(r), "module": r.module, "backward": r.backward, "started": r.started} for r in mode.trace]
     Path(file_name).write_text(json.dumps({"modules": tree(mode, noise_level), "trace": trace}, indent=1))
-
-
-def write_chrome_trace(mode: Recorded, file_name: str) -> None:
-    """Write the collectives over time, one row per mesh axes, for Perfetto or chrome://tracing."""
-    spans = (
-        Span(
-            f"{r.op} {r.reduce_op}".rstrip(),
-            "backward" if r.backward else "forward",
-            "collectives",
-            "x".join(r.axes),
-            r.started,
-            r.seconds,
-            {**_call(r), "module": r.module},
-        )
-        for r in mode.trace
-    )
-    write_spans(file_name, spans)
