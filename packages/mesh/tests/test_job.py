@@ -5,11 +5,10 @@ from __future__ import annotations
 import pickle
 
 from shoal_mesh.local_ranks.job import Failure, Job
-from shoal_mesh.local_ranks.pickle_functions import dump_function
 
 
 def test_jobs_and_failures_are_values_that_travel() -> None:
-    job = Job(dump_function(len), b"payload", {"x": 1}, ["/path"], ["script"], "/", (1234, "prefix"), "gloo", False)
+    job = Job(b"function", b"payload", {"x": 1}, ["/path"], ["script"], "/", (1234, "prefix"), "gloo", False)
     failure = Failure("ValueError", "no", "Traceback", skip=False, error=None)
     assert pickle.loads(pickle.dumps(job)) == job
     assert pickle.loads(pickle.dumps(failure)) == failure

@@ -38,6 +38,12 @@ def test_cells_share_ranks_and_variables() -> None:
     assert shown("scale;", {}) == []
 
 
+def test_ranks_know_the_classes_of_the_notebook() -> None:
+    notebook: dict[str, object] = {"__name__": "__main__"}
+    exec("class Model:\n    width = 4\n\nmodel = Model()", notebook)
+    assert shown("isinstance(model, Model) and model.width", notebook) == [("text", "4\n", [0, 1])]
+
+
 def test_html_is_shown_as_html() -> None:
     (one,) = shown("from shoal_mesh import init_device_mesh\ninit_device_mesh('cpu', (2,), mesh_dim_names=('tp',))", {})
     assert one[0] == "html" and "<td>1</td>" in one[1] and one[2] == [0, 1]

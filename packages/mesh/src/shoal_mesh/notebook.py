@@ -12,11 +12,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import pickle
+from types import CodeType
 from typing import Any
 
 from .errors import MeshError, MeshTypeError
 from .local_ranks.launch import keep_ranks, kept_pool
-from .local_ranks.pickle_functions import code_names, dump_value, load_value
+from .local_ranks.pickle_functions import dump
 
 # Declared mutable state, on a rank: the variables of its cells, and those that came from the notebook as they came.
 _VARIABLES: dict[str, Any] = {"__name__": "__main__"}
@@ -52,9 +54,9 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
         raise MeshError(f"%%ranks takes a number of ranks, as in `%%ranks 4`, got {line.strip()!r}")
     sent: dict[str, bytes] = {}
     unsent: dict[str, str] = {}
-    for name in code_names(compile(cell, "<cell>", "exec")) & variables.keys():
+    for name in _names(compile(cell, "<cell>", "exec")) & variables.keys():
         try:
-            sent[name] = dump_value(variables[name])
+            sent[name] = dump(variables[name])
         except MeshTypeError as error:  # said if the cell turns out to need it
             unsent[name] = str(error)
     said: dict[tuple[str, str], list[int]] = {}
@@ -66,11 +68,17 @@ def run_cell(line: str, cell: str, variables: dict[str, Any], show: Any) -> None
         show(kind, text, ranks)
 
 
+def _names(code: CodeType) -> set[str]:
+    """The names that code reads or sets, inner functions included."""
+    inner = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
 def _run_on_rank(cell: str, sent: dict[str, bytes], unsent: dict[str, str]) -> list[tuple[str, str]]:
     """What a cell prints and what its last line is worth, each as (kind, text)."""
     for name, data in sent.items():
         if name not in _VARIABLES or _VARIABLES[name] is _SENT.get(name, data):  # no cell of ours has set it
-            _VARIABLES[name] = _SENT[name] = load_value(data)
+            _VARIABLES[name] = _SENT[name] = pickle.loads(data)
     try:
         return _outputs(cell)
     except NameError as error:

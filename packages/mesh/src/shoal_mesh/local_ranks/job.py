@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..values import dataclass
-from .pickle_functions import Reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +12,8 @@ class Job:
     """One call, sent to all ranks.
 
     Attributes:
-        function: a `Reference`.
-        payload: pickled (args, kwargs), read only after the function's module is loaded.
+        function: pickled, by name or as code (`dump_function`).
+        payload: pickled (args, kwargs), read when there is a default group.
         state: attributes of the test instance when the function is a method, None otherwise.
         path: `sys.path` of the parent.
         argv: `sys.argv` of the parent.
@@ -24,7 +23,7 @@ class Job:
         last: whether a rank ends when it has answered.
     """
 
-    function: Reference
+    function: bytes
     payload: bytes
     state: dict[str, Any] | None
     path: list[str]

@@ -52,7 +52,7 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
 
     Args:
         fn: runs on each rank with the default process group up. Imported there by module (or script) and name;
-            functions of a notebook are sent as code.
+            functions of a notebook are sent as code, with the classes that they use.
         nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks exist already: then it
             is their number or None.
         *args: for `fn`, pickled.

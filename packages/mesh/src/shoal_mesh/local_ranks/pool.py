@@ -32,7 +32,7 @@ from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
 from .fork_server import ForkServer
 from .job import Failure, Job
-from .pickle_functions import dump_function, refuse_while_loading
+from .pickle_functions import dump, dump_function, refuse_while_loading
 
 R = TypeVar("R")
 _IDS = count()
@@ -142,18 +142,18 @@ class RankPool:
         state: dict[str, Any] | None,
         timeout: float | None,
     ) -> list[R]:
-        reference = dump_function(function)
+        code = dump_function(function)
         try:
-            payload = pickle.dumps((args, kwargs))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise MeshTypeError(f"arguments of {reference.qualname} cannot be sent to ranks: {error}") from error
+            payload = dump((args, kwargs))
+        except MeshTypeError as error:
+            raise MeshTypeError(f"arguments of {function.__qualname__} cannot be sent to ranks: {error}") from error
         with self._lock:
             self.start()
             port = ForkServer.get().store.port
             store = (port, f"{self._key}/{next(self._jobs)}")
             self._printed = {rank: self._log_size(rank) for rank in range(self.size)}
             process = (list(sys.path), list(sys.argv), os.getcwd())
-            job = pickle.dumps(Job(reference, payload, state, *process, store, self.backend, self._once))
+            job = pickle.dumps(Job(code, payload, state, *process, store, self.backend, self._once))
             try:
                 answers, hung = self._collect(job, timeout)
             except BaseException:  # Ctrl-C: the ranks are in the middle of something
@@ -163,7 +163,7 @@ class RankPool:
         if self._once and not (failures or hung):
             self._kill()
         if failures or hung:
-            self._raise(reference.qualname, failures, hung, timeout)
+            self._raise(function.__qualname__, failures, hung, timeout)
         return [answers[rank][1] for rank in range(self.size)]
 
     def _collect(self, job: bytes, timeout: float | None) -> tuple[dict[int, tuple[bool, Any]], tuple[int, ...]]:

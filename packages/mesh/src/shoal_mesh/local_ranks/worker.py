@@ -18,11 +18,12 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Client, Connection
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
 from .job import Failure, Job
-from .pickle_functions import Reference, load_function
+from .pickle_functions import dump
 
 
 def die_with_parent() -> None:
@@ -110,7 +111,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             return  # the pool closes
         job = pickle.loads(order)
         try:
-            answer = pickle.dumps((True, _run(job, rank, size, connection)))
+            answer = dump((True, _run(job, rank, size, connection)))
         except BaseException as error:
             failure = _failure(error)
             answer = pickle.dumps((False, failure))
@@ -131,7 +132,7 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
     sys.argv[:] = job.argv
     if os.getcwd() != job.cwd:
         os.chdir(job.cwd)
-    function = load_function(job.function)  # as in any program: its imports run first, then communication starts
+    function = pickle.loads(job.function)  # as in any program: its imports run first, then communication starts
     _ensure_group(job, rank, size)
     torch.manual_seed(0)
     random.seed(0)
@@ -146,7 +147,7 @@ def _run(job: Job, rank: int, size: int, connection: Connection) -> Any:
 
 def _call_method(job: Job, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a test method on an instance like the parent's."""
-    owner = load_function(Reference(job.function.module, job.function.file, job.function.qualname.rpartition(".")[0]))
+    owner = attrgetter(body.__qualname__.rpartition(".")[0])(sys.modules[body.__module__])
     instance = object.__new__(owner)
     instance.__dict__.update(job.state or {})
     instance.__dict__.setdefault("_outcome", None)  # unittest's subTest asks for it
@@ -183,7 +184,7 @@ def _ensure_group(job: Job, rank: int, size: int) -> None:
 def _failure(error: BaseException) -> Failure:
     kind = type(error).__name__
     try:
-        pickled = pickle.dumps(error)
+        pickled = dump(error)
         pickle.loads(pickled)
     except Exception:  # an exception may refuse in any way
         pickled = None
