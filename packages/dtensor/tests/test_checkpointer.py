@@ -1,4 +1,4 @@
-"""Covers: checkpointer.py, agreement.py, stored_steps.py: kills at every stage, damage, elastic loading, background."""
+"""Covers: checkpointer.py, stored_steps.py: kills at every stage, damage, elastic loading, background."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_last_ones_are_kept_and_the_newest_whole_one_is_loaded(folder: str) 
     for step in (1, 4, 5, 9):
         checkpoints.save(step, state_of(step))
     assert checkpoints.steps() == [9, 5, 4]
-    with pytest.raises(CheckpointError, match="rank 0: step 5 is not newer than 9"):
+    with pytest.raises(CheckpointError, match=r"^step 5 is not newer than 9"):
         checkpoints.save(5, state_of(5))
     dist.barrier()
     if dist.get_rank() == 0:

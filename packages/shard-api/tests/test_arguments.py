@@ -90,6 +90,12 @@ def on_rank(rank: int, there: Any, elsewhere: Any) -> Any:
     return there if dist.get_rank() == rank else elsewhere
 
 
+def of_a_local_class() -> Any:
+    class Local(api.ChunkShardingSpec): ...
+
+    return Local(0, ["rank:0/cpu", "rank:1/cpu"])
+
+
 def groups() -> Any:
     return optimizer().state_dict()["param_groups"]
 
@@ -250,6 +256,10 @@ MODULES: Wrong = {
     "shard_parameter: name": (ArgumentTypeError, lambda g: shard_parameter(linear(), 3, ROWS)),
     "shard_parameter: no such name": (MissingParameterError, lambda g: shard_parameter(linear(), "wieght", ROWS)),
     "shard_parameter: spec": (PlanTypeError, lambda g: shard_parameter(linear(), "weight", g.torch_spec)),
+    "shard_parameter: a spec of a class that has no name": (
+        ArgumentTypeError,
+        lambda g: shard_parameter(linear(), "weight", of_a_local_class()),
+    ),
     "shard_parameter: source": (
         ArgumentTypeError,
         lambda g: shard_parameter(linear(), "weight", ROWS, None),

@@ -27,7 +27,7 @@ def test_local_shards_that_do_not_make_a_tensor_are_refused_on_all_ranks() -> No
         (
             [shard(rank, owner=0)],
             LocalShardError,
-            r"rank\(s\) 1, 2, 3 of the 4.*placed on rank:0/cpu, but this is rank 1",
+            r"^rank 1: a local shard is placed on rank:0/cpu, but this is rank 1; rank 2: .*; rank 3: ",
         ),
         (
             [shard(rank, dtype=torch.float64 if rank == 3 else torch.float32)],

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, collectives, events, facades, observers, shared_memory, topology, values.
+May import: _torch, collectives, events, facades, groups, observers, shared_memory, topology, values.
 """
 
 from ._torch import constant_when_compiled as constant_when_compiled
@@ -20,6 +20,7 @@ from .collectives.pending import Pending as Pending
 from .collectives.tree_sums import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
 from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
 from .facades import no_such_name as no_such_name
+from .groups.agreement import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version

@@ -19,7 +19,14 @@ def type_name(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def expect(call: str, name: str, value: object, *types: Any, optional: bool = False) -> None:
+def expect(
+    call: str,
+    name: str,
+    value: object,
+    *types: Any,
+    optional: bool = False,
+    error: type[ArgumentTypeError] = ArgumentTypeError,
+) -> None:
     """Check the type of an argument.
 
     Args:
@@ -28,24 +35,17 @@ def expect(call: str, name: str, value: object, *types: Any, optional: bool = Fa
         value: What was passed.
         types: The types that it may have; bool is no int here.
         optional: Whether None is allowed.
+        error: The class of the error.
 
     Raises:
         ArgumentTypeError: It has another type.
     """
-    error = type_error(call, name, value, *types, optional=optional)
-    if error is not None:
-        raise error
-
-
-def type_error(call: str, name: str, value: object, *types: Any, optional: bool = False) -> ArgumentTypeError | None:
-    """The error that ``expect`` raises, to be raised on every rank; None if the type is right."""
     if optional and value is None:
-        return None
+        return
     if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
-        return None
+        return
     allowed = " or ".join([*(kind.__name__ for kind in types), *(["None"] if optional else [])])
-    hint = _hint(value, types)
-    return ArgumentTypeError(f"{call}: {name} must be {allowed}, got {type_name(value)}{hint}")
+    raise error(f"{call}: {name} must be {allowed}, got {type_name(value)}{_hint(value, types)}")
 
 
 def expect_all(call: str, name: str, values: Any, *types: Any) -> None:

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shoal_mesh import purpose
+from shoal_mesh.internal import agree
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
-from .agreement import agreed
 from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
 
@@ -141,10 +141,10 @@ class Checkpointer:
         """
         group = dist.group.WORLD
         self.wait()
-        found = agreed(self._steps.numbers, group)[0]
+        found = agree(self._steps.numbers, group, CheckpointError)[0]
         for number in found if step is None else [step]:
             try:
-                agreed(partial(self._check, number), group)
+                agree(partial(self._check, number), group, CheckpointError)
             except CheckpointError as error:
                 if step is not None:
                     raise
@@ -163,7 +163,11 @@ class Checkpointer:
     def _fill(self, step: int, state_dict: dict[str, Any], group: Any) -> None:
         sizes = {name: size for name, (size, _) in self._steps.manifest(step).items()}
         reader = TrustedReader(self._steps.path(step), sizes)
-        agreed(reader.read_metadata, group, send=False)  # refused on all ranks before the first of them loads
+
+        def readable() -> None:
+            reader.read_metadata()
+
+        agree(readable, group, CheckpointError)  # refused on all ranks before the first of them loads
         with purpose(f"load step {step}"):
             try:
                 dcp.load(state_dict, storage_reader=reader, planner=TrustedPlanner(), process_group=group)
@@ -194,15 +198,15 @@ class Checkpointer:
             if first:
                 steps.complete(step, {name: fact for files in written for name, fact in files.items()})
 
-        agreed(begin, group)
+        agree(begin, group, CheckpointError)
         try:
             dcp.save(state_dict, checkpoint_id=steps.partial(step), process_group=group)
         except dist.checkpoint.api.CheckpointException as error:
             raise CheckpointError(f"step {step} was not saved: {_said(error)}") from error
-        written: list[Files] = agreed(read_back, group)
-        agreed(complete, group)
-        agreed(partial(self._check, step), group)
-        agreed(lambda: steps.remove_all_but(self._keep) if first else None, group)
+        written = agree(read_back, group, CheckpointError)
+        agree(complete, group, CheckpointError)
+        agree(partial(self._check, step), group, CheckpointError)
+        agree(lambda: steps.remove_all_but(self._keep) if first else None, group, CheckpointError)
 
 
 def _said(error: dist.checkpoint.api.CheckpointException) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal_mesh import comm_over, purpose
-from shoal_mesh.internal import dataclass
+from shoal_mesh.internal import agree, dataclass
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
@@ -21,7 +21,6 @@ from ..layout.placements import Partial
 from ..redistribute.blocks import Blocks, exchange_blocks
 from ..redistribute.move_blocks import Shards, move_blocks
 from ..tensor.dtensor import DTensor
-from .agreement import agreed
 
 Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings and lists
 
@@ -119,7 +118,7 @@ class HeldState:
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
         targets = {n: _shards_of(n, value) for n, _, value in _leaves(state_dict) if isinstance(value, Tensor)}
-        facts: list[_Facts] = agreed(lambda: self._facts(targets), dist.group.WORLD)
+        facts = agree(lambda: self._facts(targets), dist.group.WORLD, CheckpointError)
         self._lineage, found = facts[0].fresh, _newest(facts)
         if found is None:
             return None

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from shoal_dtensor.errors import PlanError
 from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, move_blocks
 from shoal_mesh import comm_over
+from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 
-from ..weights.saving import StoredTensor, agree, describe, merged
+from ..errors import CheckpointError
+from ..weights.saving import StoredTensor, describe, merged
 
 
 def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
@@ -40,8 +42,9 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
     held: dict[str, list[tuple[Box, Tensor]]] = {}
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     both = agree(
-        "copy_weights: cannot describe the models",
         lambda: (describe(source, held) if source else {}, describe(target, wanted) if target else {}),
+        error_type=CheckpointError,
+        what="copy_weights: cannot describe the models",
     )
     of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
     sources, targets = merged(of_sources), merged(of_targets)

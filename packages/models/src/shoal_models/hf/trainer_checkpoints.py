@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import get_optimizer_state_dict, set_optimizer_state_dict
+from shoal_mesh.internal import agree
 
+from ..errors import CheckpointError
 from ..weights.loading import load_sharded
-from ..weights.saving import agree, save_sharded
+from ..weights.saving import save_sharded
 from .checkpoint_files import find_files, source_of
 
 
@@ -115,7 +117,7 @@ def _first() -> bool:
 
 def _on_first(what: str, step: Callable[[], Any]) -> Any:
     """What the step returns on rank 0, on every rank; raises on all if it fails there."""
-    return agree(f"cannot write {what}", lambda: step() if _first() else None)[0]
+    return agree(lambda: step() if _first() else None, None, CheckpointError, f"cannot write {what}")[0]
 
 
 @contextmanager

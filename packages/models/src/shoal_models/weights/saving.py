@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import field
 from itertools import product
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import Box, local_shard, takes, volume
-from shoal_mesh.internal import dataclass
+from shoal_mesh.internal import agree, dataclass
 from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError
@@ -108,36 +108,24 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     target, held = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
     first = not dist.is_initialized() or dist.get_rank() == 0
-    tensors = merged(agree("save_sharded: cannot describe its tensors", lambda: describe(module, held)))
+    failed = "save_sharded: nothing is replaced, cannot"
+    described = agree(lambda: describe(module, held), None, CheckpointError, f"{failed} describe its tensors")
+    tensors = merged(described)
     files = _pack(tensors, max_file_bytes)
     try:
         agree(
-            "save_sharded: cannot prepare the files", lambda: _prepare(module, stage, tensors, files) if first else None
+            lambda: _prepare(module, stage, tensors, files) if first else None,
+            None,
+            CheckpointError,
+            f"{failed} prepare the files",
         )
-        mine = agree(
-            f"save_sharded: cannot write to {stage} (is it visible on all ranks?)", lambda: _write(held, tensors, stage)
-        )
-        agree(f"save_sharded: cannot replace {target}", lambda: _publish(stage, target) if first else None)
+        unwritten = f"{failed} write to {stage} (is it visible on all ranks?)"
+        mine = agree(lambda: _write(held, tensors, stage), None, CheckpointError, unwritten)
+        agree(lambda: _publish(stage, target) if first else None, None, CheckpointError, f"{failed} replace {target}")
     finally:
         if first:
             shutil.rmtree(stage, ignore_errors=True)
     return Saved(tuple(files), mine[dist.get_rank() if dist.is_initialized() else 0])
-
-
-def agree(what: str, step: Callable[[], Any]) -> list[Any]:
-    """What a step returns on every rank, in the order of ranks; raises everywhere if it raised on one."""
-    try:
-        report = (step(), "")
-    except Exception as error:  # whatever it is, the other ranks are waiting
-        report = (None, f"{type(error).__name__}: {error}")
-    reports: list[Any] = [report]
-    if dist.is_initialized():
-        reports = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, report)
-    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
-    if problems:
-        raise CheckpointError(f"{what}: {'; '.join(problems)}. Nothing has been replaced")
-    return [value for value, _ in reports]
 
 
 def describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import local_shard
+from shoal_mesh.internal import agree
 
 from ..arguments import expect, expect_all
-from ..errors import ArgumentTypeError, CheckpointError
-from ..ranks.agreement import agree
+from ..errors import CheckpointError
+from ..ranks.agreement import agree_on
 from ..ranks.process_groups import resolve
 from ..tensor.sharded_tensor_base import ShardedTensorBase
 
@@ -91,36 +92,39 @@ def load(
     from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
     group = resolve(process_group)
-    wrong = _wrong_type(state_dict, checkpoint_id, allow_shape_mismatch, padding)
-    agree(group, {}, wrong)
+
+    def check_types() -> None:
+        expect("load", "state_dict", state_dict, Mapping)
+        expect("load", "checkpoint_id", checkpoint_id, str, PathLike)
+        expect_all("load", "allow_shape_mismatch", allow_shape_mismatch, str)
+        expect("load", "padding", padding, int, float, optional=True)
+
+    agree(check_types, group)
     flat = dict(_flat(state_dict))
-    reader = dcp.FileSystemReader(checkpoint_id)
-    agree(group, {"state dict": sorted(flat)}, _misfit(reader, flat, allow_shape_mismatch, checkpoint_id))
+
+    def facts() -> dict[str, Any]:
+        _check_fit(flat, allow_shape_mismatch, checkpoint_id)
+        return {"state dict": sorted(flat)}
+
+    agree_on(group, facts)
     staged = {name: _staging(value, padding) for name, value in flat.items()}
-    error: Exception | None = None
-    try:
-        dcp.load(staged, storage_reader=reader, planner=_planner(), process_group=process_group)
-    except (Exception, CheckpointException) as raised:  # noqa: BLE001, RUF100  # reading a broken file raises anything
-        error = CheckpointError(f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(raised)}")
-    agree(group, {}, error)
+    reader = dcp.FileSystemReader(checkpoint_id)
+
+    def read() -> None:
+        try:
+            dcp.load(staged, storage_reader=reader, planner=_planner(), process_group=process_group)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
+            raise CheckpointError(
+                f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(error)}"
+            ) from error
+
+    agree(read, group)
     with torch.no_grad():
         for name, value in flat.items():
             if isinstance(value, torch.Tensor):
                 for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
                     local.copy_(new)
     return _nested(state_dict, staged)
-
-
-def _wrong_type(state_dict: Any, checkpoint_id: Any, allowed: Any, padding: Any) -> ArgumentTypeError | None:
-    """The first argument of ``load`` of a wrong type, as an error; None if all are right."""
-    try:
-        expect("load", "state_dict", state_dict, Mapping)
-        expect("load", "checkpoint_id", checkpoint_id, str, PathLike)
-        expect_all("load", "allow_shape_mismatch", allowed, str)
-        expect("load", "padding", padding, int, float, optional=True)
-    except ArgumentTypeError as error:
-        return error
-    return None
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -141,28 +145,27 @@ def _nested(state: Mapping[str, Any], staged: Mapping[str, Any], prefix: str = "
     }
 
 
-def _misfit(reader: Any, flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> Exception | None:
-    """The first entry of the checkpoint's index that does not fit the state dict, as an error; None if all fit."""
+def _check_fit(flat: Mapping[str, Any], allowed: Sequence[str], where: Any) -> None:
+    """Raise CheckpointError unless every entry of the state dict fits that of the checkpoint's index."""
+    from torch.distributed.checkpoint import FileSystemReader
+
     try:
-        saved = reader.read_metadata().state_dict_metadata
+        saved: Mapping[str, Any] = FileSystemReader(where).read_metadata().state_dict_metadata
     except Exception as error:  # noqa: BLE001, RUF100  # no folder, or a truncated index: pickle raises anything
-        return CheckpointError(f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}")
+        raise CheckpointError(f"there is no readable checkpoint at {where}: {type(error).__name__}: {error}") from error
     missing = sorted(flat.keys() - saved.keys())
     if missing:
-        return CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
+        raise CheckpointError(f"checkpoint {where} has no {missing}; it has {sorted(saved)}")
     for name, value in flat.items():
         if isinstance(value, torch.Tensor) is not hasattr(saved[name], "size"):
-            return CheckpointError(f"checkpoint {where}: {name} is a tensor here or there, not in both")
+            raise CheckpointError(f"checkpoint {where}: {name} is a tensor here or there, not in both")
         if not isinstance(value, torch.Tensor) or tuple(saved[name].size) == tuple(value.size()):
             continue
         sizes = f"size {tuple(saved[name].size)}, here it has {tuple(value.size())}"
         if len(saved[name].size) != value.dim():
-            return CheckpointError(f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same")
+            raise CheckpointError(f"checkpoint {where}: {name} has {sizes}: the number of dims must be the same")
         if not any(fnmatchcase(name, pattern) for pattern in allowed):
-            return CheckpointError(
-                f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in both"
-            )
-    return None
+            raise CheckpointError(f"checkpoint {where}: {name} has {sizes}; allow_shape_mismatch reads what is in both")
 
 
 def _local_tensors(value: torch.Tensor) -> list[torch.Tensor]:
@@ -199,7 +202,7 @@ def _planner() -> Any:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     class AnySizes(DefaultLoadPlanner):
-        """Sizes are checked before, by ``_misfit``."""
+        """Sizes are checked before, by ``_check_fit``."""
 
         def create_local_plan(self) -> Any:
             metadata = self.metadata

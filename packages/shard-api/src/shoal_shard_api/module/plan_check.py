@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from shoal_mesh.internal import dataclass
@@ -20,9 +21,7 @@ from ..errors import (
 )
 from ..spec.sharding_spec import ShardingSpec
 from .plan import Sharder, ShardingPlan
-
-ParameterCheck = Callable[[nn.Module, str, ShardingSpec, str], Exception | None]
-"""(owner, name, spec, path) -> the error in sharding that parameter, None if there is none."""
+from .shard_parameter import attribute_of, check_shardable
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class CheckedPlan:
     locals_: list[str] = field(default_factory=list)
 
 
-def check_plan(module: nn.Module, plan: Any, parameter_error: ParameterCheck) -> CheckedPlan:
+def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> CheckedPlan:
     """The entries of the plan by kind, after every check that one rank can make."""
     expect("shard_module", "module", module, nn.Module)
     if not isinstance(plan, ShardingPlan):
@@ -59,20 +58,18 @@ def check_plan(module: nn.Module, plan: Any, parameter_error: ParameterCheck) ->
             )
     _check_ownership(module, checked)
     for path, spec in checked.parameters.items():
-        _check_parameter(module, path, spec, parameter_error)
+        _check_parameter(module, path, spec, group)
     _merge_tied(module, checked)
     _check_outputs(module, plan, checked)
     return checked
 
 
-def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, parameter_error: ParameterCheck) -> None:
+def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, group: dist.ProcessGroup) -> None:
     parent, _, name = path.rpartition(".")
     owner = submodule(module, parent, "plan")
-    error = parameter_error(owner, name, spec, path)
-    if error is None and name not in owner._parameters:
-        error = ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
-    if error is not None:
-        raise error
+    check_shardable(attribute_of(owner, name, path), spec, path, group)
+    if name not in owner._parameters:
+        raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
 
 
 def submodule(module: nn.Module, path: str, where: str) -> nn.Module:

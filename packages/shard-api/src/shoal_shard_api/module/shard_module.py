@@ -12,19 +12,20 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from shoal_mesh.internal import agree
+
 from ..arguments import expect, type_name
 from ..errors import (
     PlanTypeError,
     UnsupportedOpError,
 )
-from ..ranks.agreement import agree
-from ..ranks.process_groups import resolve
+from ..ranks.agreement import agree_on
+from ..ranks.process_groups import check_rank, resolve
 from ..spec.chunk_spec import ChunkShardingSpec
 from ..spec.sharding_spec import ShardingSpec
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ShardingPlan
 from .plan_check import CheckedPlan, check_plan, submodule
-from .shard_parameter import parameter_error, source_error
 
 
 def shard_module(
@@ -60,14 +61,15 @@ def shard_module(
         torch.Size([6])
     """
     group = resolve(process_group)
-    checked, error = CheckedPlan(), None
-    try:
-        checked = check_plan(
-            module, plan, lambda owner, name, spec, path: parameter_error(owner, name, spec, group, path)
-        )
-    except (TypeError, KeyError, RuntimeError, AttributeError, ValueError) as raised:
-        error = raised
-    agree(group, _facts(module, checked, src_rank), error or source_error(src_rank, group))
+    checked = CheckedPlan()
+
+    def facts() -> dict[str, Any]:
+        nonlocal checked
+        checked = check_plan(module, plan, group)
+        check_rank("shard", "src_rank", src_rank, group)
+        return _facts(module, checked, src_rank)
+
+    agree_on(group, facts)
     replacements = _run_sharders(module, checked, group)
     sharded = {
         path: spec.shard(module.get_parameter(path), src_rank=src_rank, process_group=group)
@@ -105,8 +107,8 @@ def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGr
     if not checked.sharders:
         return {}
     new: dict[str, nn.Module] = {}
-    error: Exception | None = None
-    try:
+
+    def run() -> None:
         for path, sharder in sorted(checked.sharders.items()):
             result: Any = sharder.shard(module.get_submodule(path))
             if not isinstance(result, nn.Module):
@@ -116,9 +118,8 @@ def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGr
             for sharded, replacement in new.items():
                 if path.startswith(f"{sharded}."):
                     submodule(replacement, path.removeprefix(f"{sharded}."), f"the module that replaces {sharded!r}")
-    except Exception as raised:  # noqa: BLE001, RUF100  # a Sharder is user code; any error is sent to the other ranks
-        error = raised
-    agree(group, {}, error)
+
+    agree(run, group)
     return new
 
 

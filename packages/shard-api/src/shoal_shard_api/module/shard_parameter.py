@@ -10,13 +10,13 @@ from torch import nn
 
 from shoal_dtensor import DTensor
 
-from ..arguments import is_plain, type_error, type_name
+from ..arguments import expect, is_plain, type_name
 from ..errors import (
     MissingParameterError,
     ParameterError,
     PlanTypeError,
 )
-from ..ranks.agreement import agree
+from ..ranks.agreement import agree_on
 from ..ranks.process_groups import check_rank, resolve
 from ..spec.metadata import TensorProperties
 from ..spec.sharding_spec import ShardingSpec
@@ -49,7 +49,7 @@ def _shard_tensor(
         Each is raised on every rank.
     """
     group = resolve(process_group)
-    _agree_on_tensor(group, tensor, sharding_spec, src_rank, _tensor_error(tensor, sharding_spec, "tensor", group))
+    agree_on(group, lambda: _facts(tensor, sharding_spec, src_rank, "tensor", group))
     sharded: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
     return sharded
 
@@ -88,64 +88,61 @@ def shard_parameter(
         torch.Size([2, 3])
     """
     group = resolve(process_group)
-    error = parameter_error(module, param_name, sharding_spec, group)
-    tensor = getattr(module, param_name) if error is None else None
-    _agree_on_tensor(group, tensor, sharding_spec, src_rank, error)
-    assert tensor is not None, "agree raises if a rank has an error"
+
+    def facts() -> dict[str, Any]:
+        where = f"{type(module).__name__}.{param_name}"
+        return _facts(attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
+
+    agree_on(group, facts)
+    tensor = getattr(module, param_name)
     _install(module, param_name, sharding_spec.shard(tensor, src_rank=src_rank, process_group=group))
 
 
-def parameter_error(
-    module: nn.Module, name: str, spec: Any, group: dist.ProcessGroup, path: str | None = None
-) -> Exception | None:
-    """The error in the arguments of ``shard_parameter`` on this rank, None if there is none."""
-    error = type_error("shard_parameter", "module", module, nn.Module)
-    error = error or type_error("shard_parameter", "param_name", name, str)
-    if error is not None:
-        return error
-    where = path or f"{type(module).__name__}.{name}"
+def attribute_of(module: nn.Module, name: str, where: str) -> Any:
+    """The attribute of a module that is to be sharded.
+
+    Raises:
+        ArgumentTypeError: ``module`` is no module, or ``name`` no string.
+        MissingParameterError: The module has no such attribute.
+    """
+    expect("shard_parameter", "module", module, nn.Module)
+    expect("shard_parameter", "param_name", name, str)
     if not hasattr(module, name):
-        return MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
-    return _tensor_error(getattr(module, name), spec, where, group)
+        raise MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
+    return getattr(module, name)
 
 
-def _tensor_error(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> Exception | None:
-    """The error in a tensor that is to be sharded, None if there is none."""
+def check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
+    """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
     if not isinstance(tensor, torch.Tensor):
-        return ParameterError(f"{where} must be a Tensor, got {type_name(tensor)}")
+        raise ParameterError(f"{where} must be a Tensor, got {type_name(tensor)}")
     if isinstance(tensor, ShardedTensor):
-        return ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
+        raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
     if isinstance(tensor, DTensor):
-        return ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
+        raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
     if tensor.is_meta or not is_plain(tensor):
-        return ParameterError(f"{where} must be a plain strided tensor with data, got {type_name(tensor)}: {tensor!r}")
+        raise ParameterError(f"{where} must be a plain strided tensor with data, got {type_name(tensor)}: {tensor!r}")
     if not tensor.is_contiguous():
-        return ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
+        raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
     if not isinstance(spec, ShardingSpec):
-        return PlanTypeError(f"{where}: expected a ShardingSpec of this package, got {type_name(spec)}")
+        raise PlanTypeError(f"{where}: expected a ShardingSpec of this package, got {type_name(spec)}")
     try:
         checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
     except (ValueError, TypeError) as error:
-        return type(error)(f"{where}: {error}")
-    return None
+        raise type(error)(f"{where}: {error}") from error
 
 
-def _agree_on_tensor(
-    group: dist.ProcessGroup, tensor: torch.Tensor | None, spec: Any, src_rank: int, error: Exception | None
-) -> None:
-    facts: dict[str, Any] = {"src_rank": src_rank, "sharding_spec": spec}
-    if tensor is not None and error is None:
-        facts |= {"size": tuple(tensor.size()), "dtype": tensor.dtype, "requires_grad": tensor.requires_grad}
-    agree(group, facts, error or source_error(src_rank, group))
-
-
-def source_error(src_rank: Any, group: dist.ProcessGroup) -> Exception | None:
-    """The error in the rank whose data are used, None if it is a rank of the group."""
-    try:
-        check_rank("shard", "src_rank", src_rank, group)
-    except (TypeError, RuntimeError) as error:
-        return error
-    return None
+def _facts(tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What is equal on all ranks that shard a tensor, after every check that one rank can make."""
+    check_shardable(tensor, spec, where, group)
+    check_rank("shard", "src_rank", src_rank, group)
+    return {
+        "src_rank": src_rank,
+        "sharding_spec": spec,
+        "size": tuple(tensor.size()),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+    }
 
 
 def _install(module: nn.Module, name: str, tensor: ShardedTensor) -> None:

@@ -80,7 +80,7 @@ def run(
     if any(each.process_group is not tensors[0].process_group for each in tensors):
         raise UnsupportedOpError(f"{_name(func)} has ShardedTensors of different process groups among its arguments")
     if func in LOOKUPS:
-        return look_up(lambda some=tensors: DTensorCall(cls, func, some), func, args, kwargs)
+        return look_up(cls, func, tensors, args, kwargs)
     return DTensorCall(cls, func, tensors).run(args, kwargs)
 
 

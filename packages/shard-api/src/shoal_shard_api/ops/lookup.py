@@ -13,21 +13,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
 from shoal_dtensor.internal import spans, whole_box
-from shoal_mesh import DeviceMesh, all_gather
-from shoal_mesh.internal import dataclass
+from shoal_mesh import DeviceMesh
 
 from ..arguments import expect, type_name
-from ..errors import ArgumentTypeError, IndexRangeError, RankMismatchError
+from ..errors import ArgumentTypeError, IndexRangeError
+from ..ranks.agreement import agree_on
 from ..ranks.process_groups import comm_of
 from ..ranks.reshard import collect, move
 from .dtensor_conversion import from_dtensor
+from .via_dtensor import DTensorCall
 
 _REPLICATED: ContextVar[bool] = ContextVar("replicated_indices", default=False)
 
@@ -35,15 +36,6 @@ LOOKUPS: dict[Callable[..., Any], inspect.Signature] = {
     F.embedding: inspect.signature(F.embedding),
     F.embedding_bag: inspect.signature(F.embedding_bag),
 }
-
-_PROBLEMS = (
-    "",
-    "indices must be a plain tensor of int32 or int64",
-    "offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices need them, 2-D indices have none",
-    "indices of embedding_bag must have 1 or 2 dims",
-    "per_sample_weights must be a plain tensor of the shape of the indices",
-    "an index is out of range",
-)
 
 
 @contextmanager
@@ -71,13 +63,14 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(
-    call_of: Callable[..., Any], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: Any, func: Callable[..., Any], tensors: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Indices -> rows: the result of a look-up; plain for plain indices; all ranks call it.
 
     Args:
-        call_of: The DTensorCall of this function and some of its ShardedTensors, all of them by default.
+        cls: The class ShardedTensor.
         func: embedding or embedding_bag.
+        tensors: The ShardedTensors among its arguments.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
@@ -91,26 +84,18 @@ def look_up(
     bound = LOOKUPS[func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
-    weight = arguments["weight"]
     own = [arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments]
-    call = call_of()
-    if not isinstance(weight, call.cls) or any(isinstance(each, call.cls | DTensor) for each in own):
-        return call.run(args, kwargs)
-    call = call_of([weight])
+    if not isinstance(arguments["weight"], cls) or any(isinstance(each, cls | DTensor) for each in own):
+        return DTensorCall(cls, func, tensors).run(args, kwargs)
+    call = DTensorCall(cls, func, [arguments["weight"]])
     call.check_layouts()
-    group = _Lookup(call, func, arguments, comm_of(weight.process_group, weight.device.type))
-    return group.replicated() if _REPLICATED.get() else group.own_rows()
+    lookup = _Lookup(call, arguments)
+    return lookup.replicated() if _REPLICATED.get() else lookup.own_rows()
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """What a rank looks up: ``rows`` results from ``indices`` indices, of ``width`` each in 2-D bags."""
+class _Rows(NamedTuple):
+    """What a rank looks up: the length of its indices along dim 0, and the number of rows of the result."""
 
-    problem: int
-    dtype: int
-    dims: int
-    width: int
-    weighted: int
     indices: int
     rows: int
 
@@ -118,22 +103,19 @@ class _Rows:
 class _Lookup:
     """One call of embedding or embedding_bag with plain indices."""
 
-    def __init__(self, call: Any, func: Callable[..., Any], arguments: dict[str, Any], comm: Any) -> None:
-        self.call, self.func, self.arguments, self.comm = call, func, arguments, comm
-        self.weight = arguments["weight"]
-        self.bags = func is F.embedding_bag
+    def __init__(self, call: DTensorCall, arguments: dict[str, Any]) -> None:
+        self.call, self.arguments, self.weight = call, arguments, arguments["weight"]
+        self.bags = call.func is F.embedding_bag
+        self.comm = comm_of(self.weight.process_group, self.weight.device.type)
 
     def replicated(self) -> Any:
         """The result of indices that are equal on all ranks: no gather."""
-        self._raise([self._describe()])
+        self._facts()
         return self.call.run((), self.arguments, plain=DTensor.full_tensor)
 
     def own_rows(self) -> Any:
         """The rows of this rank's indices."""
-        mine = self._describe()
-        table = torch.tensor([[getattr(mine, name) for name in _Rows.__slots__]], device=self.weight.device)
-        ranks = [_Rows(*row) for row in all_gather(table, self.comm).tolist()]
-        self._raise(ranks)
+        ranks: list[_Rows] = [facts["~rows"] for facts in agree_on(self.weight.process_group, self._facts)]
         home = self.call.home()
         order = [home.rank_at(each) for each in product(*(range(n) for n in home.shape))]
         in_order = [ranks[self.comm.ranks.index(rank)] for rank in order]
@@ -141,66 +123,46 @@ class _Lookup:
         rows: torch.Tensor = self.call.run((), gathered, plain=lambda result: self._own(result, home, order, in_order))
         return rows if self.bags else rows.view(*self.arguments["input"].shape, rows.shape[-1])
 
-    def _describe(self) -> _Rows:
-        """The sizes of this rank's arguments, or the number of the problem with them."""
+    def _facts(self) -> dict[str, Any]:
+        """What is equal on all ranks that look up their own indices, and this rank's sizes, after its checks."""
         indices, offsets = self.arguments["input"], self.arguments.get("offsets")
         weights = self.arguments.get("per_sample_weights")
-        problem = self._problem(indices, offsets, weights)
-        if problem:
-            return _Rows(problem, 0, 0, 0, 0, 0, 0)
-        bags = indices.shape[0] if offsets is None else len(offsets) - bool(self.arguments["include_last_offset"])
-        return _Rows(
-            problem=0,
-            dtype=indices.element_size(),
-            dims=indices.dim() if self.bags else 1,
-            width=indices.shape[1] if self.bags and indices.dim() == 2 else 0,
-            weighted=0 if weights is None else 1,
-            indices=indices.numel(),
-            rows=bags if self.bags else indices.numel(),
-        )
+        self._check(indices, offsets, weights)
+        facts = {"dtype": indices.dtype, "weighted": weights is not None}
+        if not self.bags:
+            return {**facts, "~rows": _Rows(indices.numel(), indices.numel())}
+        rows = len(indices) if offsets is None else len(offsets) - bool(self.arguments["include_last_offset"])
+        return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~rows": _Rows(len(indices), rows)}
 
-    def _problem(self, indices: Any, offsets: Any, weights: Any) -> int:
+    def _check(self, indices: Any, offsets: Any, weights: Any) -> None:
+        """Raise what is wrong with this rank's arguments."""
+        name = self.call.name
         if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-            return 1
+            raise ArgumentTypeError(
+                f"{name}: indices must be a plain tensor of int32 or int64, got {type_name(indices)}"
+            )
         if self.bags and indices.dim() not in (1, 2):
-            return 3
-        if self.bags and (offsets is not None) is not (indices.dim() == 1):
-            return 2
-        if offsets is not None and not (
-            isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
-        ):
-            return 2
+            raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
+        is_offsets = isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype
+        if self.bags and not (is_offsets if indices.dim() == 1 else offsets is None):
+            raise ArgumentTypeError(
+                f"{name}: offsets must be a plain 1-D tensor of the dtype of the indices; 1-D indices need them, "
+                "2-D indices have none"
+            )
         if weights is not None and not (isinstance(weights, torch.Tensor) and weights.shape == indices.shape):
-            return 4
+            raise ArgumentTypeError(f"{name}: per_sample_weights must be a plain tensor of the shape of the indices")
         if indices.device.type == "cpu" and indices.numel():
             low, high = torch.aminmax(indices)
-            return 5 if low.item() < 0 or high.item() >= self.weight.shape[0] else 0
-        return 0
-
-    def _raise(self, ranks: Sequence[_Rows]) -> None:
-        """Raise what is wrong with the arguments of some rank; all ranks see the same sizes."""
-        name = self.call.name
-        wrong = {rank: each.problem for rank, each in enumerate(ranks) if each.problem}
-        if wrong:
-            problem = min(wrong.values())
-            kind: type[Exception] = IndexRangeError if problem == 5 else ArgumentTypeError
-            own = f"; here the indices are a {type_name(self.arguments['input'])}"
-            where = f" (ranks {[rank for rank, each in wrong.items() if each == problem]})" if len(ranks) > 1 else ""
-            raise kind(f"{name}: {_PROBLEMS[problem]}{where}{own if problem == 1 else ''}")
-        for field in ("dtype", "dims", "width", "weighted"):
-            values = [getattr(each, field) for each in ranks]
-            if len(set(values)) > 1:
-                raise RankMismatchError(
-                    f"{name}: the {field} of the indices differs between ranks: {values}; dtype is in bytes"
-                )
+            if low.item() < 0 or high.item() >= self.weight.shape[0]:
+                raise IndexRangeError(f"{name}: an index is out of range of the {self.weight.shape[0]} rows")
 
     def _gathered(self, order: Sequence[int], ranks: Sequence[_Rows]) -> dict[str, Any]:
         """The arguments with the indices, offsets and weights of all ranks, rank after rank in mesh order."""
         arguments = dict(self.arguments)
-        names = ["input", "per_sample_weights"] if ranks[0].weighted else ["input"]
-        for name in names:
-            tensor = arguments[name] if self.bags else arguments[name].reshape(-1)
-            arguments[name] = self._collect(tensor, [each.indices // max(each.width, 1) for each in ranks], order)
+        for name in ("input", "per_sample_weights"):
+            if arguments.get(name) is not None:
+                tensor = arguments[name] if self.bags else arguments[name].reshape(-1)
+                arguments[name] = self._collect(tensor, [each.indices for each in ranks], order)
         if arguments.get("offsets") is not None:
             last = bool(arguments["include_last_offset"])
             starts = list(accumulate((each.indices for each in ranks), initial=0))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..arguments import expect, expect_all
 from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
-from ..ranks.agreement import agree
+from ..ranks.agreement import agree_on
 from ..ranks.process_groups import members
 from ..spec.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..spec.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
@@ -63,23 +63,18 @@ def describe(
         ShardingSpecError: The shards overlap, leave a gap, or reach beyond the size.
     """
     rank = dist.get_rank()
-    size: tuple[int | None, ...] = ()
-    error: Exception | None = None
-    try:
+
+    def facts() -> dict[str, Any]:
         size = flatten_size(global_size)
         _check_local(shards, size, rank)
-    except (ValueError, TypeError) as raised:
-        error, shards = raised, []
-    reports = agree(
-        group,
-        {
+        return {
             "global size": size,
             "~properties": TensorProperties.create_from_tensor(shards[0].tensor) if shards else None,
             "~shards": [shard.metadata for shard in shards],
-        },
-        error,
-    )
-    holders = members(group)
+        }
+
+    reports = agree_on(group, facts)
+    size, holders = flatten_size(global_size), members(group)
     properties = _common_properties([report["~properties"] for report in reports], holders)
     per_rank = [list(report["~shards"]) for report in reports]
     local = list(shards)

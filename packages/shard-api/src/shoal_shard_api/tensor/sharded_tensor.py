@@ -17,12 +17,12 @@ import torch.distributed as dist
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm
 
-from ..arguments import expect, type_error, type_name
-from ..errors import ArgumentTypeError, LocalShardError, ProcessGroupError, SpecTypeError, UnsupportedOpError
+from ..arguments import expect, type_name
+from ..errors import LocalShardError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, dtensor_conversion
 from ..ops.handlers import with_layout_of
-from ..ranks.agreement import agree, devices_of_all
-from ..ranks.process_groups import ProcessGroupState, check_rank, comm_of, resolve
+from ..ranks.agreement import agree_on
+from ..ranks.process_groups import ProcessGroupState, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
 from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
 from ..spec.metadata import on_devices
@@ -143,9 +143,7 @@ class ShardedTensor(ShardedTensorConstructors):
             SpecTypeError: It is no ShardingSpec.
             ShardingSpecError: It does not fit the size or the group.
         """
-        wrong = type_error("ShardedTensor.resharded", "spec", spec, ShardingSpec)
-        if wrong is not None:
-            raise SpecTypeError(*wrong.args)
+        expect("ShardedTensor.resharded", "spec", spec, ShardingSpec, error=SpecTypeError)
         metadata = checked_metadata(
             spec.build_metadata(self.size(), self.metadata().tensor_properties), self._process_group
         )
@@ -206,31 +204,33 @@ class ShardedTensor(ShardedTensorConstructors):
         """
         if enforce_dtype:
             warnings.warn("enforce_dtype is deprecated: pass dtype", FutureWarning, stacklevel=2)
-        agree(self._process_group, {"dst": dst, "dtype": dtype}, self._gather_error(dst, out, dtype, enforce_dtype))
+
+        def facts() -> dict[str, Any]:
+            self._check_gather(dst, out, dtype, enforce_dtype)
+            return {"dst": dst, "dtype": dtype}
+
+        agree_on(self._process_group, facts)
         with torch.no_grad():
             local_tensors = [local if dtype is None else local.to(dtype) for local in self._local_tensors]
             gather(local_tensors, self._layout, self.size(), dst, self._comm, out)
 
-    def _gather_error(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> Exception | None:
-        """The error in this rank's arguments of ``gather``, None if they are right."""
-        try:
-            check_rank("gather", "dst", dst, self._process_group)
-            expect("gather", "out", out, torch.Tensor, optional=True)
-            expect("gather", "enforce_dtype", enforce_dtype, bool)
-            expect("gather", "dtype", dtype, torch.dtype, optional=True)
-        except (ArgumentTypeError, ProcessGroupError) as error:
-            return error
-        here = dist.get_rank(self._process_group)
-        if here != dst:
-            return None if out is None else LocalShardError(f"gather: out must be None on every rank but dst={dst}")
+    def _check_gather(self, dst: Any, out: Any, dtype: Any, enforce_dtype: Any) -> None:
+        """Raise what is wrong with this rank's arguments of ``gather``."""
+        check_rank("gather", "dst", dst, self._process_group)
+        expect("gather", "out", out, torch.Tensor, optional=True)
+        expect("gather", "enforce_dtype", enforce_dtype, bool)
+        expect("gather", "dtype", dtype, torch.dtype, optional=True)
+        if dist.get_rank(self._process_group) != dst:
+            if out is not None:
+                raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
+            return
         if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.size() != self.size():
             kind = "None" if out is None else f"a {type_name(out)} of size {tuple(out.size())}"
-            return LocalShardError(
+            raise LocalShardError(
                 f"gather: out must be a plain tensor of size {tuple(self.size())} on dst={dst}, got {kind}"
             )
         if out.is_meta or any(n > 1 and stride == 0 for n, stride in zip(out.size(), out.stride(), strict=True)):
-            return LocalShardError("gather: out must own an element of storage for each element, not meta nor expanded")
-        return None
+            raise LocalShardError("gather: out must own an element of storage for each element, not meta nor expanded")
 
     def full_tensor(self) -> torch.Tensor:
         """Sharded -> replicated: the global tensor as a plain one on every rank; differentiable, all ranks call it.
@@ -260,7 +260,10 @@ class ShardedTensor(ShardedTensorConstructors):
             return self
         spec, metadata = self._sharding_spec, self._metadata
         if local_tensors[0].device != self._local_tensors[0].device:
-            metadata = on_devices(metadata, devices_of_all(self._process_group, local_tensors[0].device))
+            device = local_tensors[0].device
+            reports = agree_on(self._process_group, lambda: {"device type": device.type, "~device": device})
+            devices = [report["~device"] for report in reports]
+            metadata = on_devices(metadata, dict(zip(members(self._process_group), devices, strict=True)))
             spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
         return self._wrap(
