@@ -34,6 +34,9 @@ REWRITTEN = {
         "import shoal_dtensor\nimport torch.distributed.tensor as dt\n"
         "x = [shoal_dtensor.Shard(0), shoal_dtensor.Replicate()]\n"
     ),
+    "import torch.distributed.tensor as dt\nx = dt.DTensor.full\n": (  # no name of a module, though one is called so
+        "import shoal_dtensor\nimport torch.distributed.tensor as dt\nx = shoal_dtensor.DTensor.full\n"
+    ),
     "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n": (
         "from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
         "from shoal_dtensor import get_model_state_dict\n"
