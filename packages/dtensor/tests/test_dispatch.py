@@ -20,6 +20,7 @@ from shoal_dtensor._torch.tensors import _around
 from shoal_dtensor.errors import InPlaceError, MixedTensorError, OperatorArgumentError
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.redistribute.plan import plan
+from shoal_dtensor.rng.memory_order import dims_by_stride
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -343,3 +344,31 @@ def test_memory_is_flat_over_operators_and_shapes() -> None:
             (a + 1.0).sum(0), a.redistribute(mesh, [Replicate()])[1:].softmax(-1)
         seen.append(_mib())
     assert seen[-1] < seen[-40] + 4, seen[::10]
+
+
+AROUND_COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "layer_norm_backward": lambda x: torch.autograd.grad(F.layer_norm(x.requires_grad_(), (4,)).sum(), x)[0],
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "softmax": lambda x: F.softmax(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "flip": lambda x: x.flip(-1),
+    "roll": lambda x: x.roll(1, -1),
+    "sort": lambda x: x.sort(-1).values,
+    "pad": lambda x: F.pad(x, (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND_COLLECTIVES)
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (0, 2, 1)])
+def test_results_have_the_memory_order_of_one_device(name: str, order: tuple[int, ...]) -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for dim in range(3):
+            x = distribute_tensor(torch.randn(4, 4, 4), mesh, [Shard(dim)]).permute(order)
+            for _ in range(2):  # decided, and remembered
+                out: Any = AROUND_COLLECTIVES[name](x)
+                assert dims_by_stride(out.shape, out.stride()) == dims_by_stride(out.shape, out.to_local().stride())
+                if out.is_contiguous():
+                    assert out.view(out.shape[0], -1).shape == (4, out.numel() // 4)

@@ -26,6 +26,7 @@ from .._torch import (
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.run_once import run_once, write_back
+from ..rules.language.op_schema import schema_of
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
 from .communication_policy import watched
@@ -42,7 +43,7 @@ from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
-from .results import tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
+from .results import in_order, is_out_of_order, tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
 from .size_classes import forget
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
@@ -206,7 +207,8 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
         return _run_slow_path(call, decision, first=(cache, key))
     result = decision.call(*local, **named)
     count_writes(decision.unreported_writes, args, kwargs)
-    return _wrapped(cls, result, _with_kernel_metadata(call, decision, result, cache, key), args, kwargs)
+    decision, result = _as_seen(call, decision, result, cache, key)
+    return _wrapped(cls, result, decision, args, kwargs)
 
 
 def _verify_plain(call: _Call, *, candidates: bool) -> None:
@@ -217,18 +219,26 @@ def _verify_plain(call: _Call, *, candidates: bool) -> None:
     verify_replicated(mesh, str(call.op), plain, candidates=candidates)
 
 
-def _with_kernel_metadata(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> Any:
-    """The decision with the outputs that its first local call shows, remembered so."""
-    if decision.result_kind is _ONE:
-        (spec,) = decision.outputs
-        if result.shape == spec.local_shape and result.dtype is spec.dtype:
-            return decision
-    outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, [*tensors_in([result])])
-    if outputs == decision.outputs:
-        return decision
-    corrected = replace(decision, outputs=outputs)
-    cache.remember(key, corrected)
-    return corrected
+def _as_seen(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The decision with what its first local call shows, remembered so, and the result by it."""
+    locals_ = [*tensors_in([result])]
+    outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, locals_)
+    seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
+    fresh = zip(outputs, decision.aliased, locals_, strict=True)
+    if (
+        not schema_of(call.op).is_view
+        and not has_symbols(outputs)
+        and any(
+            alias is None and spec.coordinate is not None and is_out_of_order(local, spec)
+            for spec, alias, local in fresh
+        )
+    ):
+        run, placed = decision.call, tuple(zip(outputs, decision.aliased, strict=True))
+        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), iter(placed)))
+        result = in_order(result, iter(placed))
+    if seen is not decision:
+        cache.remember(key, seen)
+    return seen, result
 
 
 def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -263,10 +273,11 @@ def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple
     count_writes(decision.unreported_writes, args, kwargs)
     if isinstance(decision, DynamicDecision):
         return wrap_dynamic(cls, result, [*tensors_in([*args, *kwargs.values()])])
-    corrected = decision if first is None else _with_kernel_metadata(call, decision, result, *first)
+    if first is not None:
+        decision, result = _as_seen(call, decision, result, *first)
     if decision.view_copied:
-        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, corrected, args, kwargs))
-    return _wrapped(cls, result, corrected, args, kwargs)
+        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
+    return _wrapped(cls, result, decision, args, kwargs)
 
 
 def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, Any]]:

@@ -46,7 +46,6 @@ from .decision import (
 from .global_outputs import global_outputs, without_memory
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .plain_tensors import instead
-from .results import with_memory_order
 from .size_classes import KnownClass, SizeClass, class_of, known_class
 from .symbolic_calls import NeedsConstantsError, constants_of, example_of, in_symbolic_runs, placed_like
 
@@ -307,8 +306,6 @@ def _decision(  # what a decision is made of
     run = binding() if run is None else run
     if kind is ResultKind.FIRST and len(specs) > 1 and not sharding.inputs[0].even:
         run = with_overlap_fallback(run)
-    if kind is ResultKind.ONE and not call.schema.is_view and any(0 in a.stride for _, a, _ in changed):
-        run = with_memory_order(run, sharding.outputs[0])
     places = [*places_of(enumerate(call.args)), *places_of(call.kwargs.items())] if plans or written else []
     unreported = tuple(dict.fromkeys(places[i][0] for i in written)) if kind is ResultKind.NONE else ()
     copied = call.schema.is_view and (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from .._torch import around
 from ..layout.placements import Replicate
 from ..layout.tensor_meta import TensorMeta
-from ..redistribute.execution.memory_format import in_memory_order
+from ..redistribute.execution.memory_format import in_memory_order, memory_order
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -77,14 +78,24 @@ def with_kernel_metadata(
     return tuple(specs)
 
 
-def with_memory_order(call: Callable[..., torch.Tensor], spec: Spec) -> Callable[..., torch.Tensor]:
-    """A local function whose result has the memory order of its global stride.
+def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
+    """Whether the dims of a fresh local result follow one another in memory otherwise than those of the global tensor.
 
-    The stride is that of the global operands. One that is expanded has stride 0 and leaves the order to the others;
-    once moved it is an ordinary tensor, and kernels take the order of their first operand.
+    What is computed around a collective keeps the order of its input, where one device's kernel makes row-major.
     """
-    ordered = in_memory_order(spec)
-    return lambda *args, **kwargs: ordered(call(*args, **kwargs))
+    order = memory_order(spec) or range(spec.ndim)
+    steps = [local.stride(dim) for dim in order if local.shape[dim] != 1]
+    return any(outer < inner for outer, inner in pairwise(steps))
+
+
+def in_order(result: Any, outputs: Iterator[tuple[Spec, int | None]]) -> Any:
+    """A result, its fresh tensors in the memory order of the global ones."""
+    if isinstance(result, torch.Tensor):
+        spec, alias = next(outputs)
+        return result if alias is not None else in_memory_order(spec)(result)
+    if isinstance(result, list | tuple):
+        return type(result)([in_order(item, outputs) for item in result])
+    return result
 
 
 def tensors_in(values: Any) -> Iterator[Any]:
