@@ -5,7 +5,10 @@ Covers: dispatch/propagate.py, dispatch/global_outputs.py, dispatch/decision.py.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -127,3 +130,25 @@ def test_an_overlays_rule_comes_before_the_tables() -> None:
     with overlay({aten.relu.default: rule}):
         assert rule_of(aten.relu.default, current()) is rule
     assert rule_of(aten.relu.default, current()) is standing is not rule
+
+
+def test_the_first_call_of_a_process_keeps_no_arguments() -> None:
+    script = """
+        import gc, weakref
+        import torch
+        from shoal_dtensor import DTensor, Shard
+        from shoal_mesh import init_device_mesh
+        from shoal_mesh.testing import fake_world
+
+        gc.disable()
+        with fake_world(2):
+            mesh = init_device_mesh("cpu", (2,))
+            for call in (torch.cat, torch.stack, lambda pair: torch.special.zeta(*pair)):
+                pair = [DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]) for _ in range(2)]
+                alive = [weakref.ref(x) for x in (*pair, *(x.to_local() for x in pair))]
+                call(pair)
+                del pair
+                print([ref() is None for ref in alive])
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str([True] * 4)] * 3

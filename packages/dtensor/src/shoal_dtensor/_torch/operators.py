@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -58,7 +60,7 @@ def shapes_of(op: OpOverload, build: Build, device_type: str) -> Any:
         DataDependentError: if the result's shape depends on values.
     """
     mode = detect_fake_mode() if TracingContext.try_get() else None
-    with out_of_sight():
+    with out_of_sight(), _keeping_no_caller():
         # The meta kernel alone takes 0.1 ms where a fake tensor takes 2; few operators have none, or need the device.
         try:
             args, kwargs = build(META)
@@ -85,6 +87,21 @@ def out_of_sight() -> AbstractContextManager[Any]:
     """A block in which the modes of users do not see operators; torch takes 13 us for it, modes or not."""
     modes = torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()  # type: ignore[no-untyped-call]  # of torch
     return _disable_current_modes() if modes else nullcontext()
+
+
+@contextmanager
+def _keeping_no_caller() -> Iterator[None]:
+    """A block after which torch keeps no frame of those who led to it, and so none of their tensors.
+
+    Some meta kernels import all of torch.compile when they run first. torch.fx, as it is imported, refers to the frame
+    that it is in by a variable of that frame, and a frame refers to its caller: a cycle that only a collection ends.
+    """
+    imported = "torch._dynamo" in sys.modules
+    try:
+        yield
+    finally:
+        if not imported and "torch._dynamo" in sys.modules:
+            gc.collect()
 
 
 @contextmanager
