@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -66,6 +67,10 @@ BACKWARDS: dict[str, Callable[[Any, Tensor], None]] = {
 }
 
 
+def again(run: Callable[..., Any], reentrant: bool) -> Callable[..., Any]:
+    return partial(checkpoint, run, use_reentrant=reentrant)
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "head_tail"])
 @pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
 @on_ranks(4)
@@ -83,12 +88,39 @@ def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, l
         expected = table.clone().requires_grad_()
         (attention(whole, expected) ** 2).sum().backward()
         for reentrant in (False, True)[: 2 if seen in ("backward()", "autograd.backward") else 1]:
-            x, weight = whole.clone(), table.clone().requires_grad_()
-            with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1], method=method, layout=layout):
-                out: Any = checkpoint(attention, x.detach().requires_grad_(), weight, use_reentrant=reentrant)
-                BACKWARDS[seen]((out**2).sum(), weight)
-            assert weight.grad is not None
-            torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
+            for nested in (False, True):
+                run = again(attention, reentrant) if nested else attention
+                for inside in (True, False):
+                    x, weight = whole.clone(), table.clone().requires_grad_()
+                    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1], method=method, layout=layout):
+                        leaf = (x if inside else x.clone()).detach().requires_grad_()  # a buffer changes back
+                        out: Any = checkpoint(run, leaf, weight, use_reentrant=reentrant)
+                        loss = (out**2).sum()
+                        if inside:
+                            BACKWARDS[seen](loss, weight)
+                    if not inside:
+                        BACKWARDS[seen](loss, weight)
+                    assert weight.grad is not None
+                    torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
+
+
+@on_ranks(2)
+def test_unsharding_knows_the_layout_of_the_block() -> None:
+    positions, found = torch.arange(8.0), []
+
+    def unsharded(x: Tensor) -> Tensor:
+        found.extend(context_parallel_unshard(all_ranks(), [x], [0]))
+        return x.square()
+
+    for layout in ("head_tail", "contiguous", SequenceLayout.contiguous(8, 2)):
+        known = layout if isinstance(layout, SequenceLayout) else getattr(SequenceLayout, layout)(8, 2)
+        for reentrant in (False, True):
+            with context_parallel(all_ranks(), layout=layout):
+                x = known.shard(positions, 0, get_rank()).requires_grad_()
+                out: Any = checkpoint(unsharded, x, use_reentrant=reentrant)
+            out.sum().backward()  # and so in what backward runs again
+            assert all(torch.equal(whole, positions) for whole in found) and len(found) == 2
+            found.clear()
 
 
 class Labelled(Tensor):

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from shoal_dtensor import Partial, Replicate, Shard, Spec
+from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import PlacementError
 from shoal_dtensor.rng import cpu as cpu_stream
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches
-from shoal_dtensor.rng.modes import random_mode
-from shoal_mesh import abstract_mesh
+from shoal_dtensor.rng.modes import get_random_mode, random_mode
+from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world
 
 FILLS = [
     Fill("uniform_", (-1.0, 2.0)),
@@ -244,3 +246,28 @@ def test_random_mode_is_scoped_and_checked() -> None:
     for mode, axes in (("both", ()), ("per_axis", ()), ("counter", ("dp",))):
         with pytest.raises(ValueError, match="random mode"), random_mode(mode, axes):  # type: ignore[arg-type]  # wrong
             pass
+
+
+@pytest.mark.parametrize("mode", ["counter", "local", "single_device"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_draws_again_by_the_mode_of_its_first_run(mode: Any, reentrant: bool) -> None:
+    seen: list[Any] = []
+
+    def drop(x: Any) -> Any:
+        mask = torch.bernoulli(torch.full_like(x.detach(), 0.5))
+        if seen:
+            with random_mode("per_axis", ("a",)):  # of its own, and no other's
+                torch.rand_like(x)
+        seen.append((get_random_mode(), mask.to_local()))
+        return x * mask
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("a",))
+        x = DTensor.from_local(torch.ones(8, 8), mesh, [Shard(0)]).requires_grad_()
+        with random_mode("per_axis", ("a",)), random_mode(mode):
+            out: Any = checkpoint(drop, x, use_reentrant=reentrant)
+        out.sum().backward()
+        (first, mask), (second, again) = seen
+        assert first == second == mode and torch.equal(mask, again)
+        assert torch.equal(x.grad.to_local(), mask)  # type: ignore[union-attr]  # it has one
+        assert get_random_mode() == "single_device"

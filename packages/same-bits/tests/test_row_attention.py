@@ -123,14 +123,18 @@ def test_training_with_rows_has_the_ordinary_numbers() -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_attention_that_backward_runs_again_is_in_rows_too(reentrant: bool) -> None:
+def test_attention_that_backward_runs_again_is_in_rows_too(reentrant: bool, inside: bool) -> None:
     tensors, found = [drawn(3, 4, QUERIES, 5), drawn(3, 4, LENGTH, 5), drawn(3, 4, LENGTH, 6)], []
     attend: Any = F.scaled_dot_product_attention
     for again in (False, True):
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         with fake_world(1), invariant_arithmetic(rows=16):
             out: Any = checkpoint(attend, *leaves, use_reentrant=reentrant) if again else attend(*leaves)
+            if inside:
+                out.square().sum().backward()
+        if not inside:
             out.square().sum().backward()
         found.append([leaf.grad for leaf in leaves])
     assert all(map(torch.equal, *found))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,7 +25,6 @@ T = TypeVar("T")
 
 _ROTATE_METHODS: dict[str, Method] = {"allgather": "allgather", "alltoall": "ring"}
 _default: list[Method] = ["allgather"]  # what `set_rotate_method` changes
-_active: ContextVar[SequenceLayout | None] = ContextVar("shoal_context_parallel_layout", default=None)
 
 
 @contextmanager
@@ -43,7 +41,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
 ) -> Iterator[SequenceLayout | None]:
     """A block in which buffers are this rank's shards, and `F.scaled_dot_product_attention` is that of the sequence.
 
-    Run forward and backward inside: what backward needs of a buffer is gone after the block (an error says so).
+    Run forward and backward inside: what backward needs of a buffer is gone after the block (an error says so). What
+    `torch.utils.checkpoint` runs again is attention of the sequence, in the block or after it.
 
     Args:
         mesh: with one axis.
@@ -87,18 +86,8 @@ def context_parallel(  # noqa: PLR0913  # torch's, and what attention can do
     options = ContextOptions(method or _default[0], layout, window, documents)
     known = layout if isinstance(layout, SequenceLayout) else None
     shards = [known.shard(x.detach(), dim, comm.rank) for x, dim in zip(held, dims, strict=True)] if known else []
-    with _replaced(held, shards, no_restore_buffers or set()), _held(known), RoutedAttention(comm, options):
+    with _replaced(held, shards, no_restore_buffers or set()), RoutedAttention(comm, options):
         yield known
-
-
-@contextmanager
-def _held(layout: SequenceLayout | None) -> Iterator[None]:
-    """Inside the block, `context_parallel_unshard` knows the layout."""
-    token = _active.set(layout)
-    try:
-        yield
-    finally:
-        _active.reset(token)
 
 
 @contextmanager
@@ -188,7 +177,9 @@ def context_parallel_unshard(
         return []
     lengths = torch.tensor([[x.shape[dim] for x, dim in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
     sizes = all_gather(lengths, comm).tolist()
-    layout = load_balancer or _active.get() or SequenceLayout.head_tail(sum(row[0] for row in sizes), comm.size)
+    layout = load_balancer or next((mode.options.layout for mode in RoutedAttention.active()), "head_tail")
+    if isinstance(layout, str):
+        layout = getattr(SequenceLayout, layout)(sum(row[0] for row in sizes), comm.size)
     if sizes != [[size] * len(buffers) for size in layout.sizes]:
         raise LayoutError(
             f"context_parallel_unshard: the ranks hold {[row[0] if len({*row}) == 1 else row for row in sizes]} "

@@ -31,15 +31,12 @@ class RoutedAttention(ReplacedAttention):
     Attributes:
         comm: the axis over which the sequence is sharded.
         options: method, layout, window and documents.
-        records: whether attention is refused where no gradients are recorded: in a block that is over before backward
-            runs a reentrant checkpoint in it again.
     """
 
-    def __init__(self, comm: Comm, options: ContextOptions, records: bool = False) -> None:
+    def __init__(self, comm: Comm, options: ContextOptions) -> None:
         super().__init__(self.attend)
         self.comm = comm
         self.options = options
-        self.records = records
         self._agreed = comm.size == 1
 
     def __torch_function__(
@@ -100,19 +97,13 @@ class RoutedAttention(ReplacedAttention):
         """Attention of the global sequence, at this rank's positions.
 
         Raises:
-            UnsupportedAttentionError: with dropout; or in a reentrant checkpoint inside of a module.
+            UnsupportedAttentionError: with dropout.
             LayoutError: if shapes or layouts of the arguments do not fit.
         """
         if dropout_p:
             raise UnsupportedAttentionError(
                 f"dropout of attention weights (dropout_p={dropout_p}) over a sharded sequence: no rank has the "
                 "weights that one device would draw for. Use dropout_p=0, and dropout after the output projection"
-            )
-        if self.records and not torch.is_grad_enabled():
-            raise UnsupportedAttentionError(
-                "attention without gradients in a ContextParallel module that is called with them, as a reentrant "
-                "checkpoint in the module runs it: run again in backward, outside of the module, it would be attention "
-                "of local positions. Checkpoint the module, or run forward and backward in a context_parallel block"
             )
         tensors = query, key, value
         options = self.options

@@ -57,6 +57,7 @@ from .operators import (
     unmarked_writes as unmarked_writes,
     view_of as view_of,
 )
+from .recomputation import checkpoints as checkpoints, recomputed_in as recomputed_in
 from .symbols import recorded as recorded, recorder_of_sizes as recorder_of_sizes
 from .tensors import (
     BASE as BASE,

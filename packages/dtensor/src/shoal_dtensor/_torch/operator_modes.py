@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from .recomputation import checkpoints, recomputed_in
 
 __all__ = [
     "FunctionMode",
@@ -74,13 +76,39 @@ class FunctionMode(TorchFunctionMode):
 
 
 class ReplacedAttention(FunctionMode):
-    """Inside, `F.scaled_dot_product_attention` is another function of the same arguments."""
+    """Inside, `F.scaled_dot_product_attention` is another function of the same arguments; in recomputations too."""
 
     def __init__(self, attend: Callable[..., Any]) -> None:
         super().__init__()
         self._attend = attend
+        self._outside: list[list[Any]] = []  # the checkpoints around each time that it was entered
+
+    def __enter__(self) -> Self:
+        self._outside.append([] if torch.compiler.is_compiling() else checkpoints())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._outside.pop()
+        super().__exit__(*error)
+
+    @classmethod
+    def active(cls) -> list[Self]:
+        """The active ones of this class, the innermost first; recomputations of what asks run in them too."""
+        modes = [mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, cls)]
+        for mode in modes:
+            mode.hold_in_recomputation()
+        return modes
+
+    def hold_in_recomputation(self) -> None:
+        """Be active too where backward runs again what a checkpoint inside of the block runs now."""
+        recomputed_in(self, self._entered_again, self._outside[-1])
+
+    def _entered_again(self) -> AbstractContextManager[object]:
+        return nullcontext() if self in _get_current_function_mode_stack() else self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
+            if not torch.compiler.is_compiling():
+                self.hold_in_recomputation()
             return self._attend(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

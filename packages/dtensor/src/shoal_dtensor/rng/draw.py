@@ -57,6 +57,7 @@ def draw(
     if local.device.type == "meta":
         return local
     mode = current_mode()
+    mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and not _is_fake(local):
         check_in_step(spec.mesh, generator_of(local.device) if generator is None else generator)
     with torch.no_grad():

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from dataclasses import field, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
 
 from shoal_mesh.internal import dataclass
 
+from .._torch import checkpoints, recomputed_in
 from ..scoped_value import ScopedValue
 
 Mode = Literal["single_device", "counter", "per_axis", "local"]
@@ -15,10 +20,21 @@ Mode = Literal["single_device", "counter", "per_axis", "local"]
 
 @dataclass(frozen=True, slots=True)
 class RandomMode:
-    """A mode and, for "per_axis", the mesh axes that have streams of their own."""
+    """A mode and, for "per_axis", the mesh axes that have streams of their own.
+
+    Attributes:
+        mode, axes: as `random_mode` takes them.
+        outside: the checkpoints of activations in which a block entered it; None where no block did.
+    """
 
     mode: Mode = "single_device"
     axes: tuple[int | str, ...] = ()
+    outside: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+
+    def hold_in_recomputation(self) -> None:
+        """Hold too where backward runs again what a checkpoint inside of the block runs now."""
+        if self.outside is not None and not torch.compiler.is_compiling():
+            recomputed_in(self, partial(_current.entered, self), self.outside)
 
 
 _DEFAULT = RandomMode()
@@ -61,8 +77,8 @@ def draws_at_once(device_type: str) -> bool:
 def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
     """Inside the block, random operators on sharded tensors draw as `mode` says; blocks nest.
 
-    A backward pass draws by the mode in which it is started: enter the mode inside a function that is checkpointed, so
-    that its second run draws what the first one did.
+    What `torch.utils.checkpoint` runs again in backward draws by the mode of its first run; else a backward pass draws
+    by the mode in which it is started.
 
     Args:
         mode: "single_device": the values that one device would have drawn, bit for bit, on any mesh (the default).
@@ -81,5 +97,6 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ...     current_mode().axes
         ('dp',)
     """
-    with _current.entered(_checked(mode, axes)):
+    outside = () if torch.compiler.is_compiling() else tuple(checkpoints())
+    with _current.entered(replace(_checked(mode, axes), outside=outside)):
         yield

@@ -28,7 +28,7 @@ class ContextAttention(Boundary):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.sharding.options
         assert isinstance(options, ContextOptions), "the style declares them"
-        with watching_functions(), RoutedAttention(self.comm, options, torch.is_grad_enabled()):
+        with watching_functions(), RoutedAttention(self.comm, options):
             return super().__call__(*args, **kwargs)
 
     @classmethod
