@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 import shoal_dtensor
-from shoal_dtensor import DTensor, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Shard, distribute_tensor, get_optimizer_state_dict
 from shoal_dtensor.checkpoint import Checkpointer
 from shoal_dtensor.errors import StateDictError
 from shoal_mesh import init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -140,6 +140,13 @@ def resumed(kind: str, model: nn.Module, optimizer: Optimizer, fresh: nn.Module)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_reading_changes_nothing_on_four_ranks(kind: str) -> None:
     reading_changes_nothing(kind)
+
+
+def test_no_state_is_made_where_a_step_needs_a_closure() -> None:
+    with fake_world(1):
+        model = made(1, sharded=True)
+        optimizer = torch.optim.LBFGS(model.parameters())
+        assert get_optimizer_state_dict(model, optimizer)["state"] == {} and not optimizer.state
 
 
 @on_ranks(2, timeout=240)

@@ -110,11 +110,13 @@ def make_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> dict[Any, 
     """The state of the parameters of some groups as it is when their first step begins; the optimizer stays as it is.
 
     Where torch's optimizers make it, nothing else is run. Others make it somewhere in a step: it is that after a step
-    of copies with a rate and gradients of zero, and none is made for some of the parameters alone.
+    of copies with a rate and gradients of zero. None is made for some of the parameters alone, or where a step needs a
+    closure.
     """
     kind: Any = type(optimizer)
     known = steps_as(optimizer, "torch.optim") and hasattr(kind, "_init_group")
-    if not known and optimizer.state:
+    closure = signature(kind.step).parameters.get("closure")
+    if not known and (optimizer.state or (closure is not None and closure.default is closure.empty)):
         return {}
     stand_in, inside = object.__new__(kind), {}
     vars(stand_in).update(vars(optimizer), state=defaultdict(dict), param_groups=[])
