@@ -97,6 +97,18 @@ class MultiHead(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
+class Encoder(nn.Module):
+    """torch's own layer, with the batch or the sequence first."""
+
+    def __init__(self, dim: int, heads: int, batch_first: bool, norm_first: bool, drop: float) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.inner = nn.TransformerEncoderLayer(dim, heads, 8, drop, batch_first=batch_first, norm_first=norm_first)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) if self.batch_first else self.inner(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Conv(nn.Module):
     """Two convolutions over the sequence, or over (sequence, features) as a picture."""
 
@@ -297,6 +309,7 @@ BLOCKS: dict[str, type[nn.Module]] = {
         Norm,
         Attention,
         MultiHead,
+        Encoder,
         Conv,
         Average,
         Custom,

@@ -77,6 +77,7 @@ def _block(r: Random, dim: int, length: int) -> tuple[str, tuple[Any, ...]]:
         ("Experts", (dim, r.choice([2, 3]))),
         ("Pool", (r.choice(["adaptive", "max", "avg"]),)),
         ("Drop", (dim, r.choice(["plain", "alpha", "channels"]))),
+        ("Encoder", (dim, r.choice([2, dim // 2]), r.random() < 0.5, r.random() < 0.5, drop)),
     ]
     return r.choice([*options, *options[:4]])
 
@@ -95,6 +96,7 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
         "average": 0.1,
         "groups": 0.15,
         "schedule": 0.1,
+        "read": 0.2,
     }
     found = [name for name, share in drawn.items() if r.random() < share]
     if "functional" in found and "tie" in found:
@@ -102,6 +104,11 @@ def _features(r: Random, program: Program) -> tuple[str, ...]:
     kinds = {
         "clip": (0.3, ["2", "2", "inf", "1", "value", "foreach", "ours"]),
         "checkpoint": (0.3, ["reentrant", "plain", "plain", "selective"]),
+        "inputs": (0.2, ["all", "halves"]),
+        "scope": (
+            0.3,
+            [f"{name}{after}" for name in ("allowed", "replicated", "loss", "single") for after in ("", " after")],
+        ),
         "hook": (0.35, ["parameter", "accumulated", "activation", "forward", "backward", "foreign", "before"]),
     }
     for name, (share, options) in kinds.items():
@@ -256,6 +263,12 @@ def _attention(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
     return plan | ({"q_norm": "SequenceParallel(sequence_dim=1)"} if normed else {})
 
 
+def _encoder(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
+    """Attention by heads, or not; the two layers behind it, or not."""
+    plan = {"inner.self_attn": "HeadParallel()"} if r.random() < 0.7 else {}
+    return plan | ({"inner.linear1": COL, "inner.linear2": ROW} if r.random() < 0.7 else {})
+
+
 def _conv(r: Random, args: tuple[Any, ...]) -> dict[str, str]:
     return r.choice([{"a": COL, "b": ROW} if args[1] != "transposed" else {}, {"a": WHOLE_COL}, {}])
 
@@ -275,6 +288,7 @@ _STYLES: dict[str, Callable[[Random, tuple[Any, ...]], dict[str, str]]] = {
     "Norm": _norm,
     "Attention": _attention,
     "Conv": _conv,
+    "Encoder": _encoder,
     "MultiHead": lambda r, args: {"inner": "HeadParallel()"} if r.random() < 0.7 else {},
     "Twice": _twice,
     "Parametrized": lambda r, args: {"inner": _linear(r)},

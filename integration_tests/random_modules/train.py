@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shoal_dtensor
-from shoal_dtensor import DTensor, deferred_gradients
+from shoal_dtensor import (
+    DTensor,
+    communication,
+    deferred_gradients,
+    get_optimizer_state_dict,
+    implicit_replication,
+    random_mode,
+)
 from shoal_mesh import DeviceMesh
+from shoal_tp_styles import loss_parallel
 
 __all__ = ["FEATURES", "run"]
 
@@ -36,10 +44,22 @@ FEATURES = {
     "zero": "gradients are set to zero, not to None",
     "functional": "the model is called by torch.func.functional_call",
     "grad": "gradients come from torch.autograd.grad",
+    "inputs": "gradients come from backward(inputs=...): all, halves (one after the other, as split schedules do)",
+    "read": "the optimizer's state is read before every step",
+    "scope": "forward is in a scope of shoal's (`SCOPES`), backward too, or (after) behind it",
     "closure": "the optimizer is given a closure",
     "average": "an AveragedModel follows",
     "groups": "two parameter groups",
     "schedule": "a learning rate schedule",
+}
+
+
+SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "allowed": partial(communication, "allow"),
+    "replicated": implicit_replication,
+    "loss": loss_parallel,
+    "single": partial(random_mode, "single_device"),
 }
 
 
@@ -87,6 +107,9 @@ class Run:
         follower = torch.optim.swa_utils.AveragedModel(model) if program.has("average") else None
         for step in range(program.steps):
             torch.manual_seed(program.seed + step)
+            if self.mesh is not None and program.has("read"):
+                self.stage = "reading"
+                get_optimizer_state_dict(model, optimizer)
             self.step(step, model, optimizer)
             if schedule is not None:
                 schedule.step()
@@ -143,19 +166,31 @@ class Run:
         deferred = self.mesh is not None and self.program.has("deferred")
         with deferred_gradients() if deferred else nullcontext():
             for turn in range(passes):
-                loss = self.loss(2 * step + turn, model)
-                self.stage = "backward"
-                if self.program.has("grad"):
-                    wanted = [p for p in model.parameters() if p.requires_grad]
-                    grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
-                    for p, g in zip(wanted, grads, strict=True):
-                        g = (
-                            g if g is None else g.contiguous()
-                        )  # torch's fused optimizers ask for the parameter's strides
-                        p.grad = g if p.grad is None or g is None else p.grad + g
-                else:
-                    loss.backward()
+                with ExitStack() as scope:
+                    if self.mesh is not None:
+                        scope.enter_context(SCOPES[self.program.option("scope").removesuffix(" after")]())
+                    loss = self.loss(2 * step + turn, model)
+                    if self.program.option("scope").endswith("after"):
+                        scope.close()
+                    self.stage = "backward"
+                    self.deliver(loss, [p for p in model.parameters() if p.requires_grad])
         return loss
+
+    def deliver(self, loss: Any, wanted: list[Any]) -> None:
+        """Gradients of one loss, by one backward or by several."""
+        kind = self.program.option("inputs")
+        if self.program.has("grad"):
+            grads: Any = torch.autograd.grad(loss, wanted, allow_unused=True)
+            for p, g in zip(wanted, grads, strict=True):
+                g = g if g is None else g.contiguous()  # torch's fused optimizers ask for the parameter's strides
+                p.grad = g if p.grad is None or g is None else p.grad + g
+        elif kind == "halves" and len(wanted) > 1:
+            loss.backward(inputs=wanted[::2], retain_graph=True)
+            loss.backward(inputs=wanted[1::2])
+        elif kind:
+            loss.backward(inputs=wanted)
+        else:
+            loss.backward()
 
     def step(self, step: int, model: nn.Module, optimizer: Any) -> None:
         """One step of the optimizer."""
