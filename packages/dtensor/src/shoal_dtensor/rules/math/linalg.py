@@ -81,11 +81,6 @@ def fft(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-def _pinv(local_call: LocalCall) -> LocalFunction:
-    """Its kernel is made of other operators, which look at conjugate marks."""
-    return with_conjugates(local_call.call.op)
-
-
 _BATCHED = Rule(batched, unordered=True, skip_empty=True)
 
 LINALG: Table = family(
@@ -96,7 +91,10 @@ LINALG: Table = family(
         "linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack": _BATCHED,
         "linalg_householder_product geqrf ormqr triangular_solve": _BATCHED,
         "_linalg_check_errors": Rule(lambda call: ()),  # every rank sees all matrices, so all raise alike
-        "linalg_pinv.atol_rtol_tensor": Rule(batched, _pinv, skip_empty=True),
+        # Its kernel is made of other operators, which look at conjugate marks.
+        "linalg_pinv.atol_rtol_tensor": Rule(
+            batched, lambda local_call: with_conjugates(local_call.call.op), skip_empty=True
+        ),
         "linalg_cross": Rule(linalg_cross),
         "trace": Rule(trace, _trace),
         "_trilinear": Rule(trilinear),

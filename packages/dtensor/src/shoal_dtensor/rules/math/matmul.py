@@ -31,15 +31,11 @@ def _added(text: str, name: str = "self") -> Rule:
         dims = result[len(result) - call[name].ndim :]
         inputs = (*pattern.inputs[:index], dims, *pattern.inputs[index:])
         for row in factor_rows(Pattern(text, inputs, pattern.outputs), call.tensors, call.outputs):
-            summed = row.outputs[0] == P("sum")
-            yield replace(row, inputs=_with(row.inputs, index, P("sum"))) if summed else row
+            added = (P("sum"),) if row.outputs[0] == P("sum") else row.inputs[index : index + 1]
+            yield replace(row, inputs=(*row.inputs[:index], *added, *row.inputs[index + 1 :]))
         yield from _added_partials(call, name)
 
     return Rule(rows, _added_alone, sizes=())
-
-
-def _with(inputs: tuple[Any, ...], index: int, entry: Any) -> tuple[Any, ...]:
-    return (*inputs[:index], entry, *inputs[index + 1 :])
 
 
 def _added_partials(call: OpCall, added: str) -> Iterator[Row]:

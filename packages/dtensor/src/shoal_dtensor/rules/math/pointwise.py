@@ -91,7 +91,8 @@ def _converted(call: OpCall) -> PartialRows:
     """
     (source,), (target,) = call.tensors, call.outputs
     rows: PartialRows = [((P(op),), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
-    return [*rows, *([((ANY_NORM,), ANY_NORM)] if _keeps_norms(source, target) else [])]
+    keeps_norms = all(_commutes(op, source, target) for op in ("sum", "max"))  # norms are real
+    return [*rows, *([((ANY_NORM,), ANY_NORM)] if keeps_norms else [])]
 
 
 def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
@@ -104,11 +105,6 @@ def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
     return op in ("sum", "avg") and floating and keeps_digits(source.dtype, target.dtype)
 
 
-def _keeps_norms(source: TensorMeta, target: TensorMeta) -> bool:
-    """Whether partial norms, which are real, may be converted."""
-    return all(_commutes(op, source, target) for op in ("sum", "max"))
-
-
 def _result(call: OpCall) -> TensorMeta:
     return (call.outputs or call.tensors)[0]
 
@@ -119,15 +115,11 @@ def _chosen(call: OpCall, first: int, count: int) -> PartialRows:
     rows: PartialRows = []
     chosen = range(first, first + count)
     kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], _result(call))] for op in REDUCE_OPS}
-    if count > 1 or not _fills_with_number(call):
+    if count > 1 or not any(isinstance(value, int | float | complex) for value in call.bound.values()):
         rows += [((*before, *(P(op),) * count, *after), P(op)) for op in REDUCE_OPS if len(kept[op]) == count]
     for op in IDEMPOTENT:
         rows += [(_only(call, i, op), P(op)) for i in kept[op]]
     return list(dict.fromkeys(rows))
-
-
-def _fills_with_number(call: OpCall) -> bool:
-    return any(isinstance(value, int | float | complex) for value in call.bound.values())
 
 
 def _where(call: OpCall) -> PartialRows:
@@ -189,27 +181,15 @@ def _multiplied(call: OpCall) -> PartialRows:
     return [] if _number_operands(call) else [(_all(call, "product"), P("product"))]
 
 
-def _ternary_sum(call: OpCall) -> PartialRows:
-    """`a + value * b * c`: linear in `a` and `b` together, or in `a` and `c`."""
-    if len(call.tensors) != 3:
-        return []
-    rows: PartialRows = []
-    for op in ("sum", "avg"):
-        rows += [((P(op), P(op), R), P(op)), ((P(op), R, P(op)), P(op))]
-    return [*rows, ((P("avg"), R, R), P("avg"))]
+def _linear_in(*groups: tuple[int, ...], averages: tuple[int, ...]) -> Rule:
+    """Linear in the operands of each group together; an average of one of `averages` may meet fixed others."""
 
+    def rows(call: OpCall) -> PartialRows:
+        kept = [(op, group) for op in ("sum", "avg") for group in groups] + [("avg", (i,)) for i in averages]
+        count = range(len(call.tensors))
+        return [(tuple(P(op) if i in group else R for i in count), P(op)) for op, group in kept]
 
-def _ternary_quotient(call: OpCall) -> PartialRows:
-    """`a + value * b / c`: linear in `a` and `b` together."""
-    rows: PartialRows = [((P(op), P(op), R), P(op)) for op in ("sum", "avg")]
-    return [*rows, ((P("avg"), R, R), P("avg"))]
-
-
-def _blended(call: OpCall) -> PartialRows:
-    """`lerp(a, b, w)`: linear in `a` and `b` together; fixed points keep averages."""
-    rest = (R,) * (len(call.tensors) - 2)
-    rows: PartialRows = [((P(op), P(op), *rest), P(op)) for op in ("sum", "avg")]
-    return [*rows, ((P("avg"), R, *rest), P("avg")), ((R, P("avg"), *rest), P("avg"))]
+    return pointwise(partial=rows)
 
 
 def _divided(call: OpCall) -> PartialRows:
@@ -268,9 +248,9 @@ _RULES: dict[str, Rule] = {
     "neg": pointwise(linear=(0,), partial=_negated),
     "mul": pointwise(linear=(0, 1), partial=_multiplied),
     "div true_divide divide": pointwise(partial=_divided),
-    "lerp": pointwise(partial=_blended),
-    "addcmul": pointwise(partial=_ternary_sum),
-    "addcdiv": pointwise(partial=_ternary_quotient),
+    "lerp": _linear_in((0, 1), averages=(0, 1)),
+    "addcmul": _linear_in((0, 1), (0, 2), averages=(0,)),
+    "addcdiv": _linear_in((0, 1), averages=(0,)),
     "conj_physical _conj_physical resolve_conj resolve_neg": _LINEAR,
     # The marks that say "conjugate later" are not looked at below a tensor subclass: compute now.
     "_conj": replace(_LINEAR, local=lambda local_call: torch.conj_physical, kind="copy"),

@@ -7,7 +7,7 @@ all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf, prod
 from typing import Any
 
@@ -97,56 +97,26 @@ def _correction(call: OpCall) -> float:
     return 1.0 if given is None else float(given)
 
 
-def _deviations(local_call: LocalCall) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], float]:
-    """A function giving this rank's sum of squared deviations and the global mean, dims kept; and the divisor.
+def _var(local_call: LocalCall) -> LocalFunction | None:
+    """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
+    if not _shards_reduced(local_call):
+        return None
+    call, spec, count = local_call.call, local_call.inputs[0], _count(local_call)
+    dims, keepdim = list(reduced_dims(call)), bool(call.get("keepdim", False))
+    axes, divisor = sharding_axes(spec, dims), max(count - _correction(call), 0.0)
+    is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
 
-    The global mean comes first: the sum over ranks of (x - mean)^2 then is the sum over all elements.
-    """
-    spec, dims, count = local_call.inputs[0], list(reduced_dims(local_call.call)), _count(local_call)
-    axes = sharding_axes(spec, dims)
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor, *_: Any, **__: Any) -> Any:
         mean = all_reduced(x.sum(dims, keepdim=True), spec, axes) / count
         distance = x - mean
         # Not by `conj()`: a conjugate is a mark, and marks are not looked at below a tensor subclass.
         square = distance.real**2 + distance.imag**2 if distance.is_complex() else distance * distance
-        return square.sum(dims, keepdim=True), mean
+        total = all_reduced(square.sum(dims, keepdim=True), spec, axes)
+        variance = total / (divisor or torch.zeros((), dtype=total.dtype, device=total.device))
+        result = drop_dims(variance.sqrt() if is_deviation else variance, dims, keepdim)
+        return (result, drop_dims(mean, dims, keepdim)) if with_mean else result
 
-    return run, max(count - _correction(local_call.call), 0.0)
-
-
-def _divided(squares: Tensor, divisor: float) -> Tensor:
-    return squares / divisor if divisor else squares / torch.zeros((), dtype=squares.dtype, device=squares.device)
-
-
-def _moments(finish: Callable[[Tensor, LocalCall, float], Tensor]) -> Callable[[LocalCall], LocalFunction | None]:
-    """The local function of variance or deviation: `finish` takes the local squares to the result."""
-
-    def local(local_call: LocalCall) -> LocalFunction | None:
-        if not _shards_reduced(local_call):
-            return None
-        deviations, divisor = _deviations(local_call)
-        dims, keepdim = reduced_dims(local_call.call), bool(local_call.call.get("keepdim", False))
-        with_mean = len(local_call.outputs) == 2
-
-        def run(x: Tensor, *_: Any, **__: Any) -> Any:
-            squares, mean = deviations(x)
-            result = drop_dims(finish(squares, local_call, divisor), dims, keepdim)
-            return (result, drop_dims(mean, dims, keepdim)) if with_mean else result
-
-        return in_every_form(local_call.call, run)
-
-    return local
-
-
-def _variance(squares: Tensor, local_call: LocalCall, divisor: float) -> Tensor:
-    """The variance is the sum over ranks of (local squares / divisor), all-reduced."""
-    spec = local_call.inputs[0]
-    return _divided(all_reduced(squares, spec, sharding_axes(spec, reduced_dims(local_call.call))), divisor)
-
-
-def _deviation(squares: Tensor, local_call: LocalCall, divisor: float) -> Tensor:
-    return _variance(squares, local_call, divisor).sqrt()
+    return in_every_form(call, run)
 
 
 # --- products, norms --------------------------------------------------------------------------------------------------
@@ -276,8 +246,7 @@ REDUCTION: Table = family(
         "renorm": Rule(renorm),
         "any": _reduction("max"),
         "all": _reduction("min"),
-        "var var_mean": Rule(var, _moments(_variance)),
-        "std std_mean": Rule(var, _moments(_deviation)),
+        "var var_mean std std_mean": Rule(var, _var),
         "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True, sizes=()),
         "_foreach_norm": Rule(norm, _norms, kind="each"),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),

@@ -7,14 +7,13 @@ Kernels whose random state is an output (dropout inside) run replicated: their s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...layout.tensor_meta import TensorMeta
-from ..language.local_ops import sharding_axes
+from ..language.local_ops import sharding_axes, with_arguments
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
 
@@ -92,8 +91,8 @@ def attention_backward(call: OpCall) -> Iterator[Row]:
 # --- sharded queries under a causal mask -----------------------------------------------------------------------------
 
 
-def _masked(local_call: LocalCall) -> Callable[[Tensor], Tensor] | None:
-    """A function of this rank's queries that returns their rows of a causal mask; None where none is needed.
+def _attend(local_call: LocalCall) -> LocalFunction | None:
+    """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask.
 
     Queries 4..7 of 8 are rows 4..7: row `i` of the shard reads keys up to `4 + i`.
     """
@@ -102,38 +101,19 @@ def _masked(local_call: LocalCall) -> Callable[[Tensor], Tensor] | None:
     if not call["is_causal"] or not sharding_axes(query, (dim,)):
         return None
     start, held, keys = query.offset(dim), query.local_shape[dim], call["key"].shape[dim]
+    attend, place = with_arguments(call, is_causal=False), call.schema.inputs.index("query")
 
-    def mask(like: Tensor) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        like = args[place]
         behind = torch.ones((held, keys), dtype=torch.bool, device=like.device).triu_(start + 1)
-        return torch.zeros((held, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
-
-    return mask
-
-
-def _attend(local_call: LocalCall) -> LocalFunction | None:
-    mask, op = _masked(local_call), local_call.call.op
-    if mask is None:
-        return None
-
-    def run(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Any:
-        return op(query, key, value, attn_mask=mask(query), scale=scale)
-
-    return run
-
-
-def _attend_backward(local_call: LocalCall) -> LocalFunction | None:
-    mask, op = _masked(local_call), local_call.call.op
-    if mask is None:
-        return None
-
-    def run(gradient: Tensor, query: Tensor, *rest: Any, scale: float | None = None, **_: Any) -> Any:
-        return op(gradient, query, *rest[:4], 0.0, False, attn_mask=mask(query), scale=scale)
+        mask = torch.zeros((held, keys), dtype=like.dtype, device=like.device).masked_fill_(behind, -torch.inf)
+        return attend(*args, **kwargs | {"attn_mask": mask})
 
     return run
 
 
 _FORWARD = Rule(attention, _attend, skip_empty=True)
-_BACKWARD = Rule(attention_backward, _attend_backward, skip_empty=True)
+_BACKWARD = Rule(attention_backward, _attend, skip_empty=True)
 
 ATTENTION: Table = family(
     {
