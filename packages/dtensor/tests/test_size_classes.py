@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from operator_calls import recorded
-from shoal_dtensor import Partial, Replicate, Shard, ShoalTensorError, Spec
+from shoal_dtensor import Partial, Replicate, Shard, ShoalTensorError, Spec, distribute_tensor
+from shoal_dtensor._torch import results_of
 from shoal_dtensor.dispatch import size_classes
 from shoal_dtensor.dispatch.propagate import Circumstances, decide, rule_of
 from shoal_dtensor.dispatch.size_classes import FEW, class_of, forget
@@ -20,7 +23,8 @@ from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.layout.tensor_meta import TensorMeta, contiguous_stride
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.scopes import DEFAULT
-from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
+from shoal_mesh.testing import fake_world
 
 aten = torch.ops.aten
 PLAIN = Circumstances(DEFAULT)
@@ -303,3 +307,24 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
     assert decide(aten.add.Tensor, [x, x], {}, PLAIN).outputs == (x,)  # type: ignore[union-attr]  # a simple one
     with pytest.raises(AssertionError):
         decide(aten.slice.Tensor, [x, 0, 1, 20], {}, PLAIN)
+
+
+def test_no_kernel_runs_on_indices_that_nobody_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Class 1 of one class: `nll_loss_backward` writes there without a check."""
+    forget()
+    run: list[Any] = []
+
+    def kernel(op: Any, build: Any) -> Any:
+        args, _ = build(torch.device("cpu"))
+        run.append((op, [x.dtype for x in args if isinstance(x, Tensor)]))
+        return results_of(op, build)
+
+    monkeypatch.setattr(size_classes, "results_of", kernel)
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.randn(3, 1), mesh, [Shard(0)]).requires_grad_()
+        target = distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh, [Shard(0)])
+        F.cross_entropy(x, target, reduction="none").sum().backward()
+        loss = F.cross_entropy(distribute_tensor(torch.randn(3, 4), mesh, [Shard(1)]), target)
+        assert run and not any(torch.int64 in dtypes for _, dtypes in run)
+        assert x.grad is not None and loss.shape == ()
