@@ -54,3 +54,14 @@ def test_a_users_override_comes_first() -> None:
 
     assert torch.atanh(tensor) == "chunked"
     assert torch.atanh(zeros(BRICKS, 8, 6)).shape == (8, 6)
+
+
+class OwnSpec(ChunkShardingSpec):
+    """A class of specs with overrides of its own."""
+
+
+@on_ranks(4)
+def test_an_override_of_metadata_does_not_depend_on_other_overrides() -> None:
+    custom_sharding_spec_op(OwnSpec, torch.Tensor.element_size)(lambda types, args, kwargs, group: -1)
+    assert zeros(OwnSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 8).element_size() == -1
+    assert zeros(chunk(0), 8).element_size() == 4

@@ -14,18 +14,15 @@ The class ShardedTensor is an argument here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .._torch import tree_leaves
-from ..arguments import expect
 from ..errors import UnsupportedOpError
-from ..spec.sharding_spec import CustomOp, _dispatch_custom_op, _has_custom_op
+from ..spec.sharding_spec import CustomOp, override_of, overriding
 from .handlers import HANDLERS
 from .lookup import LOOKUPS, look_up
 from .via_dtensor import DTensorCall
-
-_CUSTOM_OPS: dict[Callable[..., Any], CustomOp] = {}
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
@@ -43,14 +40,7 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], Cus
         >>> @custom_sharded_op_impl(torch.asin)
         ... def asin(types, args, kwargs, process_group): ...
     """
-    expect("custom_sharded_op_impl", "func", func, Callable)
-
-    def register(implementation: CustomOp) -> CustomOp:
-        expect("custom_sharded_op_impl", "the decorated function", implementation, Callable)
-        _CUSTOM_OPS[func] = implementation
-        return implementation
-
-    return register
+    return overriding("custom_sharded_op_impl", None, func)
 
 
 _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
@@ -65,28 +55,17 @@ def run(
         UnsupportedOpError: The function is not defined on a ShardedTensor, or its arguments are on several groups.
         NotExpressibleError: A layout has no placements, and the function is not pointwise.
     """
-    handler = HANDLERS.get(func)
-    tensors = _unique(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-    if tensors and (_CUSTOM_OPS or handler is None or not handler.metadata_only):
-        group = tensors[0].process_group
-        if func in _CUSTOM_OPS:
-            return _CUSTOM_OPS[func](types, args, kwargs, group)
-        if _has_custom_op(tensors[0].sharding_spec(), func):
-            return _dispatch_custom_op(tensors[0].sharding_spec(), func, types, args, kwargs, group)
-    if handler is not None:
-        return handler.run(cls, func, args, kwargs)
+    tensors = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
+    override = override_of(tensors[0].sharding_spec(), func) if tensors else None
+    if override is not None:
+        return override(types, args, kwargs, tensors[0].process_group)
+    if func in HANDLERS:
+        return HANDLERS[func](cls, func, args, kwargs)
+    name = getattr(func, "__name__", func)
     if not tensors:
-        raise UnsupportedOpError(f"{_name(func)} has no ShardedTensor with a process group among its arguments")
+        raise UnsupportedOpError(f"{name} has no ShardedTensor with a process group among its arguments")
     if any(each.process_group is not tensors[0].process_group for each in tensors):
-        raise UnsupportedOpError(f"{_name(func)} has ShardedTensors of different process groups among its arguments")
+        raise UnsupportedOpError(f"{name} has ShardedTensors of different process groups among its arguments")
     if func in LOOKUPS:
         return look_up(cls, func, tensors, args, kwargs)
     return DTensorCall(cls, func, tensors).run(args, kwargs)
-
-
-def _unique(tensors: Iterator[Any]) -> list[Any]:
-    return list({id(each): each for each in tensors}.values())
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return str(getattr(func, "__name__", func))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shoal_mesh import all_reduce
-from shoal_mesh.internal import dataclass
 
 from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
 from ..arguments import expect_plain
@@ -20,14 +19,7 @@ from ..errors import ArgumentTypeError, LocalShardError, UnsupportedOpError
 from .pointwise import block_for
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Handler:
-    """How a function is computed; one that is ``metadata_only`` reads no data and is never overridden."""
-
-    run: Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
-    metadata_only: bool = False
+Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
@@ -160,16 +152,11 @@ def _pairs(cls: Any, output: Any, grad: Any) -> Iterable[tuple[Any, Any]]:
     return zip(output._local_tensors, grads, strict=True)
 
 
-def _incompatible(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """False: a module that changes device or dtype replaces the ShardedTensor, not its data."""
-    return False
-
-
 def _refuse(reason: str) -> Handler:
     def run(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedOpError(f"{getattr(func, '__name__', func)} on a ShardedTensor: {reason}")
 
-    return Handler(run)
+    return run
 
 
 _LOCAL = "its storage is distributed: use local_shards(), local_tensor() or full_tensor()"
@@ -177,18 +164,8 @@ _HOOKS = "the autograd graph has the shards: register the hook on shard.tensor o
 T = torch.Tensor
 
 ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "layout",
-    "device",
-    "ndim",
-    "itemsize",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_quantized",
-    "_version",
+    *("shape", "dtype", "layout", "device", "ndim", "itemsize"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
 ]
 DESCRIBE: list[Callable[..., Any]] = [
     *(getattr(T, name).__get__ for name in ATTRIBUTES),
@@ -204,24 +181,16 @@ SHARDWISE: list[Callable[..., Any]] = [
 ]
 HOOKED: list[Callable[..., Any]] = [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad]
 STORED: list[Callable[..., Any]] = [
-    T.numpy,
-    T.tolist,
-    T.data_ptr,
-    T.untyped_storage,
-    T.storage,
-    T.share_memory_,
-    T.pin_memory,
-    T.set_,
-    T.__array__,
+    *(T.numpy, T.tolist, T.data_ptr, T.untyped_storage, T.storage, T.share_memory_, T.pin_memory, T.set_, T.__array__)
 ]
 
 HANDLERS: dict[Any, Handler] = {
-    **dict.fromkeys(DESCRIBE, Handler(_metadata, metadata_only=True)),
-    has_compatible_shallow_copy_type: Handler(_incompatible, metadata_only=True),
-    **dict.fromkeys(SHARDWISE, Handler(_on_shards)),
-    T.copy_: Handler(_copy),
-    **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], Handler(_compare)),
-    torch.autograd.grad: Handler(_gradients),
+    **dict.fromkeys(DESCRIBE, _metadata),
+    has_compatible_shallow_copy_type: lambda *_: False,  # a module that changes dtype replaces the tensor, not its data
+    **dict.fromkeys(SHARDWISE, _on_shards),
+    T.copy_: _copy,
+    **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], _compare),
+    torch.autograd.grad: _gradients,
     **dict.fromkeys(HOOKED, _refuse(_HOOKS)),
     **dict.fromkeys(STORED, _refuse(_LOCAL)),
 }

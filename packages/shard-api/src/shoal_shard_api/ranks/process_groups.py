@@ -141,13 +141,9 @@ def comm_of(group: dist.ProcessGroup, device_type: str) -> Comm:
     return one_dim_mesh(group, device_type).comm(0)
 
 
+@lru_cache(maxsize=64)
 def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """The 1-D mesh over the group's ranks, in group order."""
-    return _one_dim_mesh(group, device_type)
-
-
-@lru_cache(maxsize=64)
-def _one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
 
 

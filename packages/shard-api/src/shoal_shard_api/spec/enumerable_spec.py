@@ -85,7 +85,7 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMet
     # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
     size = [
         max((s.shard_offsets[d] + s.shard_sizes[d] for s in shards if s.shard_sizes[d]), default=0)
-        for d in range(_ndim(shards))
+        for d in range(min(len(s.shard_sizes) for s in shards))
     ]
     sharded = [d for d, n in enumerate(size) if any(shard.shard_sizes[d] != n for shard in shards)]
     if len(sharded) > 1:
@@ -100,10 +100,6 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMet
     same = all(a.box == b.box for a, b in zip(expected, ordered, strict=True) if a.shard_sizes[dim] > 0)
     sizes_agree = [a.shard_sizes for a in expected] == [b.shard_sizes for b in ordered]
     return chunked if same and sizes_agree else EnumerableShardingSpec(shards)
-
-
-def _ndim(shards: Sequence[ShardMetadata]) -> int:
-    return min(len(shard.shard_sizes) for shard in shards)
 
 
 def spec_of(layout: Sequence[tuple[int, Box]], devices: dict[int, RemoteDevice]) -> ShardingSpec:

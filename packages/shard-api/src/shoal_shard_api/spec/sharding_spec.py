@@ -24,7 +24,8 @@ from .metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, pa
 CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]
 """An override: (types, args, kwargs, process_group) -> result; the first three as in ``__torch_function__``."""
 
-_CUSTOM_SPEC_OPS: dict[type, dict[Callable[..., Any], CustomOp]] = {}
+_OVERRIDES: dict[tuple[type | None, Callable[..., Any]], CustomOp] = {}  # declared mutable state
+"""By class of spec, or None for any, and function."""
 
 
 class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API; it has no abstract method
@@ -191,19 +192,33 @@ def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any])
         ... def digamma(types, args, kwargs, process_group): ...
     """
     expect("custom_sharding_spec_op", "sharding_spec_class", sharding_spec_class, type)
-    expect("custom_sharding_spec_op", "func", func, Callable)
+    return overriding("custom_sharding_spec_op", sharding_spec_class, func)
+
+
+def overriding(call: str, sharding_spec_class: type | None, func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
+    """A decorator that registers a function in place of ``func``; for ShardedTensors of any spec if there is no class.
+
+    Raises:
+        ArgumentTypeError: ``func``, or the decorated function, is not callable.
+    """
+    expect(call, "func", func, Callable)
 
     def register(implementation: CustomOp) -> CustomOp:
-        expect("custom_sharding_spec_op", "the decorated function", implementation, Callable)
-        _CUSTOM_SPEC_OPS.setdefault(sharding_spec_class, {})[func] = implementation
+        expect(call, "the decorated function", implementation, Callable)
+        _OVERRIDES[sharding_spec_class, func] = implementation
         return implementation
 
     return register
 
 
+def override_of(sharding_spec: ShardingSpec, op: Callable[..., Any]) -> CustomOp | None:
+    """The user's function in place of ``op``: for any spec, else for the class of this one; None if there is none."""
+    return _OVERRIDES.get((None, op)) or _OVERRIDES.get((type(sharding_spec), op))
+
+
 def _has_custom_op(sharding_spec: ShardingSpec, op: Callable[..., Any]) -> bool:
     """Whether an override of ``op`` is registered for the class of this spec."""
-    return op in _CUSTOM_SPEC_OPS.get(type(sharding_spec), {})
+    return (type(sharding_spec), op) in _OVERRIDES
 
 
 def _dispatch_custom_op(
@@ -221,4 +236,4 @@ def _dispatch_custom_op(
     """
     if not _has_custom_op(sharding_spec, op):
         raise UnsupportedOpError(f"{op} is not overridden for {type(sharding_spec).__name__}")
-    return _CUSTOM_SPEC_OPS[type(sharding_spec)][op](types, args, kwargs, process_group)
+    return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)

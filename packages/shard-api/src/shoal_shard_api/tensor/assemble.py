@@ -39,10 +39,10 @@ def flatten_size(size: Sequence[Any]) -> tuple[int | None, ...]:
 
 def known_size(size: Sequence[Any]) -> torch.Size:
     """As ``flatten_size``, where no dim may be None."""
-    dims = [dim for dim in flatten_size(size) if dim is not None]
-    if len(dims) != len(flatten_size(size)):
-        raise ArgumentTypeError(f"the size must be integers, got {flatten_size(size)}: no dim is inferred here")
-    return torch.Size(dims)
+    dims = flatten_size(size)
+    if None in dims:
+        raise ArgumentTypeError(f"the size must be integers, got {dims}: no dim is inferred here")
+    return torch.Size([dim for dim in dims if dim is not None])
 
 
 def describe(

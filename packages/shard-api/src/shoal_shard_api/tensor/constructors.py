@@ -57,23 +57,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         process_group: dist.ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> Self:
-        """Local shards -> sharded: the tensor of the shards of all ranks, without a copy; all ranks call it.
-
-        Args:
-            local_shards: This rank's shards, placed on this rank; may be empty.
-            global_size: Global size, as integers or one sequence.  One dim may be None if every rank has one shard:
-                the shards are then concatenated along it in the order of the ranks.
-            process_group: The ranks that hold the tensor; None is the default group.
-            init_rrefs: Must be False.
-
-        Raises:
-            ArgumentTypeError: The shards are no sequence of Shards, or the size is no sequence of integers.
-            LocalShardError: Local shards differ in dtype or layout, are not contiguous, or are placed on another rank.
-            RankMismatchError: The size, or dtype, layout, requires_grad or pinning, differs between ranks.
-            ShardingSpecError: The shards overlap, leave a gap, reach beyond the size, or are outside the group.
-
-            Each is raised on every rank.
-        """
+        """Local shards -> sharded: as ``init_from_local_shards``, which describes the arguments and errors."""
         refuse_rrefs(init_rrefs)
         group = resolve(process_group)
         metadata, shards = describe(local_shards, global_size, group)
