@@ -84,4 +84,5 @@ from .random_layouts.region import unwatch_draws as unwatch_draws, watch_draws a
 from .redistribute.blocks import Blocks as Blocks, exchange_blocks as exchange_blocks
 from .redistribute.move_blocks import Shards as Shards, move_blocks as move_blocks
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
+from .tensor.serialization import chunks_of as chunks_of, write_items as write_items
 from .tensor.shard_access import local_shard as local_shard

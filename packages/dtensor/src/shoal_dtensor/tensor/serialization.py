@@ -8,7 +8,7 @@ imported only when one of these is called.  The DTensor class is an argument her
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from .._torch import not_cached
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
-from ..layout.boxes import Box, slices_of
+from ..layout.boxes import Box, shape_of, slices_of
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 
@@ -112,15 +112,17 @@ def refuse_partial(spec: Spec) -> None:
 
 def checkpoint_chunks(spec: Spec, local: torch.Tensor) -> list[Any]:
     """The chunks that this rank reads or writes: its boxes of the global tensor, or those that a local tensor names."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
     refuse_partial(spec)
     if hasattr(local, "__create_chunk_list__"):  # torch's LocalShardsWrapper holds several shards
         return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
-    return [
-        ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(b - a for a, b in box))
-        for box, _ in _boxes(spec)
-    ]
+    return chunks_of(box for box, _ in _boxes(spec))
+
+
+def chunks_of(boxes: Iterable[Box]) -> list[Any]:
+    """The boxes as torch.distributed.checkpoint describes them."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return [ChunkStorageMetadata(torch.Size(a for a, _ in box), torch.Size(shape_of(box))) for box in boxes]
 
 
 def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
@@ -129,19 +131,24 @@ def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
 
 def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
     """The write items of this rank's shard: one for each of its boxes."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
     local = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
         refuse_partial(spec)
         return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
-    properties, size = TensorProperties.create_from_tensor(local), torch.Size(spec.shape)
+    return write_items(fqn, checkpoint_chunks(spec, local), torch.Size(spec.shape), local)
+
+
+def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.Tensor) -> list[Any]:
+    """The write items of chunks of a global tensor of this size, which have the dtype and device of a local tensor."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
             MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size)
         )
-        for chunk in checkpoint_chunks(spec, local)
+        for chunk in chunks
     ]
 
 

@@ -1,13 +1,12 @@
-"""The protocol of torch.distributed.checkpoint for tensor classes that are not its own: three methods of ShardedTensor.
-
-torch.distributed.checkpoint is imported inside of them: its import takes as long as that of torch's own DTensor.
-"""
+"""How torch.distributed.checkpoint reads and writes a ShardedTensor: its protocol for classes of others."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from shoal_dtensor.internal import chunks_of, write_items
 
 from ..errors import CheckpointError
 from .shard import Shard
@@ -21,45 +20,12 @@ def _filled(tensor: ShardedTensorBase) -> list[Shard]:
 
 def create_write_items(tensor: ShardedTensorBase, fqn: str, _: Any) -> list[Any]:
     """One write item per local shard that has elements."""
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties as Properties,
-    )
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    properties = tensor.metadata().tensor_properties
-    saved_properties = Properties(
-        dtype=properties.dtype,
-        layout=properties.layout,
-        requires_grad=properties.requires_grad,
-        memory_format=properties.memory_format,
-        pin_memory=properties.pin_memory,
-    )
-    return [
-        WriteItem(
-            index=MetadataIndex(fqn, torch.Size(shard.metadata.shard_offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(
-                    torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes)
-                ),
-                properties=saved_properties,
-                size=tensor.size(),
-            ),
-        )
-        for shard in _filled(tensor)
-    ]
+    return write_items(fqn, create_chunk_list(tensor), tensor.size(), tensor._local_tensors[0])
 
 
 def create_chunk_list(tensor: ShardedTensorBase) -> list[Any]:
     """Offsets and sizes that this rank reads."""
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-    return [
-        ChunkStorageMetadata(torch.Size(shard.metadata.shard_offsets), torch.Size(shard.metadata.shard_sizes))
-        for shard in _filled(tensor)
-    ]
+    return chunks_of(shard.metadata.box for shard in _filled(tensor))
 
 
 def get_tensor_shard(tensor: ShardedTensorBase, index: Any) -> torch.Tensor:
