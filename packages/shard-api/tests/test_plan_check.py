@@ -82,7 +82,7 @@ MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a Sharder that returns nothing": (
         lambda: _plan({"down": _Nothing()}),
         TypeError,
-        "returned NoneType, not a Module",
+        "returned None, not a Module",
     ),
     "an output below a Sharder that is gone": (
         lambda: _plan({"down": Doubled()}, output_plan={"down.linear": chunk(0)}),

@@ -2,10 +2,11 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, collectives, events, facades, groups, observers, shared_memory, topology, values.
+May import: _torch, argument_types, collectives, events, facades, groups, observers, shared_memory, topology, values.
 """
 
 from ._torch import constant_when_compiled as constant_when_compiled
+from .argument_types import kind_of as kind_of
 from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
 from .collectives.even import all_reduce_ as all_reduce_
 from .collectives.graph_dependences import bound as bound, contribution as contribution

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 
+from shoal_mesh.internal import kind_of
+
 from .errors import ArgumentTypeError
-
-
-def type_name(value: object) -> str:
-    """The type of a value with its module, so that classes of torch and of this package are distinct."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def expect(
@@ -45,7 +41,7 @@ def expect(
     if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
         return
     allowed = " or ".join([*(kind.__name__ for kind in types), *(["None"] if optional else [])])
-    raise error(f"{call}: {name} must be {allowed}, got {type_name(value)}{_hint(value, types)}")
+    raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{_hint(value, types)}")
 
 
 def expect_all(call: str, name: str, values: Any, *types: Any) -> None:
@@ -55,7 +51,7 @@ def expect_all(call: str, name: str, values: Any, *types: Any) -> None:
         ArgumentTypeError: It is not.
     """
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ArgumentTypeError(f"{call}: {name} must be a sequence, got {type_name(values)}")
+        raise ArgumentTypeError(f"{call}: {name} must be a sequence, got {kind_of(values)}")
     for index, value in enumerate(values):
         expect(call, f"{name}[{index}]", value, *types)
 
@@ -74,9 +70,7 @@ def expect_plain(call: str, name: str, value: object) -> None:
     expect(call, name, value, torch.Tensor)
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):
-        raise ArgumentTypeError(
-            f"{call}: {name} must be a plain strided tensor, got {type_name(value)}, {value.layout}"
-        )
+        raise ArgumentTypeError(f"{call}: {name} must be a plain strided tensor, got {kind_of(value)}, {value.layout}")
 
 
 def _hint(value: Any, types: tuple[Any, ...]) -> str:

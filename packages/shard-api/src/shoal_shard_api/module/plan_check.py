@@ -9,9 +9,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shoal_mesh.internal import dataclass
+from shoal_mesh.internal import dataclass, kind_of
 
-from ..arguments import expect, type_name
+from ..arguments import expect
 from ..errors import (
     MissingParameterError,
     ParameterError,
@@ -38,11 +38,11 @@ def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> Checke
     """The entries of the plan by kind, after every check that one rank can make."""
     expect("shard_module", "module", module, nn.Module)
     if not isinstance(plan, ShardingPlan):
-        raise PlanTypeError(f"expected a ShardingPlan of this package, got {type_name(plan)}")
+        raise PlanTypeError(f"expected a ShardingPlan of this package, got {kind_of(plan)}")
     tables: list[tuple[str, Any]] = [("plan", plan.plan), ("output_plan", plan.output_plan or {})]
     for name, value in tables:
         if not isinstance(value, Mapping) or not all(isinstance(path, str) for path in value):
-            raise PlanTypeError(f"{name} must map paths to specs, got {type_name(value)} {value!r}")
+            raise PlanTypeError(f"{name} must map paths to specs, got {kind_of(value)}")
     checked = CheckedPlan()
     for path, entry in plan.plan.items():
         if isinstance(entry, Sharder):
@@ -54,7 +54,7 @@ def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> Checke
             checked.parameters[path] = entry
         else:
             raise PlanTypeError(
-                f"plan[{path!r}] must be a ShardingSpec or a Sharder of this package, got {type_name(entry)}"
+                f"plan[{path!r}] must be a ShardingSpec or a Sharder of this package, got {kind_of(entry)}"
             )
     _check_ownership(module, checked)
     for path, spec in checked.parameters.items():
@@ -119,7 +119,7 @@ def _merge_tied(module: nn.Module, checked: CheckedPlan) -> None:
 def _check_outputs(module: nn.Module, plan: ShardingPlan, checked: CheckedPlan) -> None:
     for path, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
-            raise PlanTypeError(f"output_plan[{path!r}] must be a ShardingSpec of this package, got {type_name(spec)}")
+            raise PlanTypeError(f"output_plan[{path!r}] must be a ShardingSpec of this package, got {kind_of(spec)}")
         checked.outputs[path] = spec
     local: Any = plan.return_local_tensor or ()
     if isinstance(local, str) or not isinstance(local, Sequence) or not all(isinstance(path, str) for path in local):

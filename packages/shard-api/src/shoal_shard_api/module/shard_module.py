@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from shoal_mesh.internal import agree
+from shoal_mesh.internal import agree, kind_of
 
-from ..arguments import expect, type_name
+from ..arguments import expect
 from ..errors import (
     PlanTypeError,
     UnsupportedOpError,
@@ -112,7 +112,7 @@ def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGr
         for path, sharder in sorted(checked.sharders.items()):
             result: Any = sharder.shard(module.get_submodule(path))
             if not isinstance(result, nn.Module):
-                raise PlanTypeError(f"the Sharder of {path!r} returned {type_name(result)}, not a Module")
+                raise PlanTypeError(f"the Sharder of {path!r} returned {kind_of(result)}, not a Module")
             new[path] = result
         for path in (*checked.outputs, *checked.locals_):
             for sharded, replacement in new.items():

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal_dtensor import DTensor
+from shoal_mesh.internal import kind_of
 
-from ..arguments import expect, is_plain, type_name
+from ..arguments import expect, is_plain
 from ..errors import (
     MissingParameterError,
     ParameterError,
@@ -115,17 +116,17 @@ def attribute_of(module: nn.Module, name: str, where: str) -> Any:
 def check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
     """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
     if not isinstance(tensor, torch.Tensor):
-        raise ParameterError(f"{where} must be a Tensor, got {type_name(tensor)}")
+        raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
     if isinstance(tensor, ShardedTensor):
         raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
     if isinstance(tensor, DTensor):
         raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
     if tensor.is_meta or not is_plain(tensor):
-        raise ParameterError(f"{where} must be a plain strided tensor with data, got {type_name(tensor)}: {tensor!r}")
+        raise ParameterError(f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}")
     if not tensor.is_contiguous():
         raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
     if not isinstance(spec, ShardingSpec):
-        raise PlanTypeError(f"{where}: expected a ShardingSpec of this package, got {type_name(spec)}")
+        raise PlanTypeError(f"{where}: expected a ShardingSpec of this package, got {kind_of(spec)}")
     try:
         checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
     except (ValueError, TypeError) as error:

@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from shoal_dtensor import DTensor, Shard
 from shoal_dtensor.internal import spans, whole_box
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import kind_of
 
-from ..arguments import expect, type_name
+from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
 from ..ranks.agreement import agree_on
 from ..ranks.process_groups import comm_of
@@ -138,9 +139,7 @@ class _Lookup:
         """Raise what is wrong with this rank's arguments."""
         name = self.call.name
         if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(
-                f"{name}: indices must be a plain tensor of int32 or int64, got {type_name(indices)}"
-            )
+            raise ArgumentTypeError(f"{name}: indices must be a plain tensor of int32 or int64, got {kind_of(indices)}")
         if self.bags and indices.dim() not in (1, 2):
             raise ArgumentTypeError(f"{name}: indices must have 1 or 2 dims, got {indices.dim()}")
         is_offsets = isinstance(offsets, torch.Tensor) and offsets.dim() == 1 and offsets.dtype == indices.dtype

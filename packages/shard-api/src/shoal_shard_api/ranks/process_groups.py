@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch.distributed as dist
 
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import dataclass
+from shoal_mesh.internal import dataclass, kind_of
 
 from .._torch import default_group
-from ..arguments import expect, type_name
+from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError
 
 _LOADING: ContextVar[dist.ProcessGroup | None] = ContextVar("process group of load_with_process_group", default=None)
@@ -30,7 +30,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
     group = default_group() if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup | int):  # c10d represents a group without this rank by an integer
-        raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type_name(group)}")
+        raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}")
     if isinstance(group, int) or dist.get_rank(group) < 0:
         raise NotInGroupError(
             f"rank {dist.get_rank()} is not in the given process group ({group}); only its members make this call"

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from shoal_dtensor import DTensor
 from shoal_mesh import Comm
+from shoal_mesh.internal import kind_of
 
-from ..arguments import expect, type_name
+from ..arguments import expect
 from ..errors import LocalShardError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, dtensor_conversion
 from ..ops.handlers import with_layout_of
@@ -225,7 +226,7 @@ class ShardedTensor(ShardedTensorConstructors):
                 raise LocalShardError(f"gather: out must be None on every rank but dst={dst}")
             return
         if type(out) not in (torch.Tensor, torch.nn.Parameter) or out.size() != self.size():
-            kind = "None" if out is None else f"a {type_name(out)} of size {tuple(out.size())}"
+            kind = "None" if out is None else f"a {kind_of(out)} of size {tuple(out.size())}"
             raise LocalShardError(
                 f"gather: out must be a plain tensor of size {tuple(self.size())} on dst={dst}, got {kind}"
             )
