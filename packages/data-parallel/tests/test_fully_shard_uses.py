@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from data_parallel_model import (
     Block,
+    Fault,
     Model,
     backward_of_each,
     batch,
@@ -25,6 +26,7 @@ from data_parallel_model import (
     mesh_of,
     own,
     pickled,
+    raising,
     same_gradients,
     same_weights,
     twins,
@@ -327,6 +329,20 @@ def test_half_a_backward_that_keeps_gradients_is_not_used() -> None:
         loss_of(model, *own(mesh, *batch(0))).backward()
     model.zero_grad()
     backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_kept_gradients_outlive_a_pass_by_name_that_raises() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    with model.no_sync():
+        backward_of_each(plain, model, mesh, 0)
+    with raising(model.blocks[0].up, "backward"), pytest.raises(Fault, match="backward"):
+        torch.autograd.grad(
+            loss_of(model, *own(mesh, *batch(1))), [block.up.bias for block in model.blocks], allow_unused=True
+        )
+    backward_of_each(plain, model, mesh, 2)
     same_gradients(plain, model)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_dtensor.modules.gradient_routes import GradRoute
+from shoal_dtensor.internal import GradRoute
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,

@@ -1,6 +1,6 @@
 """What users call on sharded modules: `FSDPModule`, as torch names it, and functions for other forwards and stages.
 
-May import: backward_pass, unit, unit_forward.
+May import: unit, unit_backward, unit_forward.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import submodule_of, takes
+from shoal_dtensor.internal import in_backward, submodule_of, takes
 
-from .backward_pass import in_backward, reduce_kept
 from .unit import Unit
+from .unit_backward import reduce_kept
 from .unit_forward import STATE, as_forward, state_of, states_of
 
 

@@ -8,7 +8,7 @@ With data axes of 2 ranks, a Linear's weight of shape (8, 6):
 Gradients are reduced to the second layout.  A step of the optimizer writes to the rows of this rank; the next forward
 gathers the rows of the others, in one collective for each group of parameters.
 
-May import: policies, reduction, sharded_parameters.
+May import: policies, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Spec
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import leaf_route, local_shard, redistribute_shards
+from shoal_dtensor.internal import grad_hooked, in_groups, leaf_route, local_shard, redistribute_shards
 from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .reduction import in_groups
 from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter
 
 
@@ -88,8 +87,7 @@ class ShardedReplica:
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
-        shard: Any = self.sharded.leaf
-        if len(shard._backward_hooks or ()) > 1 or shard._post_accumulate_grad_hooks:  # one hook is the DTensor's own
+        if grad_hooked(self.sharded.leaf):
             raise StyleError(
                 "replicate: a parameter has a gradient hook, and autograd does not know the shards that the optimizer "
                 "updates; call what it does after backward(), when gradients are reduced"

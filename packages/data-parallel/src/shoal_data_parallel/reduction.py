@@ -5,20 +5,18 @@ May import: sharded_parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
-from shoal_dtensor.internal import FakeTensor, GradRoute, ShardsInFlight, redistribute_shards
+from shoal_dtensor.internal import FakeTensor, ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
 from .sharded_parameters import DataAxes
-
-Item = TypeVar("Item")
 
 
 class ReducedParameter(Protocol):
@@ -38,7 +36,7 @@ class ReducedParameter(Protocol):
         """Add a reduced local gradient to the leaf's."""
 
 
-class Group(Protocol):
+class Group:
     """Parameters whose gradients travel together.
 
     Attributes:
@@ -47,18 +45,18 @@ class Group(Protocol):
         parameters: the parameters; `trained` the indices of those that require gradients.
         axes: the data axes.
         kept: local gradients of earlier passes, by parameter.
-        divisor: what summed gradients are divided by.
+        divisor: what summed gradients are divided by: by default the number of ranks.
     """
 
     owner: str
-    name: str
-    axes: DataAxes
+    parameters: Sequence[ReducedParameter]
     trained: list[int]
-    kept: dict[int, Tensor]
-    divisor: float
 
-    @property
-    def parameters(self) -> Sequence[ReducedParameter]: ...
+    def __init__(self, name: str, axes: DataAxes) -> None:
+        self.name = name
+        self.axes = axes
+        self.kept: dict[int, Tensor] = {}
+        self.divisor: float = float(axes.mesh.size())
 
 
 class Reduction:
@@ -66,22 +64,29 @@ class Reduction:
 
     Attributes:
         group: the parameters.
-        routes: what becomes of each gradient.
-        kept: what was taken from the group's.
+        returned: those whose gradients go to autograd, and not to the leaves.
     """
 
-    __slots__ = ("_in_flight", "_present", "_reduced", "group", "kept", "routes")
+    __slots__ = ("_in_flight", "_kept", "_present", "_reduced", "group", "returned")
 
-    def __init__(self, group: Group, grads: Sequence[Tensor | None], routes: Sequence[GradRoute]) -> None:
+    def __init__(
+        self,
+        group: Group,
+        grads: Mapping[int, Tensor | None],
+        returned: Collection[int] = (),
+        *,
+        with_kept: bool = True,
+    ) -> None:
         self.group: Group = group
-        self.routes: Sequence[GradRoute] = routes
+        self.returned: Collection[int] = returned
         self._reduced: list[Tensor | None] | None = None
-        self.kept: dict[int, Tensor] = group.kept
-        group.kept = {}
+        self._kept: dict[int, Tensor] = {}
+        if with_kept:  # otherwise the group goes on keeping it
+            self._kept, group.kept = group.kept, {}
         shards, moves, present = [], [], []
-        for i, grad in zip(group.trained, grads, strict=True):
+        for i in group.trained:
+            grad, kept = grads.get(i), self._kept.get(i)
             local, spec = group.parameters[i].gradient(grad)
-            kept = self.kept.get(i)
             present.append(float(grad is not None or kept is not None))
             shards.append(local if kept is None else local + kept)
             moves.append((spec, group.parameters[i].reduced))
@@ -111,7 +116,7 @@ class Reduction:
 
     def give_back(self) -> None:
         """Return kept gradients to their group: the pass that was to deliver them has failed."""
-        self.group.kept = self.kept
+        self.group.kept.update(self._kept)
 
 
 @torch.no_grad()
@@ -119,28 +124,9 @@ def deliver(reductions: Sequence[Reduction]) -> None:
     """Add reduced gradients to those of the leaves, when all have arrived."""
     arrived = [(reduction, reduction.wait()) for reduction in reductions]
     for reduction, grads in arrived:
-        for i, grad, route in zip(reduction.group.trained, grads, reduction.routes, strict=True):
-            if grad is not None and route != "return":
+        for i, grad in zip(reduction.group.trained, grads, strict=True):
+            if grad is not None and i not in reduction.returned:
                 reduction.group.parameters[i].accumulate(grad)
-
-
-def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> list[list[Item]]:
-    """Items in order, in groups of at most `limit` bytes together, or one alone.
-
-    Example:
-        >>> in_groups([3, 4, 9, 1], int, 8)
-        [[3, 4], [9], [1]]
-    """
-    groups: list[list[Item]] = []
-    room = 0
-    for item in items:
-        size = size_of(item)
-        if not groups or size > room:
-            groups.append([])
-            room = limit
-        groups[-1].append(item)
-        room -= size
-    return groups
 
 
 @lru_cache(maxsize=1024)

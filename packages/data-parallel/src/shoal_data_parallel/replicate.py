@@ -5,7 +5,7 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, optimizer_shards, reduction, sharded_parameters.
+May import: gradient_buckets, optimizer_shards, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import (
     complete_forms,
     extended,
+    in_groups,
     is_compiling,
     local_shard,
     owners_of,
@@ -35,7 +36,6 @@ from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
 from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
 from .optimizer_shards import OptimizerShards, ShardedReplica
-from .reduction import in_groups
 from .sharded_parameters import DataAxes, Site, check_plain_tensors, whole_parameters
 
 _STATE = "_shoal_replicated"

@@ -4,7 +4,7 @@ What is freed in between is the storage of the gathered tensors: autograd's grap
 again before the unit's backward.  Each forward is one node in the graph, `_GatheredUnit`, at which the gradients of all
 parameters arrive when the last of them has been computed.
 
-May import: _torch, sharded_parameters.
+May import: _torch, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
 from ._torch import preserving_versions
+from .reduction import Group
 from .sharded_parameters import DataAxes, ShardedParameter
 
 Versions = list[tuple[object, ...]]
@@ -98,20 +99,17 @@ Receive = Callable[[Forward, Sequence[Tensor | None], Sequence[Any]], list[Any]]
 """What takes gradients in backward: their forward, the gradients, and the nodes that they go to."""
 
 
-class Unit:
-    """Parameters that travel together.
+class Unit(Group):
+    """Parameters that are gathered together, and whose gradients travel together.
 
     Attributes:
-        owner: the function that makes units, for messages and profiles.
-        name: of the module, likewise.
+        name: of the module.
         parameters: the parameters; `trained` the indices of those that required gradients in the last forward.
-        axes: the data axes.
         receive: takes the gradients in backward; set by the owner.
         frees: whether the gathered parameters are freed between forward and backward.
         syncs: whether backward reduces gradients; otherwise this rank keeps them for the next backward that does.
         stands_in: whether `torch.autograd.grad` gets zeros while gradients are kept, for a pipeline stage.
-        divisor: what summed gradients are divided by.
-        kept: local gradients that were kept, by parameter; `spoiled` if a backward that added to them was not finished.
+        spoiled: whether a backward that added to the kept gradients was not finished.
         current: the gathered parameters; None before the first forward.
         used: the last forward.
         open: the forwards whose backward is running.
@@ -120,15 +118,13 @@ class Unit:
             the one that came next the last time.
     """
 
-    receive: Receive
     owner = "fully_shard"
+    parameters: list[ShardedParameter]
+    receive: Receive
 
     def __init__(self, name: str, parameters: list[ShardedParameter], axes: DataAxes) -> None:
-        self.name = name
+        super().__init__(name, axes)
         self.parameters = parameters
-        self.axes = axes
-        self.divisor: float = float(axes.mesh.size())
-        self.kept: dict[int, Tensor] = {}
         self.trained: list[int] = self._trained()
         self.frees = self.syncs = True
         self.stands_in = False

@@ -2,7 +2,7 @@
 
 Hooks of autograd's nodes do the same in backward.
 
-May import: backward_pass, policies, unit.
+May import: policies, unit, unit_backward.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import FakeTensor, eager_only, is_compiling, local_shard, pytree
+from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree
 from shoal_mesh.internal import dataclass
 
-from .backward_pass import in_backward, running_pass
 from .policies import MixedPrecisionPolicy
 from .unit import Forward, Unit
+from .unit_backward import running_backward
 
 STATE = "_shoal_fully_sharded"
 """The attribute of a module that is a unit, or one of a unit's modules."""
@@ -174,7 +174,7 @@ class UnitState:
         if self.unit.open:
             return  # recomputed in a backward that needs the parameters
         if in_backward() and torch.is_grad_enabled():
-            running_pass().borrow(self.unit)  # a backward of what was recomputed follows
+            running_backward().borrow(self.unit)  # a backward of what was recomputed follows
             return
         self.unit.show()
         if self.unit.frees or (self._frees is None and not torch.is_grad_enabled()):
@@ -197,11 +197,11 @@ def _prepare_backward(output: Any, forward: Forward) -> None:
     for tensor in pytree.tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
             node: Any = tensor.grad_fn
-            node.register_prehook(lambda grads: running_pass().open(forward))
+            node.register_prehook(lambda grads: running_backward().open(forward))
 
 
 def _receive(forward: Forward, grads: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Any]:
-    return running_pass().receive(forward, grads, nodes)
+    return running_backward().receive(forward, grads, nodes)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,7 +229,7 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
         if not isinstance(saved, _OfUnit):
             return saved
         if not gathered.filled:
-            running_pass().open(forward)
+            running_backward().open(forward)
         return saved.tensor
 
     return saved_tensors_hooks(pack, unpack)

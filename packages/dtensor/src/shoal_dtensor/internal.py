@@ -10,10 +10,10 @@ from ._torch import (
     FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
     TorchDispatchMode as TorchDispatchMode,
-    at_end_of_backward as at_end_of_backward,
     backward_number as backward_number,
     dispatch_modes as dispatch_modes,
     eager_only as eager_only,
+    in_backward as in_backward,
     is_compiling as is_compiling,
     is_tracing as is_tracing,
     pytree as pytree,
@@ -49,13 +49,6 @@ from .modules.checked_arguments import (
     takes as takes,
 )
 from .modules.forwards import ModuleForward as ModuleForward, forward_of as forward_of, set_forward as set_forward
-from .modules.gradient_routes import (
-    GradRoute as GradRoute,
-    first_order_only as first_order_only,
-    grad_hooked as grad_hooked,
-    grad_route as grad_route,
-    leaf_route as leaf_route,
-)
 from .modules.owners import (
     check_styled as check_styled,
     extended as extended,
@@ -84,5 +77,14 @@ from .random_layouts.region import unwatch_draws as unwatch_draws, watch_draws a
 from .redistribute.blocks import Blocks as Blocks, exchange_blocks as exchange_blocks
 from .redistribute.move_blocks import Shards as Shards, move_blocks as move_blocks
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
+from .tensor.backward import (
+    GradRoute as GradRoute,
+    first_order_only as first_order_only,
+    grad_hooked as grad_hooked,
+    grad_route as grad_route,
+    in_groups as in_groups,
+    leaf_route as leaf_route,
+    running_pass as running_pass,
+)
 from .tensor.serialization import chunks_of as chunks_of, write_items as write_items
 from .tensor.shard_access import local_shard as local_shard

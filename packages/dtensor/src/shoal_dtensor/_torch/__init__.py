@@ -17,12 +17,12 @@ from .compiling import (
 )
 from .dispatch_rules import register_dispatch as register_dispatch
 from .engine import (
-    accumulating_leaf as accumulating_leaf,
     adjusted_rate as adjusted_rate,
     apply as apply,
     at_end_of_backward as at_end_of_backward,
     backward_number as backward_number,
     before_optimizer_steps as before_optimizer_steps,
+    current_node as current_node,
     in_backward as in_backward,
     is_transformed as is_transformed,
     make_state as make_state,

@@ -27,6 +27,10 @@ unwatched_by_subclasses: Callable[[], AbstractContextManager[object]] = torch._C
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
+# The autograd node whose backward, or whose hook, is running.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
 def saving_state() -> tuple[bool, object]:
     """Whether gradients are recorded, and the hooks on what is saved for them: a checkpoint changes one of them."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -45,16 +49,6 @@ def backward_number() -> int:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Have the backward pass that is running call a function when all gradients are computed."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
-
-
-def accumulating_leaf() -> Any:
-    """The leaf whose gradient hooks are running; None if its gradient is not accumulated (`torch.autograd.grad`)."""
-    node = torch._C._current_autograd_node()
-    try:
-        will_run(node)
-    except RuntimeError:
-        return None
-    return getattr(node, "variable", None)
 
 
 def thread_object(key: str) -> Any:

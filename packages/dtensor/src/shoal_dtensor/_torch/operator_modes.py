@@ -75,6 +75,9 @@ class FunctionMode(TorchFunctionMode):
             return own.__torch_function__(func, types, args, kwargs) if own else unseen(*args, **kwargs)
 
 
+_active: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+
+
 class ReplacedAttention(FunctionMode):
     """Inside, `F.scaled_dot_product_attention` is another function of the same arguments; in recomputations too."""
 
@@ -85,16 +88,17 @@ class ReplacedAttention(FunctionMode):
 
     def __enter__(self) -> Self:
         self._outside.append([] if torch.compiler.is_compiling() else checkpoints())
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._outside.pop()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch has no types here
 
     @classmethod
     def active(cls) -> list[Self]:
         """The active ones of this class, the innermost first; recomputations of what asks run in them too."""
-        modes = [mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, cls)]
+        modes = [mode for mode in reversed(_active()) if isinstance(mode, cls)]
         for mode in modes:
             mode.hold_in_recomputation()
         return modes
@@ -104,7 +108,7 @@ class ReplacedAttention(FunctionMode):
         recomputed_in(self, self._entered_again, self._outside[-1])
 
     def _entered_again(self) -> AbstractContextManager[object]:
-        return nullcontext() if self in _get_current_function_mode_stack() else self
+        return nullcontext() if self in _active() else self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:

@@ -273,11 +273,10 @@ def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple
     count_writes(decision.unreported_writes, args, kwargs)
     if isinstance(decision, DynamicDecision):
         return wrap_dynamic(cls, result, [*tensors_in([*args, *kwargs.values()])])
-    if first is not None:
-        decision, result = _as_seen(call, decision, result, *first)
-    if decision.view_copied:
-        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, decision, args, kwargs))
-    return _wrapped(cls, result, decision, args, kwargs)
+    seen, result = (decision, result) if first is None else _as_seen(call, decision, result, *first)
+    if seen.view_copied:
+        return follow(op, args, kwargs, _wrapped(cls.copied_view, result, seen, args, kwargs))
+    return _wrapped(cls, result, seen, args, kwargs)
 
 
 def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, Any]]:

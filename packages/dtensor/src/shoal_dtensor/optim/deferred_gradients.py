@@ -4,9 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from .._torch import current_node, set_thread_object, thread_object
+from ..redistribute.plan import plan
+from ..tensor.autograd import gradient_spec, redistributed
+from ..tensor.backward import grad_hooked, leaf_route
 from ..tensor.dtensor import DTensor
-from ..tensor.parameter_gradients import gradients_deferred
+from ..tensor.parameter_gradients import SCOPE, GradientBatch, with_layout_of
+
+
+class _Deferred:
+    """The leaves whose gradients wait for the end of a scope."""
+
+    __slots__ = ("_leaves",)
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, Any] = {}
+
+    def takes(self, grad: Any) -> bool:
+        """Whether the gradient that a hook sees can keep its layout: it is about to be accumulated, unseen by users."""
+        node = current_node()
+        leaf = getattr(node, "variable", None)
+        if leaf is None or leaf_route(node) != "accumulate" or grad_hooked(leaf):
+            return False
+        present = leaf.grad
+        if present is not None and not present._spec.same_layout(grad._spec):
+            target = with_layout_of(grad._spec, present._spec)
+            if plan(present._spec, target).collectives:
+                return False
+            leaf.grad = redistributed(DTensor, present, target)
+        self._leaves[id(leaf)] = leaf
+        return True
+
+    def finish(self) -> None:
+        """Redistribute every gradient to its leaf's layout, many in one collective."""
+        batch = GradientBatch()
+        for leaf in self._leaves.values():
+            if leaf.grad is not None:
+                spec = leaf.grad._spec
+                way = plan(spec, gradient_spec(with_layout_of(leaf._spec, spec)))
+                leaf.grad = batch.moved(DTensor, leaf.grad, way)
+        batch.finish()
 
 
 @contextmanager
@@ -33,5 +72,13 @@ def deferred_gradients() -> Iterator[None]:
         (Partial(sum),)
         (Replicate(),)
     """
-    with gradients_deferred(DTensor):
+    if thread_object(SCOPE) is not None:  # the outermost scope counts
         yield
+        return
+    scope = _Deferred()
+    set_thread_object(SCOPE, scope)
+    try:
+        yield
+    finally:
+        set_thread_object(SCOPE, None)
+    scope.finish()

@@ -7,7 +7,7 @@ with the bits of one device. Updates travel in groups, one group beside the prod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..errors import PlacementError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
+from ..tensor.backward import in_groups
 from ..tensor.dtensor import DTensor
 
 # Bytes of gathered updates in one group: enough to hide the latency of a collective.
@@ -78,50 +79,21 @@ def _matrix(group: dict[str, Any], param: Any, shard: Any, grad: Any, momentum: 
 def _apply(group: dict[str, Any], matrices: Sequence[_Matrix]) -> None:
     """Orthogonalize updates and add them."""
     rate = float(group["lr"])
-    waiting = iter([*_groups(matrices), []])
-    following = next(waiting)
-    in_flight = _gather(following)
-    for then in waiting:
-        current, updates, following = following, in_flight, then
-        in_flight = _gather(following)
-        for matrix, update in zip(current, updates.wait() if updates else (), strict=True):
-            full = orthogonalized(update, group)
+    groups = in_groups(matrices, lambda matrix: 2 * matrix.shape.numel(), GROUP)  # of bfloat16
+    in_flight = [_gather(first) for first in groups[:1]]
+    for at, current in enumerate(groups):
+        in_flight += [_gather(following) for following in groups[at + 1 : at + 2]]
+        gathered = in_flight.pop(0).wait()
+        for matrix in current:
+            full = orthogonalized(matrix.update if matrix.moves is None else gathered.pop(0), group)
             if matrix.moves is not None:
                 (full,) = redistribute_shards([full.contiguous()], [matrix.moves[::-1]]).wait()
             matrix.shard.mul_(1 - rate * group["weight_decay"])
             matrix.shard.add_(full, alpha=-adjusted_rate(rate, group, matrix.shape))
 
 
-def _groups(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Matrices whose gathered updates fill `GROUP` bytes; each matrix in one group."""
-    group: list[_Matrix] = []
-    room = GROUP
-    for matrix in matrices:
-        size = 2 * matrix.shape.numel()  # bfloat16
-        if group and size > room:
-            yield group
-            group, room = [], GROUP
-        group.append(matrix)
-        room -= size
-    if group:
-        yield group
-
-
-@dataclass(slots=True, eq=False)
-class _Updates:
-    """The updates of a group: those that are sharded are on their way."""
-
-    matrices: Sequence[_Matrix]
-    in_flight: ShardsInFlight
-
-    def wait(self) -> list[Tensor]:
-        gathered = iter(self.in_flight.wait())
-        return [matrix.update if matrix.moves is None else next(gathered) for matrix in self.matrices]
-
-
-def _gather(group: Sequence[_Matrix]) -> _Updates | None:
-    sharded = [(matrix.update, matrix.moves) for matrix in group if matrix.moves is not None]
-    if not group:
-        return None
+def _gather(matrices: Sequence[_Matrix]) -> ShardsInFlight:
+    """The updates of the sharded ones of some matrices, on their way."""
+    sharded = [(matrix.update, matrix.moves) for matrix in matrices if matrix.moves is not None]
     with purpose("a step of Muon gathers updates"):
-        return _Updates(group, redistribute_shards([u for u, _ in sharded], [moves for _, moves in sharded]))
+        return redistribute_shards([update for update, _ in sharded], [moves for _, moves in sharded])

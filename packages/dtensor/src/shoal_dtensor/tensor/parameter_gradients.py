@@ -1,4 +1,4 @@
-"""Gradients of leaves, redistributed to the leaf's layout: many in one collective, in each pass or once per scope.
+"""Gradients of leaves, redistributed to the leaf's layout: many in one collective.
 
 A leaf's hook returns the gradient while its reduction is still to be done: the tensor knows the layout that it will
 have, and its first use runs all reductions that have been asked for.  What autograd itself does with it (take it, or
@@ -8,40 +8,32 @@ The DTensor class is an argument here: this module is below it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import ReferenceType, WeakValueDictionary, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from .._torch import (
-    accumulating_leaf,
-    apply,
-    at_end_of_backward,
-    backward_number,
-    is_tracing,
-    is_transformed,
-    set_thread_object,
-    thread_object,
-    whole_when_compiled,
-)
+from .._torch import apply, is_tracing, is_transformed, thread_object, whole_when_compiled
 from ..dispatch.communication_policy import obey
-from ..dispatch.results import wrap
 from ..layout.spec import Spec
-from ..redistribute.execution.coalesce import CoalescedBatch, QueuedPlan, run_all
-from ..redistribute.execution.execute import run
+from ..redistribute.execution.coalesce import CoalescedBatch, QueuedPlan
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from .autograd import Redistribute, as_gradient, gradient_spec, pending, redistributed
+from .backward import running_pass
 
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 ACCUMULATION = ("aten::detach", "aten::add_.Tensor")  # what autograd calls to keep a gradient, as torch names them
 
 # Bytes that one collective for several gradients takes: enough to hide its latency, little to pack and to hold.
 BUCKET = 2**22
+
+# Under this name a thread holds the scope that may leave gradients as they are until it ends, and is asked by `takes`.
+# torch hands such objects on to the threads of its backward passes.
+SCOPE = "shoal_dtensor.deferred_gradients"
 
 
 class ParameterGradientHook:
@@ -67,7 +59,7 @@ class ParameterGradientHook:
         target = _target(self.spec, spec)
         if target is None:
             return None if gradient is grad else gradient
-        scope: DeferredGradients | None = thread_object(_SCOPE)
+        scope = thread_object(SCOPE)
         recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not recorded and scope is not None and scope.takes(gradient):
             return gradient
@@ -75,20 +67,17 @@ class ParameterGradientHook:
         obey("the gradient of a leaf", self.spec, way)
         if recorded:
             return apply(Redistribute, gradient, self.cls, target, (None, None), False)
-        if not way.collectives or way.bytes_sent > BUCKET:
-            return redistributed(self.cls, gradient, target)
-        return _batch_of(self.cls).gradient(way, gradient)
+        return running_pass().part(GradientBatch).moved(self.cls, gradient, way)
 
 
-class CheckedHook:
+class CheckedHook(ParameterGradientHook):
     """A user's gradient hook, whose result is a DTensor: for a leaf, one in the leaf's layout."""
 
-    __slots__ = ("cls", "hook", "is_leaf", "spec")
+    __slots__ = ("hook", "is_leaf")
 
     def __init__(self, cls: Any, hook: Callable[[Any], Any], spec: Spec, *, is_leaf: bool) -> None:
-        self.cls: Any = cls
+        super().__init__(cls, spec)
         self.hook: Callable[[Any], Any] = hook
-        self.spec: Spec = spec
         self.is_leaf: bool = is_leaf
 
     def __call__(self, grad: Any) -> Any:
@@ -97,7 +86,7 @@ class CheckedHook:
         if result is None or (not is_tracing() and is_transformed(result)):
             return result
         result = as_gradient(self.cls, result, self.spec)
-        placed = ParameterGradientHook(self.cls, self.spec)(result) if self.is_leaf else None
+        placed = super().__call__(result) if self.is_leaf else None
         return result if placed is None else placed
 
 
@@ -115,7 +104,7 @@ def _target(leaf: Spec, grad: Spec) -> Spec | None:
     """The spec that a leaf's gradient must get; None if it has it. `multiple_of` may shard as `Shard` does."""
     if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
         return None
-    return gradient_spec(_with_layout_of(leaf, grad))
+    return gradient_spec(with_layout_of(leaf, grad))
 
 
 def install_gradient_hook(cls: Any, leaf: Any) -> None:
@@ -128,35 +117,32 @@ def install_gradient_hook(cls: Any, leaf: Any) -> None:
     Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
 
 
-def _with_layout_of(leaf: Spec, grad: Spec) -> Spec:
+def with_layout_of(leaf: Spec, grad: Spec) -> Spec:
     """The spec of a leaf's gradient: the leaf's layout, its own stride and dtype."""
     return Spec(leaf.mesh, leaf.placements, grad.shape, grad.stride, grad.dtype, leaf.shard_order)
 
 
-# --- one backward pass ------------------------------------------------------------------------------------------------
-
-
-class BackwardBatch(CoalescedBatch):
-    """The reductions of one backward pass.
+class GradientBatch(CoalescedBatch):
+    """Reductions of gradients that travel together: the part of a backward pass that they are.
 
     Attributes:
-        cls: the DTensor class.
         waiting: the gradients that wait for them.
         bytes: what has been asked for since the last flush.
     """
 
-    __slots__ = ("__weakref__", "bytes", "cls", "waiting")
+    __slots__ = ("bytes", "waiting")
 
-    def __init__(self, cls: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.cls: Any = cls
         self.bytes: int = 0
         self.waiting: list[ReferenceType[Any]] = []
 
-    def gradient(self, way: Plan, grad: Any) -> Any:
-        """The gradient, still to be moved as `way` says."""
+    def moved(self, cls: Any, grad: Any, way: Plan) -> Any:
+        """A gradient, moved as `way` says: with others, at its first use or at the end, unless it fills a message."""
+        if not way.collectives or way.bytes_sent > BUCKET:
+            return redistributed(cls, grad, way.dst)
         queued = self.add(way, grad._local_tensor, grad)
-        result = self.follow(pending(self.cls, queued, way.dst, grad.device))
+        result = self.follow(pending(cls, queued, way.dst, grad.device))
         self.bytes += way.bytes_sent
         if self.bytes >= BUCKET:  # counted on the busiest rank, so all ranks agree
             self.flush()
@@ -177,18 +163,8 @@ class BackwardBatch(CoalescedBatch):
                 _ = tensor._local_tensor
         self.waiting.clear()
 
-
-_BATCHES: WeakValueDictionary[int, BackwardBatch] = WeakValueDictionary()
-
-
-def _batch_of(cls: Any) -> BackwardBatch:
-    """That of the backward pass that is running."""
-    number = backward_number()
-    batch = _BATCHES.get(number)
-    if batch is None:
-        batch = _BATCHES[number] = BackwardBatch(cls)
-        at_end_of_backward(batch.finish)
-    return batch
+    def fail(self) -> None:
+        """Leave the gradients to whoever uses them: each has its true value then."""
 
 
 class PendingSum:
@@ -212,13 +188,13 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     if op is _DETACH:
         (tensor,) = args
         held = raw(tensor)
-        if isinstance(held, QueuedPlan) and isinstance(held.batch, BackwardBatch):
+        if isinstance(held, QueuedPlan) and isinstance(held.batch, GradientBatch):
             return held.batch.follow(pending(cls, held, tensor._spec, tensor.device))
     if op is _ADD_ and len(args) == 2 and type(args[1]) is cls.pending:
         target, coming = args[0], raw(args[1])
         if (
             isinstance(coming, QueuedPlan)
-            and isinstance(coming.batch, BackwardBatch)
+            and isinstance(coming.batch, GradientBatch)
             and type(target) in (cls, cls.pending)
             and target is not args[1]
             and target.dtype == args[1].dtype
@@ -228,77 +204,3 @@ def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
             target.__class__ = cls.pending
             return coming.batch.follow(target)
     return None
-
-
-# --- several backward passes ------------------------------------------------------------------------------------------
-
-_SCOPE = "shoal_dtensor.deferred_gradients"  # torch hands such objects on to the threads of its backward passes
-
-
-class DeferredGradients:
-    """The leaves whose gradients wait for the end of a scope."""
-
-    __slots__ = ("_leaves",)
-
-    def __init__(self) -> None:
-        self._leaves: dict[int, Any] = {}
-
-    def takes(self, grad: Any) -> bool:
-        """Whether the gradient that a hook sees can keep its layout: it is about to be accumulated, unseen by users."""
-        leaf = accumulating_leaf()
-        if leaf is None or leaf._post_accumulate_grad_hooks:
-            return False
-        if any(type(hook) is not ParameterGradientHook for hook in leaf._backward_hooks.values()):
-            return False
-        present = leaf.grad
-        if present is not None and not present._spec.same_layout(grad._spec):
-            target = _with_layout_of(grad._spec, present._spec)
-            way = plan(present._spec, target)
-            if way.collectives:
-                return False
-            leaf.grad = wrap(type(grad), run(way, present._local_tensor), target)
-        self._leaves[id(leaf)] = leaf
-        return True
-
-    def finish(self, cls: Any) -> None:
-        """Redistribute every gradient to its leaf's layout, many in one collective."""
-        bucket: list[tuple[Any, Plan]] = []
-        size = 0
-        for leaf in self._leaves.values():
-            if leaf.grad is None:
-                continue
-            spec = leaf.grad._spec
-            way = plan(spec, gradient_spec(_with_layout_of(leaf._spec, spec)))
-            if way.bytes_sent > BUCKET:
-                leaf.grad = wrap(cls, run(way, leaf.grad._local_tensor), way.dst)
-                continue
-            bucket.append((leaf, way))
-            size += way.bytes_sent
-            if size >= BUCKET:
-                _redistribute_bucket(cls, bucket)
-                size = 0
-        _redistribute_bucket(cls, bucket)
-        self._leaves.clear()
-
-
-def _redistribute_bucket(cls: Any, bucket: list[tuple[Any, Plan]]) -> None:
-    """Redistribute the gradients of some leaves together, and forget the list."""
-    results = run_all([way for _, way in bucket], [leaf.grad._local_tensor for leaf, _ in bucket])
-    for (leaf, way), local in zip(bucket, results, strict=True):
-        leaf.grad = wrap(cls, local, way.dst)
-    bucket.clear()
-
-
-@contextmanager
-def gradients_deferred(cls: Any) -> Iterator[None]:
-    """The scope of `deferred_gradients`, for a DTensor class."""
-    if thread_object(_SCOPE) is not None:  # the outermost scope counts
-        yield
-        return
-    scope = DeferredGradients()
-    set_thread_object(_SCOPE, scope)
-    try:
-        yield
-    finally:
-        set_thread_object(_SCOPE, None)
-    scope.finish(cls)
