@@ -258,7 +258,8 @@ def test_a_checkpoint_draws_again_by_the_mode_of_its_first_run(mode: Any, reentr
         if seen:
             with random_mode("per_axis", ("a",)):  # of its own, and no other's
                 torch.rand_like(x)
-        seen.append((get_random_mode(), mask.to_local()))
+        local: Any = mask
+        seen.append((get_random_mode(), local.to_local()))
         return x * mask
 
     with fake_world(2):
@@ -269,5 +270,6 @@ def test_a_checkpoint_draws_again_by_the_mode_of_its_first_run(mode: Any, reentr
         out.sum().backward()
         (first, mask), (second, again) = seen
         assert first == second == mode and torch.equal(mask, again)
-        assert torch.equal(x.grad.to_local(), mask)  # type: ignore[union-attr]  # it has one
+        gradient: Any = x.grad
+        assert torch.equal(gradient.to_local(), mask)
         assert get_random_mode() == "single_device"

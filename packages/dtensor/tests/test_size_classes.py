@@ -309,22 +309,27 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
         decide(aten.slice.Tensor, [x, 0, 1, 20], {}, PLAIN)
 
 
-def test_no_kernel_runs_on_indices_that_nobody_gave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Class 1 of one class: `nll_loss_backward` writes there without a check."""
+def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nll_loss_backward` writes behind the memory of one class where the target is class 1, without a check."""
     forget()
-    run: list[Any] = []
+    shown: list[tuple[Any, int, int]] = []
 
     def kernel(op: Any, build: Any) -> Any:
-        args, _ = build(torch.device("cpu"))
-        run.append((op, [x.dtype for x in args if isinstance(x, Tensor)]))
+        tensors = [x for x in build(torch.device("cpu"))[0] if isinstance(x, Tensor)]
+        sizes = [n for x in tensors if x.is_floating_point() for n in x.shape]
+        shown.extend((op, int(x.max()), min(sizes)) for x in tensors if x.dtype is torch.int64)
         return results_of(op, build)
 
     monkeypatch.setattr(size_classes, "results_of", kernel)
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,))
-        x = distribute_tensor(torch.randn(3, 1), mesh, [Shard(0)]).requires_grad_()
         target = distribute_tensor(torch.zeros(3, dtype=torch.int64), mesh, [Shard(0)])
-        F.cross_entropy(x, target, reduction="none").sum().backward()
-        loss = F.cross_entropy(distribute_tensor(torch.randn(3, 4), mesh, [Shard(1)]), target)
-        assert run and not any(torch.int64 in dtypes for _, dtypes in run)
-        assert x.grad is not None and loss.shape == ()
+        for classes in (4, 1, 0):
+            x = distribute_tensor(torch.randn(3, classes), mesh, [Shard(0)]).requires_grad_()
+            loss: Any = F.nll_loss(x, target, reduction="none", ignore_index=0)
+            loss.sum().backward()
+    assert {op for op, *_ in shown} >= {
+        torch.ops.aten.nll_loss_forward.default,
+        torch.ops.aten.nll_loss_backward.default,
+    }
+    assert all(index < size for _, index, size in shown)

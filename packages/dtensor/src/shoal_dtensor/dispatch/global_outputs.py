@@ -47,7 +47,7 @@ def global_outputs(op: OpOverload, build: Build, specs: Sequence[Spec]) -> tuple
 
 def _empty(value: Any, device: torch.device) -> Any:
     """An argument with tensors that have no memory."""
-    if isinstance(value, Spec | TensorMeta):
+    if isinstance(value, Spec):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
     if isinstance(value, torch.device):
         return device

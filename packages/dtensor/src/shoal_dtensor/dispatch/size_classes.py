@@ -32,7 +32,6 @@ from ..layout.tensor_meta import MemoryOrder, TensorMeta, contiguous_stride, den
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
 from .decision import Decision, ResultKind, SimpleDecision
-from .global_outputs import without_memory
 
 MAX_CLASSES = 4096  # when there are more, the oldest goes
 MAX_LAYOUTS = 64  # of one class; more are assigned for each shape
@@ -218,7 +217,7 @@ def _shown(
     kwargs: Mapping[str, Any],
     build: Build,
 ) -> KnownClass | None:
-    """What one run on few elements shows: of the kernel, or of the meta kernel where the CPU's would not do."""
+    """What one run shows: of the kernel on few elements, or of the meta kernel where the CPU's would not do."""
     numbers = call.numbers
     try:
         if call.device_type != "cpu":
@@ -228,13 +227,11 @@ def _shown(
         positional = [_resized(value, few, name in size_arguments) for name, value in named]
         by_name = {name: _resized(value, few, name in size_arguments) for name, value in kwargs.items()}
         numbers = {few[size]: number for size, number in numbers.items()}
-        # Some kernels do not check indices: the class 1 of one class (nll_loss_backward) is behind the tensor's memory.
-        if any(_is_of_integers(value) for value in (*positional, *by_name.values())):
-            build = without_memory(positional, by_name)
-            results = [*flatten(shapes_of(op, build, call.device_type))]
-        else:
-            build = _with_ones(positional, by_name)
-            results = [*flatten(results_of(op, build))]
+        tensors = [value for value in (*positional, *by_name.values()) if isinstance(value, TensorMeta)]
+        if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
+            return None  # no index is one of a dim of no elements, and some kernels do not check
+        build = _with_ones(positional, by_name)
+        results = [*flatten(results_of(op, build))]
         resized = schema_of(op).written and any(t.shape != positional[0].shape for t in results)
         return None if resized else KnownClass(op, build, results, numbers)
     except (RuntimeError, ValueError, TypeError, LookupError):  # the caller's own run says what is wrong, if anything
@@ -326,7 +323,11 @@ def _resized(value: Any, sizes: Mapping[int, int], is_sizes: bool) -> Any:
 
 
 def _with_ones(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
-    """Makes these arguments with tensors of ones, on the CPU whatever the device asked for."""
+    """Makes these arguments with tensors of ones, on the CPU whatever the device asked for.
+
+    Of integers they are zeros: an index of every dim that has elements, where 1 is behind a dim of one.  Some kernels
+    do not check (nll_loss_backward), and write there.
+    """
 
     def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
         return [_ones(value) for value in args], {name: _ones(value) for name, value in kwargs.items()}
@@ -337,10 +338,9 @@ def _with_ones(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
 def _ones(value: Any) -> Any:
     if not isinstance(value, TensorMeta):
         return value
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu").fill_(1)
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
+    return made.fill_(0 if _is_of_integers(value) else 1)
 
 
-def _is_of_integers(value: Any) -> bool:
-    return isinstance(value, TensorMeta) and not (
-        value.dtype.is_floating_point or value.dtype.is_complex or value.dtype is torch.bool
-    )
+def _is_of_integers(meta: TensorMeta) -> bool:
+    return not (meta.dtype.is_floating_point or meta.dtype.is_complex or meta.dtype is torch.bool)

@@ -88,9 +88,6 @@ def load(
         ProcessGroupError: There is no default group, or this rank is not in the group.
         RankMismatchError: The ranks have different names in their state dicts.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-
     group = resolve(process_group)
 
     def check_types() -> None:
@@ -108,23 +105,25 @@ def load(
 
     agree_on(group, facts)
     staged = {name: _staging(value, padding) for name, value in flat.items()}
-    reader = dcp.FileSystemReader(checkpoint_id)
-
-    def read() -> None:
-        try:
-            dcp.load(staged, storage_reader=reader, planner=_planner(), process_group=process_group)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
-            raise CheckpointError(
-                f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(error)}"
-            ) from error
-
-    agree(read, group)
+    agree(lambda: _read(staged, checkpoint_id, process_group), group)
     with torch.no_grad():
         for name, value in flat.items():
             if isinstance(value, torch.Tensor):
                 for local, new in zip(_local_tensors(value), _local_tensors(staged[name]), strict=True):
                     local.copy_(new)
     return _nested(state_dict, staged)
+
+
+def _read(staged: dict[str, Any], checkpoint_id: str | PathLike[str], group: dist.ProcessGroup | None) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+    try:
+        dcp.load(staged, storage_reader=dcp.FileSystemReader(checkpoint_id), planner=_planner(), process_group=group)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001, RUF100  # reading a broken file raises anything
+        raise CheckpointError(
+            f"checkpoint {checkpoint_id} cannot be read; nothing was changed: {_cause(error)}"
+        ) from error
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

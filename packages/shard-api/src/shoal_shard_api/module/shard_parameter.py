@@ -8,21 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import DTensor
-from shoal_mesh.internal import kind_of
-
-from ..arguments import expect, is_plain
-from ..errors import (
-    MissingParameterError,
-    ParameterError,
-    PlanTypeError,
-)
 from ..ranks.agreement import agree_on
 from ..ranks.process_groups import check_rank, resolve
-from ..spec.metadata import TensorProperties
 from ..spec.sharding_spec import ShardingSpec
-from ..tensor.assemble import checked_metadata
 from ..tensor.sharded_tensor import ShardedTensor
+from .plan_check import attribute_of, check_shardable
 
 
 def _shard_tensor(
@@ -97,40 +87,6 @@ def shard_parameter(
     agree_on(group, facts)
     tensor = getattr(module, param_name)
     _install(module, param_name, sharding_spec.shard(tensor, src_rank=src_rank, process_group=group))
-
-
-def attribute_of(module: nn.Module, name: str, where: str) -> Any:
-    """The attribute of a module that is to be sharded.
-
-    Raises:
-        ArgumentTypeError: ``module`` is no module, or ``name`` no string.
-        MissingParameterError: The module has no such attribute.
-    """
-    expect("shard_parameter", "module", module, nn.Module)
-    expect("shard_parameter", "param_name", name, str)
-    if not hasattr(module, name):
-        raise MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
-    return getattr(module, name)
-
-
-def check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
-    """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
-    if isinstance(tensor, ShardedTensor):
-        raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
-    if isinstance(tensor, DTensor):
-        raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
-    if tensor.is_meta or not is_plain(tensor):
-        raise ParameterError(f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}")
-    if not tensor.is_contiguous():
-        raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
-    if not isinstance(spec, ShardingSpec):
-        raise PlanTypeError(f"{where}: expected a ShardingSpec of this package, got {kind_of(spec)}")
-    try:
-        checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{where}: {error}") from error
 
 
 def _facts(tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup) -> dict[str, Any]:

@@ -66,6 +66,5 @@ def run(
         raise UnsupportedOpError(f"{name} has no ShardedTensor with a process group among its arguments")
     if any(each.process_group is not tensors[0].process_group for each in tensors):
         raise UnsupportedOpError(f"{name} has ShardedTensors of different process groups among its arguments")
-    if func in LOOKUPS:
-        return look_up(cls, func, tensors, args, kwargs)
-    return DTensorCall(cls, func, tensors).run(args, kwargs)
+    call = DTensorCall(cls, func, tensors)
+    return look_up(call, args, kwargs) if func in LOOKUPS else call.run(args, kwargs)

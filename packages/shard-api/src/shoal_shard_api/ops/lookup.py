@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,9 @@ from ..ranks.agreement import agree_on
 from ..ranks.process_groups import comm_of
 from ..ranks.reshard import collect, move
 from .dtensor_conversion import from_dtensor
-from .via_dtensor import DTensorCall
+
+if TYPE_CHECKING:
+    from .via_dtensor import DTensorCall
 
 _REPLICATED: ContextVar[bool] = ContextVar("replicated_indices", default=False)
 
@@ -63,15 +65,11 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
         _REPLICATED.reset(token)
 
 
-def look_up(
-    cls: Any, func: Callable[..., Any], tensors: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices -> rows: the result of a look-up; plain for plain indices; all ranks call it.
 
     Args:
-        cls: The class ShardedTensor.
-        func: embedding or embedding_bag.
-        tensors: The ShardedTensors among its arguments.
+        call: Of embedding or embedding_bag.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
@@ -82,13 +80,12 @@ def look_up(
 
         Each is raised on every rank.
     """
-    bound = LOOKUPS[func].bind(*args, **kwargs)
+    bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
     own = [arguments[name] for name in ("input", "offsets", "per_sample_weights") if name in arguments]
-    if not isinstance(arguments["weight"], cls) or any(isinstance(each, cls | DTensor) for each in own):
-        return DTensorCall(cls, func, tensors).run(args, kwargs)
-    call = DTensorCall(cls, func, [arguments["weight"]])
+    if not isinstance(arguments["weight"], call.cls) or any(isinstance(each, call.cls | DTensor) for each in own):
+        return call.run(args, kwargs)
     call.check_layouts()
     lookup = _Lookup(call, arguments)
     return lookup.replicated() if _REPLICATED.get() else lookup.own_rows()

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import permutations, product
 from math import comb, factorial
+from typing import TYPE_CHECKING
 
 from ..step_cost import axes_of
-from .space import Dims, Space, State, Tokens
+
+if TYPE_CHECKING:
+    from .space import Dims, Space, State, Tokens
 
 MOST_LAYOUTS = 300  # that are all looked at: 3 axes on 3 dims have 106, 4 axes on 2 dims 261
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..step_cost import axes_of, mask_of, sent_among
-from .space import Dims, Space, State
+
+if TYPE_CHECKING:
+    from .space import Dims, Space, State
 
 
 class Edge(NamedTuple):
