@@ -76,13 +76,15 @@ def _find(module: str, name: str) -> tuple[str, str]:
         try:
             package = __import__(layer, fromlist=[name])  # as `from layer import name` does, whose error has the hint
         except ModuleNotFoundError:
-            absent.append(f"{layer} is not installed, which may have it")
+            absent.append(layer)
         except ImportError as error:
             hints.append(str(error))
         else:
             if name in package.__all__ or f"{layer}.{name}" in _UNLISTED:
                 return layer, ""
-    reason = [*hints, *absent, "no layer of shoal has it"][0]
+    if absent and not hints:
+        hints = [f"{', '.join(absent)} is not installed, which may have it"]
+    reason = [*hints, "no layer of shoal has it"][0]
     return "", "" if root in _TORCH_HAS_OTHERS else f"{module}.{name}: {reason}"
 
 
