@@ -341,3 +341,13 @@ def test_shapes_are_compared_with_those_of_plain_tensors() -> None:
         x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
         assert torch.ops.aten.is_same_size(x, torch.zeros(4, 3)) and torch.ops.aten.is_same_size(torch.zeros(4, 3), x)
         assert not torch.ops.aten.is_same_size(x, torch.zeros(2, 3))  # the shape of its shard here
+
+
+def test_a_fused_layer_of_which_a_child_is_sharded_says_what_to_shard() -> None:
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+        weight = distribute_tensor(layer.linear1.weight.detach(), mesh, [Shard(0)])
+        layer.linear1.weight = torch.nn.Parameter(weight)
+        with torch.no_grad(), pytest.raises(MixedTensorError, match="parallelize the TransformerEncoderLayer, not its"):
+            layer(torch.ones(2, 3, 8))

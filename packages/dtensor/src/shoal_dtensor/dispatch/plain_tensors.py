@@ -115,6 +115,8 @@ _LOAD = (
 _INSTEAD = {
     **dict.fromkeys(("mul_.Tensor", "_foreach_mul_", "_foreach_norm", "stack"), _CLIP),
     "copy_": _LOAD,
+    "_transformer_encoder_layer_fwd": "; parallelize the TransformerEncoderLayer, not its children one by one: a layer "
+    "with a plan computes without the kernel that fuses it",
 }
 
 
