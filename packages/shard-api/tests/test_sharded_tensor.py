@@ -1,4 +1,7 @@
-"""ShardedTensor on real ranks: access, resharding, gathering, conversion, copies.  Covers: tensor/sharded_tensor.py."""
+"""ShardedTensor on real ranks: access, resharding, gathering, conversion, copies.
+
+Covers: tensor/sharded_tensor.py, ranks/reshard.py.
+"""
 
 from __future__ import annotations
 

@@ -225,13 +225,8 @@ def _as_seen(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tupl
     outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, locals_)
     seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
     fresh = zip(outputs, decision.aliased, locals_, strict=True)
-    if (
-        not schema_of(call.op).is_view
-        and not has_symbols(outputs)
-        and any(
-            alias is None and spec.coordinate is not None and is_out_of_order(local, spec)
-            for spec, alias, local in fresh
-        )
+    if not schema_of(call.op).is_view and any(
+        alias is None and spec.coordinate is not None and is_out_of_order(local, spec) for spec, alias, local in fresh
     ):
         run, placed = decision.call, tuple(zip(outputs, decision.aliased, strict=True))
         seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), iter(placed)))

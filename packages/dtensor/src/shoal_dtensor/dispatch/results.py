@@ -10,6 +10,7 @@ import torch
 
 from .._torch import around
 from ..layout.placements import Replicate
+from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import TensorMeta
 from ..redistribute.execution.memory_format import in_memory_order, memory_order
 
@@ -81,8 +82,11 @@ def with_kernel_metadata(
 def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
     """Whether the dims of a fresh local result follow one another in memory otherwise than those of the global tensor.
 
-    What is computed around a collective keeps the order of its input, where one device's kernel makes row-major.
+    What is computed around a collective keeps the order of its input, where one device's kernel makes row-major.  Not
+    asked of sizes that a compiler knows as symbols only.
     """
+    if has_symbols((local.shape, local.stride())):
+        return False
     order = memory_order(spec) or range(spec.ndim)
     steps = [local.stride(dim) for dim in order if local.shape[dim] != 1]
     return any(outer < inner for outer, inner in pairwise(steps))
