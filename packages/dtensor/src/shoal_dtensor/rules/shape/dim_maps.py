@@ -92,7 +92,12 @@ def _group_mappings(
         for j in results:
             before = prod(source[k] for k in dims if k < i), prod(target[k] for k in results if k < j)
             runs = max(before)
-            if (runs != 1) != in_runs or runs % before[0] or runs % before[1] or (in_runs and source[i] == 1):
+            if (
+                (runs == 1 if in_runs else runs != 1)
+                or runs % before[0]
+                or runs % before[1]
+                or (in_runs and source[i] == 1)
+            ):
                 continue
             own, other = runs // before[0], runs // before[1]
             inside, steps = prod(source[k] for k in dims if k > i), prod(target[k] for k in results if k > j)
