@@ -87,7 +87,7 @@ class ReplacedAttention(FunctionMode):
         self._outside: list[list[Any]] = []  # the checkpoints around each time that it was entered
 
     def __enter__(self) -> Self:
-        self._outside.append([] if torch.compiler.is_compiling() else checkpoints())
+        self._outside.append(checkpoints())
         super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
         return self
 
@@ -112,7 +112,6 @@ class ReplacedAttention(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            if not torch.compiler.is_compiling():
-                self.hold_in_recomputation()
+            self.hold_in_recomputation()
             return self._attend(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

@@ -13,6 +13,7 @@ from inspect import unwrap
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 __all__ = ["checkpoints", "recomputed_in"]
@@ -36,7 +37,9 @@ class _InScopes(NamedTuple):
 
 
 def checkpoints() -> list[Any]:
-    """The checkpoints that run a function for the first time now, the innermost first."""
+    """The checkpoints that run a function for the first time now, the innermost first; none while compiling."""
+    if torch.compiler.is_compiling():
+        return []
     found: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -8,8 +8,6 @@ from dataclasses import field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
-import torch
-
 from shoal_mesh.internal import dataclass
 
 from .._torch import checkpoints, recomputed_in
@@ -33,7 +31,7 @@ class RandomMode:
 
     def hold_in_recomputation(self) -> None:
         """Hold too where backward runs again what a checkpoint inside of the block runs now."""
-        if self.outside is not None and not torch.compiler.is_compiling():
+        if self.outside is not None:
             recomputed_in(self, partial(_current.entered, self), self.outside)
 
 
@@ -97,6 +95,5 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
         ...     current_mode().axes
         ('dp',)
     """
-    outside = () if torch.compiler.is_compiling() else tuple(checkpoints())
-    with _current.entered(replace(_checked(mode, axes), outside=outside)):
+    with _current.entered(replace(_checked(mode, axes), outside=tuple(checkpoints()))):
         yield
