@@ -218,7 +218,7 @@ def run(
     Args:
         folder, steps, kills, data: see `Job`.
         torchrun: whether agents of torchrun's start a process again when it has ended; otherwise three new ones start
-            whenever three are gone.
+            whenever three are gone and the others go on.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job, outcome = Job(folder, store.port, steps, kills, data, 0.5 if torchrun else 0.0), Outcome()
@@ -240,7 +240,9 @@ def run(
         time.sleep(0.05)
         worlds = read(folder, "worlds")
         outcome.usage += [(time.time(), *usage(), *map(float, world[3:])) for world in worlds[len(outcome.usage) :]]
-        if len(gone) >= unseen + 3:
+        # Newcomers that start while the last survivor still learns of the loss might be let into its next world.
+        killed = read(folder, "killed")
+        if len(gone) >= unseen + 3 and int(worlds[-1][0]) > int(killed[unseen + 2][0]):
             unseen += 3
             start(3)
     ends = 0 if torchrun else len(read(folder, "killed"))
