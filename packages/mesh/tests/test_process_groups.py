@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -157,3 +158,24 @@ def test_any_ranks_in_any_order() -> None:
         assert comm.rank == (3, 1).index(rank)
         assert all_gather(torch.tensor([rank]), comm).tolist() == [3, 1]
         assert comm_over((3, 1)).group is comm.group
+
+
+@on_ranks(4)
+def test_threads_share_the_group_that_the_first_of_them_creates() -> None:
+    dist.destroy_process_group()
+    _start("threads")
+    ranks = (0, 2) if dist.get_rank() % 2 == 0 else (1, 3)
+    together, groups = threading.Barrier(8), list[Any]()
+
+    def use() -> None:
+        together.wait()
+        groups.append(comm_over(ranks).group)
+
+    threads = [threading.Thread(target=use) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(groups) == 8
+    assert len(set(map(id, groups))) == 1
+    assert all_reduce(torch.ones(2), comm_over(ranks)).tolist() == [2.0, 2.0]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shoal_mesh import DeviceMesh, MeshError, all_gather, all_reduce, comm_over, init_device_mesh, restart_world
 from shoal_mesh._torch import timeout_of
 from shoal_mesh.errors import MeshMismatchError, MeshTypeError, NoGroupError
+from shoal_mesh.groups.process_groups import note_group
 from shoal_mesh.groups.world import all_gather_objects, ensure_world
 from shoal_mesh.local_ranks.pool import RankPool
 from shoal_mesh.testing import on_ranks
@@ -44,6 +45,7 @@ def test_meshes_go_on_after_a_restart() -> None:
     flat, comm, own = mesh.flatten("all"), comm_over((2, 0, 3, 1)), torch.tensor([dist.get_rank()])
     before = [all_gather(own, c).tolist() for c in (mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0))]
     held = [weakref.ref(group) for group in (*mesh.get_all_groups(), dist.group.WORLD)]
+    note_group(mesh.comm("tp"))  # as compiled code does
     for _ in range(3):
         restart_world(timeout=50)
         for c, ranks in zip((mesh.comm(0), mesh.comm("tp"), flat.comm(0), comm, turned.comm(0)), before, strict=True):

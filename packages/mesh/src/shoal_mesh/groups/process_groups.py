@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +34,7 @@ class BackendChoice:
     Attributes:
         backend: `gloo`, `nccl`, `cpu:gloo,cuda:nccl`, ...; None is the default group's.
         options: the backend's own option object (`ProcessGroupNCCL.Options`), compared by its plain attributes.
+        tag: not empty for a group that serves one end alone, so that no other group over the same ranks is taken.
 
     Raises:
         MeshTypeError: a backend that is no text, or options of no backend.
@@ -41,6 +42,7 @@ class BackendChoice:
 
     backend: str | None = None
     options: object | None = None
+    tag: str = ""
 
     def __post_init__(self) -> None:
         require(self.backend, str | None, "a backend is named by a string, such as 'gloo'")
@@ -49,7 +51,7 @@ class BackendChoice:
     @property
     def key(self) -> str:
         """Text that is equal on every rank that chose the same."""
-        return f"{self.backend or ''}|{fingerprint(self.options)}"
+        return f"{self.backend or ''}|{fingerprint(self.options)}{self.tag}"
 
 
 def fingerprint(options: object | None) -> str:
@@ -224,12 +226,15 @@ class _Registry:
 
     by_key: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
     created: Counter[str] = field(default_factory=Counter)
+    # One for each key: the first of several threads creates a group. Threads that create groups of other ranks, in
+    # another order on each of these, do not wait for each other.
+    locks: dict[tuple[tuple[int, ...], str], Lock] = field(default_factory=dict)
 
 
 # The mutable state of this file: registries, which go with their default group, and the communicators there are.
 _REGISTRIES: WeakKeyDictionary[ProcessGroup, _Registry] = WeakKeyDictionary()
 _COMMS: WeakSet[Comm] = WeakSet()
-_RENEWING = Lock()
+_LOCK = Lock()  # of both; never held while ranks wait for each other
 
 
 def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
@@ -260,10 +265,29 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
     return Comm.over(find_or_create(ranks, BackendChoice(), name), (name,), tuple(ranks), BackendChoice())
 
 
+def comm_of_threads(comm: Comm) -> Comm | None:
+    """The communicator in which the threads that call collectives unasked compare what they have.
+
+    Every main thread does the same in the same order; other threads come in any order, and beside the main thread. So
+    what they exchange without the program asking for it goes through a group of its own, whose messages say what they
+    are about.
+
+    Args:
+        comm: over the same ranks.
+
+    Returns:
+        None in the main thread, and for simulated ranks, which are threads.
+    """
+    if current_thread() is main_thread() or comm._place is None:
+        return None
+    choice = BackendChoice(tag="threads")
+    return Comm.over(find_or_create(comm.line, choice, "threads"), comm.axes, comm.line, choice)
+
+
 def _renew(comm: Comm) -> None:
     """Give a communicator its group under the present default group; every rank of it comes here in one order."""
-    with _RENEWING:
-        world, place = _torch.default_group(), world_place()
+    world, place = _torch.default_group(), world_place()
+    with _LOCK:
         if comm._world is world:
             return  # another thread was faster
         if world is None or place is None or place != comm._place:
@@ -275,12 +299,12 @@ def _renew(comm: Comm) -> None:
         for other in list(_COMMS):
             if other._world is not world and other._group is not None:
                 _forget_group(other, world)
-        if comm._choice is None:
-            raise NoGroupError(f"{comm!r} was made from a group with options of its own: make it and its mesh again")
-        group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
-        if _torch.backend_config(group) != comm.backend:
-            raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
-        comm._group, comm.name, comm.transport, comm._world = group, _torch.group_name(group), None, world
+    if comm._choice is None:
+        raise NoGroupError(f"{comm!r} was made from a group with options of its own: make it and its mesh again")
+    group = find_or_create(comm.line, comm._choice, f"mesh_{'_'.join(comm.axes)}")
+    if _torch.backend_config(group) != comm.backend:
+        raise NoGroupError(f"{comm!r} was made from a group of backend {comm.backend!r}: make its mesh again")
+    comm._group, comm.name, comm.transport, comm._world = group, _torch.group_name(group), None, world
 
 
 def forget_groups() -> None:
@@ -297,6 +321,7 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
         own, others = (list(map(fingerprint, _torch.backend_options(group))) for group in (comm._group, world))
         comm._choice = BackendChoice() if own == others else None
     comm._group, comm.transport, comm._world = None, None, None
+    vars(GROUPS_IN_GRAPHS).clear()
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:
@@ -311,23 +336,22 @@ def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str
     if choice == BackendChoice() and ranks == range(world.size()):
         return world
     members = tuple(sorted(ranks))
-    registry = _REGISTRIES.get(world)
-    if registry is None:
-        registry = _REGISTRIES[world] = _Registry()
     key = (members, choice.key)
-    group = registry.by_key.get(key)
-    if group is None or not _torch.is_live(group):
-        group = _find(world, members, choice)
-    if group is None:
-        group = _create(registry, members, choice, description)
-    if group is not world:  # holding the world here would keep its entry alive
-        registry.by_key[key] = group
+    with _LOCK:
+        registry = _REGISTRIES.setdefault(world, _Registry())
+        lock = registry.locks.setdefault(key, Lock())
+    with lock:
+        group = registry.by_key.get(key)
+        if group is None or not _torch.is_live(group):
+            group = _find(world, members, choice) or _create(registry, members, choice, description)
+        if group is not world:  # holding the world here would keep its entry alive
+            registry.by_key[key] = group
     return group
 
 
 def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) -> ProcessGroup | None:
     """The default group or a group that the user created, if it has exactly these ranks and options."""
-    if choice.options is not None:
+    if choice.options is not None or choice.tag:
         return None
     config = _torch.full_backend_config(choice.backend) if choice.backend else _torch.backend_config(world)
     for group in _torch.known_groups():

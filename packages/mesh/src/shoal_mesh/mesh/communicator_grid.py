@@ -64,7 +64,7 @@ class CommunicatorGrid(RankGrid):
             indices = self._axes(axes)
             comm = self._comms.get(indices)
             if comm is None:
-                comm = self._comms[indices] = self._create_comm(indices)
+                comm = self._comms.setdefault(indices, self._create_comm(indices))  # one for all threads
             if isinstance(axes, Hashable):  # a list may have come
                 self._comms[axes] = comm
         return comm
