@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 
-from shoal_mesh import Comm, DeviceMesh, all_gather
+from shoal_mesh import DeviceMesh
 
-from .._torch import TRACED, is_tracing, never_compiled, out_of_sight, pytree
+from .._torch import TRACED, is_tracing, never_compiled, pytree
 from ..argument_types import check_callable, check_mesh, check_type
 from ..dispatch.plain_tensors import digest_of
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
 from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
+from ..rows_of_ranks import rows_of_ranks
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import coordinate_of, layout_of_rows, shape_row
 
 Placements = Sequence[Placement] | None
-TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
 
 
 def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
@@ -80,8 +76,8 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             _refuse_uneven(specs)
         mesh = device_mesh or (specs[0].device_mesh if specs else None)
         result = func(*pytree.tree_unflatten(local, structure), **kwargs)
-        numbered = None if not run_check or is_tracing() else functools.partial(_number_of, func, tuple(specs))
-        return _outputs(result, out_placements, mesh, numbered)
+        call = None if not run_check or is_tracing() else functools.partial(_call_of, func, specs)
+        return _outputs(result, out_placements, mesh, call)
 
     if not is_tracing():
         never_compiled(mapped)
@@ -141,62 +137,14 @@ def _refuse_uneven(specs: Sequence[Spec]) -> None:
         )
 
 
-class _Meeting:
-    """Where the ranks of a group tell each other numbers, for threads that may come in another order on each rank.
-
-    Every call is one round in which each rank says what it has, and what it is of. What other threads here ask for is
-    kept for them, and a thread waits for rounds of others until all ranks have said what it needs.
-    """
-
-    _of_group: ClassVar[WeakKeyDictionary[Any, _Meeting]] = WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._said: dict[int, list[deque[list[int]]]] = {}
-
-    @classmethod
-    def over(cls, comm: Comm) -> _Meeting:
-        """The one of a group."""
-        return cls._of_group.setdefault(comm.group, cls())
-
-    def rows(self, comm: Comm, device_type: str, of: int, numbers: Sequence[int]) -> list[list[int]]:
-        """What all ranks say, by rank.
-
-        Args:
-            comm: of the group.
-            device_type: whose tensors the group sends.
-            of: what this is about, for the threads of other ranks that ask the same.
-            numbers: as many on all ranks.
-        """
-        with self._changed:
-            with out_of_sight():
-                every = all_gather(torch.tensor([[of, *numbers]], device=device_type), comm).tolist()
-            for rank, (about, *said) in enumerate(every):
-                self._said.setdefault(about, [deque() for _ in every])[rank].append(said)
-            self._changed.notify_all()
-            mine = self._said[of]
-            if not self._changed.wait_for(lambda: all(mine), TIMEOUT):
-                missing = [comm.ranks[rank] for rank, said in enumerate(mine) if not said]
-                raise PlacementError(
-                    f"local_map in a thread: no thread of ranks {missing} has called the function on such inputs for "
-                    f"{TIMEOUT:.0f} s; run_check=False compares nothing"
-                )
-            rows = [said.popleft() for said in mine]
-            if not any(mine):
-                del self._said[of]
-            return rows
-
-
-@functools.lru_cache(maxsize=4096)
-def _number_of(func: Any, specs: tuple[Spec, ...], index: int) -> int:
-    """A number of an output, equal on all ranks."""
+def _call_of(func: Any, specs: Sequence[Spec]) -> str:
+    """Text that tells the outputs of a function from those of others, equal on all ranks."""
     name = getattr(func, "__module__", ""), getattr(func, "__qualname__", type(func).__qualname__)
     line = getattr(getattr(func, "__code__", None), "co_firstlineno", 0)
-    digest = hashlib.blake2b(f"{name} {line} {specs} {index}".encode(), digest_size=7)
-    return int.from_bytes(digest.digest(), "little") + 1
+    return f"local_map of {'.'.join(name)} (line {line}) on {specs}"
 
 
-def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, numbered: Callable[[int], int] | None) -> Any:
+def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, call: Callable[[], str] | None) -> Any:
     flat, structure = pytree.tree_flatten(result)
     each = out_placements if isinstance(out_placements, tuple) else (out_placements,) * len(flat)
     if len(each) != len(flat):
@@ -210,23 +158,20 @@ def _outputs(result: Any, out_placements: Any, mesh: DeviceMesh | None, numbered
             continue
         if mesh is None:
             raise PlacementError("local_map: no input is a DTensor, so device_mesh is needed for the outputs")
-        if numbered is None or mesh.get_coordinate() is None or mesh.size() == 1:
+        if call is None or mesh.get_coordinate() is None or mesh.size() == 1:
             outputs.append(DTensor.from_local(item, mesh, placements))
         else:
-            outputs.append(_compared(i, item, mesh, placements, numbered))
+            outputs.append(_compared(i, item, mesh, placements, call))
     return pytree.tree_unflatten(outputs, structure)
 
 
 def _compared(
-    index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], numbered: Callable[[int], int]
+    index: int, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], call: Callable[[], str]
 ) -> DTensor:
     """An output as a DTensor, of the shapes that all ranks have; refused on all of them if replicas differ."""
     replicated = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1]
     digest = digest_of([local]) if replicated and not isinstance(local, TRACED) else 0
-    # A program's main thread does the same in the same order on all ranks, whatever function each of them calls.
-    number = 0 if threading.current_thread() is threading.main_thread() else numbered(index)
-    comm = mesh.comm(tuple(range(mesh.ndim)))
-    rows = _Meeting.over(comm).rows(comm, mesh.device_type, number, [digest, *shape_row(local)])
+    rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", [digest, *shape_row(local)])
     digests: dict[tuple[int, ...], set[int]] = {}
     for i, row in enumerate(rows):
         where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate_of(i, mesh.shape)))

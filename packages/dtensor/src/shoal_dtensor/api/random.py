@@ -49,7 +49,7 @@ def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     """Seed the default generators of this rank; every rank of the mesh passes the same seed.
 
-    The mesh's next random operator checks that they did, with one small all-reduce per axis.
+    The mesh's next random operator checks that they did, with one small all-gather.
 
     Raises:
         RandomStateError: if the mesh's devices have no generator that shoal knows.

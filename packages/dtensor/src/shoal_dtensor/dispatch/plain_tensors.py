@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shoal_mesh import DeviceMesh, all_reduce, purpose
+from shoal_mesh import DeviceMesh, purpose
 
 from .._torch import (
     TRACED,
@@ -32,6 +32,7 @@ from .._torch import (
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
+from ..rows_of_ranks import rows_of_ranks
 from ..rules.language.op_schema import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
@@ -77,17 +78,16 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
         raise MixedTensorError(_mixed(what, shapes))
     if alone:
         return
-    need = f"  an all-reduce, in which the ranks compare a plain tensor of shape {shapes} that torch made"
+    need = f"  an all-gather, in which the ranks compare a plain tensor of shape {shapes} that torch made"
     notice = notice_of(what, [need], current())
     if notice:
         warnings.warn(notice, stacklevel=2)
-    digest = digest_of(tensors)
-    mine = torch.tensor([digest, -digest, 0 if candidates else 1], dtype=torch.int64, device=mesh.device_type)
     with purpose(f"{what}: comparison of plain tensors"):
-        highest, lowest, refused = all_reduce(mine, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
-    if refused:
+        about = f"{what} with a plain tensor of shape {shapes}"
+        rows = rows_of_ranks(mesh, lambda: about, [digest_of(tensors), int(candidates)])
+    if not all(row[1] for row in rows):
         raise MixedTensorError(_mixed(what, shapes))
-    if highest != -lowest:
+    if len({row[0] for row in rows}) > 1:
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
             f"of {mesh}, so it is not replicated. {_advice()}"

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from threading import current_thread, main_thread
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal_mesh import DeviceMesh, all_gather, all_reduce, purpose
+from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.errors import NoGroupError
 from shoal_mesh.internal import in_lockstep
 
 from ..errors import RandomStateError
+from ..rows_of_ranks import one_thread_at_a_time, rows_of_ranks
 
 _MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
-# The default group under which the ranks of a mesh were last found to agree: in another one some may be new.
-_in_step: WeakKeyDictionary[DeviceMesh, Callable[[], object]] = WeakKeyDictionary()
+# The default group under which the ranks of a mesh were last found to agree, by what they compared: in another default
+# group some ranks may be new.
+_in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -57,8 +60,10 @@ def fingerprint(generator: torch.Generator) -> int:
 def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool = False) -> None:
     """Raise on every rank of `mesh` unless all have the same generator state.
 
-    Checked at the first call for a mesh only (one small all-reduce per mesh axis), at every call inside a `lockstep()`
-    block, or `always`.  A mesh without process groups, or that this rank is not in, is not checked.
+    Checked at the first call for a mesh only (one all-gather of 8 bytes), at every call inside a `lockstep()` block, or
+    `always`.  A mesh without process groups, or that this rank is not in, is not checked.  In threads other than the
+    main one, which may come in any order, the first call of each generator is checked: of the default generator, which
+    they share, the seed, of another its state.
 
     Args:
         mesh: the ranks that must agree.
@@ -69,32 +74,47 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         RandomStateError: if the states differ; it names the ranks.
         CommunicationForbiddenError: if the check is due inside `communication("forbid")`.
     """
-    if (_is_checked(mesh) and not always and not in_lockstep()) or mesh.get_coordinate() is None or mesh.size() == 1:
+    about = _about(generator)
+    always = always or in_lockstep()
+    if (_is_checked(mesh, about) and not always) or mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    own = fingerprint(generator)
-    extremes = torch.tensor([own, -own], dtype=torch.int64, device=mesh.device_type)
     try:
-        with purpose(_PURPOSE):
-            for axis in range(mesh.ndim):
-                if mesh.size(axis) > 1:
-                    extremes = all_reduce(extremes, mesh.comm(axis), "max")
+        with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
+            if _is_checked(mesh, about) and not always:
+                return  # another thread was faster
+            own = generator.initial_seed() >> 1 if about == _SHARED else fingerprint(generator)
+            prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, [own])]
+            if len(set(prints)) > 1:
+                raise RandomStateError(_describe(mesh, prints, generator))
+            _count(mesh, about)
     except NoGroupError:
         return
-    highest, lowest = extremes.tolist()
-    if highest != -lowest:
-        raise RandomStateError(_describe(mesh, own, generator))
-    count_as_checked(mesh)
 
 
-def _is_checked(mesh: DeviceMesh) -> bool:
-    checked_under = _in_step.get(mesh)
+_SHARED = "the default generator"
+
+
+def _about(generator: torch.Generator) -> str:
+    """What the check of a generator is about; empty in the main thread, where one check stands for all."""
+    if current_thread() is main_thread():
+        return ""
+    return _SHARED if generator is generator_of(generator.device) else f"a generator of seed {generator.initial_seed()}"
+
+
+def _is_checked(mesh: DeviceMesh, about: str) -> bool:
+    checked_under = _in_step.get(mesh, {}).get(about)
     return checked_under is not None and checked_under() is dist.group.WORLD
+
+
+def _count(mesh: DeviceMesh, about: str) -> None:
+    world = dist.group.WORLD
+    _in_step.setdefault(mesh, {})[about] = (lambda: None) if world is None else ref(world)
 
 
 def count_as_checked(mesh: DeviceMesh) -> None:
     """Do not check a mesh at its first random operator, because its ranks are known to agree."""
-    world = dist.group.WORLD
-    _in_step[mesh] = (lambda: None) if world is None else ref(world)
+    for about in "", _SHARED:
+        _count(mesh, about)
 
 
 def forget_checks() -> None:
@@ -102,12 +122,9 @@ def forget_checks() -> None:
     _in_step.clear()
 
 
-def _describe(mesh: DeviceMesh, own: int, generator: torch.Generator) -> str:
-    prints = torch.tensor([own], dtype=torch.int64, device=mesh.device_type)
-    for axis in reversed(range(mesh.ndim)):
-        prints = all_gather(prints, mesh.comm(axis))
+def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generator) -> str:
     groups: dict[int, list[int]] = {}
-    for rank, value in zip(mesh.mesh.flatten().tolist(), prints.tolist(), strict=True):
+    for rank, value in zip(mesh.mesh.flatten().tolist(), prints, strict=True):
         groups.setdefault(value, []).append(rank)
     agreeing = "; ".join(f"ranks {ranks} agree" for ranks in groups.values())
     return (

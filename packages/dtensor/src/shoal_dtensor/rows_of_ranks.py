@@ -1,0 +1,109 @@
+"""What the ranks of a mesh tell each other without the program asking for it: digests, shapes, states of generators.
+
+May import: _torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shoal_mesh import Comm, DeviceMesh, all_gather
+from shoal_mesh.errors import LockstepError
+from shoal_mesh.internal import comm_of_threads
+
+from ._torch import out_of_sight
+
+TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
+
+
+def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[int]) -> list[list[int]]:
+    """`V -> R`: the integers of every rank, by its row-major index in the mesh; one all-gather.
+
+    A program's main thread does the same in the same order on all ranks. Other threads may come in another order on
+    each rank, and while the main thread runs collectives of its own: they meet in a group of their own, by what their
+    rows are about.
+
+    Args:
+        mesh: with this rank in it.
+        about: gives the text that is equal on all ranks whose rows belong together; not called in the main thread.
+        numbers: of this rank, as many on all ranks.
+
+    Raises:
+        LockstepError: in a thread, if no thread of some rank has come for the same in half an hour.
+        NoGroupError: the mesh has no process groups.
+    """
+    comm = mesh.comm(tuple(range(mesh.ndim)))
+    meeting = _Meeting.over(comm)
+    if meeting is None:
+        return _gather(mesh, comm, numbers)
+    return meeting.rows(mesh, about(), numbers)
+
+
+def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> AbstractContextManager[object]:
+    """A block in which one thread of this rank is at a time, for what the first of them does for all."""
+    meeting = _Meeting.over(mesh.comm(tuple(range(mesh.ndim))))
+    return nullcontext() if meeting is None else meeting.lock(about())
+
+
+def _gather(mesh: DeviceMesh, comm: Comm, numbers: Sequence[int]) -> list[list[int]]:
+    with out_of_sight():
+        rows: list[list[int]] = all_gather(torch.tensor([[*numbers]], device=mesh.device_type), comm).tolist()
+    return rows
+
+
+class _Meeting:
+    """Where threads of the ranks of a group tell each other numbers.
+
+    Every call is one round in which each rank says what it has, and what it is about. What other threads here ask for
+    is kept for them, and a thread waits for rounds of others until all ranks have said what it needs.
+    """
+
+    _of_group: ClassVar[WeakKeyDictionary[object, _Meeting]] = WeakKeyDictionary()
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._changed = threading.Condition()
+        self._rows: dict[int, list[deque[list[int]]]] = {}  # about -> for each rank, what it said and nobody took yet
+        self._locks: dict[str, threading.Lock] = {}
+
+    @classmethod
+    def over(cls, comm: Comm) -> _Meeting | None:
+        """The one of the ranks of a communicator; None in the main thread."""
+        own = comm_of_threads(comm)
+        if own is None:
+            return None
+        with cls._making:
+            return cls._of_group.setdefault(own.group, cls(own))
+
+    def lock(self, about: str) -> threading.Lock:
+        """What one thread holds at a time."""
+        return self._locks.setdefault(about, threading.Lock())
+
+    def rows(self, mesh: DeviceMesh, about: str, numbers: Sequence[int]) -> list[list[int]]:
+        """What all ranks say, by rank."""
+        key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
+        with self._changed:
+            for rank, (other, *said) in enumerate(_gather(mesh, self._comm, [key, *numbers])):
+                self._rows.setdefault(other, [deque() for _ in range(self._comm.size)])[rank].append(said)
+            self._changed.notify_all()
+            mine = self._rows[key]
+            if not self._changed.wait_for(lambda: all(mine), TIMEOUT):
+                missing = [self._comm.ranks[rank] for rank, said in enumerate(mine) if not said]
+                raise LockstepError(
+                    f"no thread of ranks {missing} has come for {about} in {TIMEOUT:.0f} s: the threads of all ranks "
+                    "make the same calls, in any order",
+                    tuple(missing),
+                )
+            rows = [said.popleft() for said in mine]
+            if not any(mine):
+                del self._rows[key]
+            return rows
