@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data_parallel_model import (
     Block,
@@ -31,7 +32,14 @@ from data_parallel_model import (
     same_weights,
     twins,
 )
-from shoal_data_parallel import FSDPModule, LayoutError, StyleError, fully_shard, register_fsdp_forward_method
+from shoal_data_parallel import (
+    FSDPModule,
+    LayoutError,
+    StyleError,
+    fully_shard,
+    register_fsdp_forward_method,
+    replicate,
+)
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
@@ -585,3 +593,33 @@ def test_gradients_asked_for_by_name_are_those_of_one_pass() -> None:
         assert model.head.bias.grad is None
     model.reduce_gradients()
     same_gradients(plain, model)
+
+
+class Selective(nn.Module):
+    """A dropped block in a checkpoint that saves matrix products alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.drop = Block(6), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(lambda x: self.drop(self.block(x)), x, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("kind", ["units", "replicas"])
+@on_ranks(4)
+def test_selective_checkpoints_see_the_operators_of_the_function_alone(kind: str) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins(Selective)
+    if kind == "units":
+        fully_shard(model.block, mesh["data"])
+        fully_shard(model, mesh["data"])
+    else:
+        replicate(model, mesh["data"])
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for step in range(3):  # in the first one, layouts of what is dropped are found; later, units gather ahead
+        for module, rows in (plain, x), (model, *own(mesh, x)):
+            torch.manual_seed(step)
+            module(rows).square().mean().backward()
+        same_gradients(plain, model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree
+from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree, unwatched
 from shoal_mesh.internal import dataclass
 
 from .policies import MixedPrecisionPolicy
@@ -138,7 +138,8 @@ class UnitState:
         self._guards.append(nullcontext())
         if not continues:
             self._forward, self._waiting = None, set(self.modules)
-            self._forward = self.schedule.enter(self.unit)
+            with unwatched():  # what was gathered ahead the first time is gathered here when the forward runs again
+                self._forward = self.schedule.enter(self.unit)
         if torch.is_grad_enabled() and self._forward is not None:
             self._guards[-1] = _guard(self._forward)
             self._guards[-1].__enter__()

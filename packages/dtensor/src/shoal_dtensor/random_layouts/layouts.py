@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import pytree
+from .._torch import out_of_sight, pytree
 from ..errors import LayoutError
 from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec
@@ -130,10 +130,11 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             return DTensor(_in_order(local, value.stride), value)
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)), is_leaf=_is_spec)
     try:
-        with warnings.catch_warnings(), communication("forbid"), torch.no_grad():
+        # Selective checkpoints and counters of users, which are dispatch modes, would take these operators for theirs.
+        with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
+            given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)), is_leaf=_is_spec)
             return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
     except Exception as error:  # whatever a function makes of DTensors, what it says is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
