@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import get_rank
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dense_attention import dense_mask, sample
 from shoal_context_parallel import (
@@ -102,6 +102,37 @@ def test_what_backward_runs_again_is_attention_of_the_sequence(method: Method, l
                         BACKWARDS[seen](loss, weight)
                     assert weight.grad is not None
                     torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
+
+
+def all_saved(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def with_a_lookup(x: Tensor, weight: Tensor) -> Any:
+    """Three times attention, by an operator that the check of a block's first attention has too."""
+    return attention(x, weight) * torch.ones(3).nonzero().sum()
+
+
+RUNS: dict[str, Callable[..., Any]] = {
+    "compiled": lambda *args: torch.compile(with_a_lookup, backend="aot_eager")(*args),
+    "selective": lambda *args: checkpoint(
+        with_a_lookup, *args, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, all_saved)
+    ),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@on_ranks(2)
+def test_compiled_and_selectively_saved_attention_in_a_block(run: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole, table = (torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((2, 8, 16), (16, 48)))
+    expected, weight = table.clone().requires_grad_(), table.clone().requires_grad_()
+    (with_a_lookup(whole, expected) ** 2).sum().backward()
+    x = whole.clone()
+    with context_parallel(all_ranks(), buffers=[x], buffer_seq_dims=[1]):
+        (RUNS[run](x.clone(), weight) ** 2).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(all_reduce(weight.grad, all_ranks().comm(0)), expected.grad)
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched_functions
+from shoal_dtensor.internal import ReplacedAttention, layout_of, note_layout, unwatched, unwatched_functions
 from shoal_mesh import Comm, all_gather
 
 from .errors import UnsupportedAttentionError
@@ -74,8 +74,9 @@ class RoutedAttention(ReplacedAttention):
             check()
         except StyleError as error:
             failure = error
-        failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
-        wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
+        with unwatched():  # a selective checkpoint compares with a recomputation, which asks no more
+            failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
+            wrong = all_gather(failed, self.comm).nonzero().flatten().tolist()
         if wrong:
             raise failure or LayoutError(
                 f"attention of a sharded sequence: the arguments of ranks {wrong} along {'x'.join(self.comm.axes)} do "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn import functional
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from .compiling import eager_only, is_compiling
 from .recomputation import checkpoints, recomputed_in
 
 __all__ = [
@@ -110,8 +111,15 @@ class ReplacedAttention(FunctionMode):
     def _entered_again(self) -> AbstractContextManager[object]:
         return nullcontext() if self in _active() else self
 
+    def _replaced(self, args: Any, kwargs: Any) -> Any:
+        self.hold_in_recomputation()
+        return self._attend(*args, **kwargs)
+
+    # Compiled code has a graph break here: attention asks what its block has agreed upon, and for its layout.
+    _replaced_in_graphs: ClassVar[Any] = eager_only(_replaced)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            self.hold_in_recomputation()
-            return self._attend(*args, **(kwargs or {}))
+            replaced = ReplacedAttention._replaced_in_graphs if is_compiling() else ReplacedAttention._replaced
+            return replaced(self, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
