@@ -119,7 +119,7 @@ def _different(comm: Comm) -> dict[str, tuple[Callable[[], object], str]]:
             lambda: all_to_all_blocks([[x[:1]]] * 4, comm, [[x[1 : 2 + (one and i == 3)]] for i in range(size)]),
             "receives [4, 0, 4, 8]",
         ),
-        "lists": (lambda: all_reduce_coalesced([x, x[0]] if one else [x[0], x], comm), "shapes [(4, 4), (4,)]"),
+        "lists": (lambda: all_reduce_coalesced([x, x[0]] if one else [x[0], x], comm), "shapes ((4, 4), (4,))"),
         "coalesced or not": (lambda: all_reduce_coalesced([x], comm) if one else [all_reduce(x, comm)], "_coalesced"),
     }
 

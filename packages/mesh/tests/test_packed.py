@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rank_values import comm_of
+from rank_values import ORDERS, assert_near, assert_same, comm_of, values_of
 from shared_lanes import shared_and_gloo
-from shoal_mesh import Comm, CommDebugMode, all_gather, all_reduce
+from shoal_mesh import (
+    Comm,
+    CommDebugMode,
+    all_gather,
+    all_gather_coalesced,
+    all_reduce,
+    all_reduce_coalesced,
+    reduce_scatter_coalesced,
+)
 from shoal_mesh.errors import CollectiveError
 from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 from shoal_mesh.testing import on_ranks
@@ -60,6 +68,7 @@ def test_matrices_with_a_row_for_each_rank(lane_bytes: int) -> None:
         matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
         (block,) = got(reduce_scatter_packed(matrices, comm, [33] * 4))
         assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
+        assert got(reduce_scatter_packed([torch.ones(4, 0)], comm, [0] * 4))[0].shape == (0,)
         rows = got(all_gather_packed([torch.full((33,), float(comm.rank))], comm, [33] * 4))
         assert [row.tolist() for row in rows] == [[float(rank)] * 33 for rank in range(4)]
         with pytest.raises(CollectiveError, match="flat tensors"):
@@ -124,3 +133,25 @@ def test_what_does_not_fit_is_refused() -> None:
     for call in wrong:
         with pytest.raises(CollectiveError):
             call()
+
+
+@on_ranks(4)
+def test_lists_travel_together() -> None:
+    for order in ORDERS:
+        comm = comm_of(order)
+        shapes = [(4, 4), (8,), (4, 0), (4, 1, 2)]
+        dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
+        table = [[values_of(r, s, d) for s, d in zip(shapes, dtypes, strict=True)] for r in comm.ranks]
+        own = table[comm.rank]
+        columns = list(zip(*table, strict=True))
+        for got, column in zip(all_reduce_coalesced(own, comm), columns, strict=True):
+            assert_near(got, torch.stack(column).sum(0).to(got.dtype))
+        for got, column in zip(all_gather_coalesced(own, comm), columns, strict=True):
+            assert_same(got, torch.cat(column))
+        for got, column in zip(all_gather_coalesced(own[:1] + own[3:], comm, 1), (columns[0], columns[3]), strict=True):
+            assert_same(got, torch.cat(column, 1))
+        for got, column in zip(reduce_scatter_coalesced(own, comm), columns, strict=True):
+            assert_near(got, torch.stack(column).sum(0).to(got.dtype).chunk(comm.size)[comm.rank])
+        assert all_reduce_coalesced([], comm) == []
+        with pytest.raises(CollectiveError, match="does not divide"):
+            reduce_scatter_coalesced([torch.ones(5)], comm)

@@ -1,4 +1,4 @@
-"""Covers: tree_sums.py, on real gloo ranks."""
+"""Covers: reductions.py, sums in one tree, on real gloo ranks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .argument_types import require
 from .collectives import even, rooted, uneven
-from .collectives.operands import Along, check_operand, check_root, resolve
+from .collectives.calls import Along, check_operand, check_root, resolve
 from .collectives.rooted import check_targets
 from .errors import CollectiveError, CollectiveTypeError
 from .groups.process_groups import Comm
@@ -39,27 +39,30 @@ __all__ = [
     "sum_gradients",
 ]
 
-Map = Callable[[Tensor], Tensor]
+Map = tuple[Callable[..., Tensor], *tuple[Any, ...]]
+"""A linear collective with its arguments after the tensor and the communicator: `(even.all_gather, dim)`."""
 
 
 class _Linear(torch.autograd.Function):
     """A linear map with its adjoint. The gradient of a linear map is linear, so gradients of any order work."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
-        ctx.run, ctx.adjoint = run, adjoint
-        return run(tensor)
+    def forward(ctx: Any, tensor: Tensor, comm: Comm, run: Map, adjoint: Map) -> Tensor:
+        ctx.comm, ctx.run, ctx.adjoint = comm, run, adjoint
+        function, *arguments = run
+        return function(tensor, comm, *arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(grads[0], ctx.adjoint, ctx.run), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(grads[0], ctx.comm, ctx.adjoint, ctx.run), None, None, None
 
 
-def _apply(tensor: Tensor, run: Map, adjoint: Map) -> Tensor:
+def _apply(tensor: Tensor, comm: Along, run: Map, adjoint: Map) -> Tensor:
+    comm = resolve(comm)
     if type(tensor) is not Tensor or tensor.is_sparse:
         with torch.no_grad():  # gradients are what these collectives have
             check_operand(tensor)
-    return cast(Tensor, _Linear.apply(tensor, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
+    return cast(Tensor, _Linear.apply(tensor, comm, run, adjoint))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def _linear_op(op: str) -> None:
@@ -80,8 +83,7 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum") -> Tensor:
         [[2.0, 2.0], [2.0, 2.0]]
     """
     _linear_op(op)
-    comm = resolve(comm)
-    return _apply(tensor, lambda x: even.all_reduce(x, comm, op), lambda g: even.all_reduce(g, comm, op))
+    return _apply(tensor, comm, (even.all_reduce, op), (even.all_reduce, op))
 
 
 def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
@@ -95,8 +97,7 @@ def all_reduce_replicated(tensor: Tensor, comm: Along) -> Tensor:
         >>> launch(example, 2)
         [[1.0, 1.0], [1.0, 1.0]]
     """
-    comm = resolve(comm)
-    return _apply(tensor, lambda x: even.all_reduce(x, comm), lambda g: g.clone())
+    return _apply(tensor, comm, (even.all_reduce,), (_copy,))
 
 
 def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
@@ -110,80 +111,48 @@ def sum_gradients(tensor: Tensor, comm: Along) -> Tensor:
         >>> launch(example, 2)
         [[2.0, 2.0], [2.0, 2.0]]
     """
-    comm = resolve(comm)
-    return _apply(tensor, lambda x: x.clone(), lambda g: even.all_reduce(g, comm))
+    return _apply(tensor, comm, (_copy,), (even.all_reduce,))
 
 
 def all_gather(tensor: Tensor, comm: Along, dim: int = 0) -> Tensor:
     """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards joined along `dim`."""
-    comm = resolve(comm)
-    return _apply(tensor, lambda x: even.all_gather(x, comm, dim), lambda g: even.reduce_scatter(g, comm, dim))
+    return _apply(tensor, comm, (even.all_gather, dim), (even.reduce_scatter, dim))
 
 
 def all_gather_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0) -> Tensor:
     """`S(dim) -> R`, backward `P -> S(dim)`: the ranks' shards of different sizes, joined along `dim`."""
-    comm = resolve(comm)
-    return _apply(
-        tensor,
-        lambda x: uneven.all_gather_v(x, comm, sizes, dim),
-        lambda g: uneven.reduce_scatter_v(g, comm, sizes, dim),
-    )
+    return _apply(tensor, comm, (uneven.all_gather_v, sizes, dim), (uneven.reduce_scatter_v, sizes, dim))
 
 
 def reduce_scatter(tensor: Tensor, comm: Along, dim: int = 0, op: str = "sum") -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction."""
     _linear_op(op)
-    comm = resolve(comm)
-    scale = comm.size if op == "avg" else 1
-    return _apply(
-        tensor,
-        lambda x: even.reduce_scatter(x, comm, dim, op),
-        lambda g: even.all_gather(g if scale == 1 else g / scale, comm, dim),
-    )
+    return _apply(tensor, comm, (even.reduce_scatter, dim, op), (_gather_shares, op, even.all_gather, dim))
 
 
 def reduce_scatter_v(tensor: Tensor, comm: Along, sizes: Sequence[int], dim: int = 0, op: str = "sum") -> Tensor:
     """`P -> S(dim)`, backward `S(dim) -> R`: this rank's block of the reduction, `sizes[comm.rank]` long."""
     _linear_op(op)
-    comm = resolve(comm)
-    scale = comm.size if op == "avg" else 1
-    return _apply(
-        tensor,
-        lambda x: uneven.reduce_scatter_v(x, comm, sizes, dim, op),
-        lambda g: uneven.all_gather_v(g if scale == 1 else g / scale, comm, sizes, dim),
-    )
+    adjoint = (_gather_shares, op, uneven.all_gather_v, sizes, dim)
+    return _apply(tensor, comm, (uneven.reduce_scatter_v, sizes, dim, op), adjoint)
 
 
 def all_to_all(tensor: Tensor, comm: Along, split_dim: int, concat_dim: int) -> Tensor:
     """`S(concat_dim) -> S(split_dim)`, backward `S(split_dim) -> S(concat_dim)`: equal blocks change ranks."""
-    comm = resolve(comm)
-    return _apply(
-        tensor,
-        lambda x: even.all_to_all(x, comm, split_dim, concat_dim),
-        lambda g: even.all_to_all(g, comm, concat_dim, split_dim),
-    )
+    return _apply(tensor, comm, (even.all_to_all, split_dim, concat_dim), (even.all_to_all, concat_dim, split_dim))
 
 
 def all_to_all_v(flat: Tensor, comm: Along, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
     """`S -> S`, backward `S -> S`: 1-D blocks of exact sizes, sent back in backward."""
-    comm = resolve(comm)
     return _apply(
-        flat,
-        lambda x: uneven.all_to_all_v(x, comm, send_sizes, recv_sizes),
-        lambda g: uneven.all_to_all_v(g, comm, recv_sizes, send_sizes),
+        flat, comm, (uneven.all_to_all_v, send_sizes, recv_sizes), (uneven.all_to_all_v, recv_sizes, send_sizes)
     )
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
     """`one rank -> R`, backward `P -> one rank`: the tensor of rank `src`; the gradient is zero on other ranks."""
-    comm = resolve(comm)
-    check_root(src, comm, "src")
-
-    def adjoint(grad: Tensor) -> Tensor:
-        total = even.all_reduce(grad, comm)
-        return total if comm.rank == src else torch.zeros_like(total)
-
-    return _apply(tensor, lambda x: rooted.broadcast(x, comm, src), adjoint)
+    check_root(src, resolve(comm), "src")
+    return _apply(tensor, comm, (rooted.broadcast, src), (_sum_on, src))
 
 
 def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -208,14 +177,33 @@ def scatter(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         raise CollectiveError(
             f"scatter of shape {tuple(tensor.shape)}: dim 0 has one block for each of {comm.size} ranks"
         )
-    return _apply(tensor, lambda x: _scatter(x, comm, src), lambda g: _gather(g, comm, src))
+    return _apply(tensor, comm, (_scatter, src), (_gather, src))
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> Tensor:
     """`S(0) -> one rank`, backward `one rank -> S(0)`: (n, ...) with the ranks' tensors on rank `dst`, else zeros."""
-    comm = resolve(comm)
-    check_root(dst, comm, "dst")
-    return _apply(tensor, lambda x: _gather(x, comm, dst), lambda g: _scatter(g, comm, dst))
+    check_root(dst, resolve(comm), "dst")
+    return _apply(tensor, comm, (_gather, dst), (_scatter, dst))
+
+
+def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
+    """`S -> S`, backward `S -> S`: the tensor of the rank whose target is this one; the gradient goes back."""
+    check_targets(targets, resolve(comm))
+    back = sorted(range(len(targets)), key=targets.__getitem__)
+    return _apply(tensor, comm, (rooted.permute, targets), (rooted.permute, back))
+
+
+def _copy(tensor: Tensor, comm: Comm) -> Tensor:
+    return tensor.clone()
+
+
+def _gather_shares(grad: Tensor, comm: Comm, op: str, gather: Callable[..., Tensor], *arguments: object) -> Tensor:
+    return gather(grad / comm.size if op == "avg" else grad, comm, *arguments)
+
+
+def _sum_on(grad: Tensor, comm: Comm, src: int) -> Tensor:
+    total = even.all_reduce(grad, comm)
+    return total if comm.rank == src else torch.zeros_like(total)
 
 
 def _scatter(blocks: Tensor, comm: Comm, src: int) -> Tensor:
@@ -226,11 +214,3 @@ def _scatter(blocks: Tensor, comm: Comm, src: int) -> Tensor:
 def _gather(tensor: Tensor, comm: Comm, dst: int) -> Tensor:
     blocks = rooted.gather(tensor, comm, dst)
     return torch.stack(blocks) if blocks is not None else tensor.new_zeros((comm.size, *tensor.shape))
-
-
-def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
-    """`S -> S`, backward `S -> S`: the tensor of the rank whose target is this one; the gradient goes back."""
-    comm = resolve(comm)
-    check_targets(targets, comm)
-    back = sorted(range(len(targets)), key=targets.__getitem__)
-    return _apply(tensor, lambda x: rooted.permute(x, comm, targets), lambda g: rooted.permute(g, comm, back))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Token
 from dataclasses import field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -191,3 +192,26 @@ def run_observed(event: Event, run: Callable[[], R]) -> R:
         event.seconds = time.perf_counter() - event.started
         for observer in observers:
             observer.after(event)
+
+
+def observed(  # noqa: PLR0913  # the fields of an event
+    run: Callable[[], R],
+    op: str,
+    comm: Any,
+    tensors: Sequence[torch.Tensor],
+    reduce_op: str = "",
+    same: Mapping[str, object] = MappingProxyType({}),
+    flow: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> R:
+    """What `run` returns: a collective that observers hear of, unless it is over one rank or part of another.
+
+    Args:
+        run: what runs.
+        op, comm, tensors, reduce_op, same: those of the `Event`; sequences in `same` as any sequence.
+        flow: its `sends` and `receives`, if ranks send different amounts.
+    """
+    if not observers or comm.size == 1 or in_observed():
+        return run()
+    plain = {k: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for k, v in same.items()}
+    sends, receives = (None, None) if flow is None else map(tuple, flow)
+    return run_observed(Event(op, comm, tuple(tensors), reduce_op, plain, sends, receives), run)

@@ -8,17 +8,16 @@ May import: _torch, argument_types, collectives, events, facades, groups, observ
 from ._torch import constant_when_compiled as constant_when_compiled
 from .argument_types import kind_of as kind_of
 from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
+from .collectives.calls import Along as Along, Pending as Pending
 from .collectives.even import all_reduce_ as all_reduce_
 from .collectives.graph_dependences import bound as bound, contribution as contribution
-from .collectives.operands import Along as Along
 from .collectives.packed import (
     PackedPending as PackedPending,
     all_gather_packed as all_gather_packed,
     all_reduce_packed as all_reduce_packed,
     reduce_scatter_packed as reduce_scatter_packed,
 )
-from .collectives.pending import Pending as Pending
-from .collectives.tree_sums import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
+from .collectives.reductions import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
 from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
 from .facades import no_such_name as no_such_name
 from .groups.agreement import agree as agree

@@ -1,13 +1,16 @@
 """The seven backend calls that collectives consist of: by the communicator's transport, functional while compiling.
 
-Blocks follow one another along dim 0 in index order of the communicator; inputs of equal blocks may have any strides,
-others are contiguous. Each function returns the result and what to wait for (None when there is nothing to wait for).
-`background` says that the caller goes on before it waits.
+Blocks follow one another along dim 0 in index order of the communicator, which has several ranks; inputs of equal
+blocks may have any strides, others are contiguous. `background` says that the caller goes on before it waits.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +22,15 @@ from ..shared_memory.channel import channel_of
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..transport import Handle, Receive, Transport
 from .c10d_transport import C10dTransport
+from .calls import Pending
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
-from .huge_pages import in_huge_pages
-from .wire import in_memory
-
-Started = tuple[Tensor, Handle | None]
+from .reductions import in_memory
 
 # Up to here one all-to-all of the unsharded tensor is faster than gloo's ring: 4 ranks, 64 KiB, a third of the time.
 ONE_SHOT_RANKS, ONE_SHOT_BYTES = 8, 1 << 16
+# Of this size malloc takes new memory from the system each time, page by page as it is first written: 20 ms for 32 MiB,
+# eight times what copying takes. In pages of 2 MiB it takes 3.
+LARGE_BYTES = 32 << 20
 
 
 def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = False, uneven: bool = False) -> Transport:
@@ -42,11 +46,11 @@ def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = Fals
     return transport.carrier(tensor, op, background, uneven)
 
 
-def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Tensor:
-    """What compiled code calls, and waits for, since the other ranks do: of this package where that is faster.
+def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Pending:
+    """A functional collective in the graph, complete.
 
-    Exported programs run where there is none.  Of a group written in Python C++ has no backend, and calls methods of it
-    that it may not have.
+    It is this package's operator on gloo, where that is faster, and on groups written in Python, which C++ cannot call;
+    torch's elsewhere and in exported programs, which run without this package.
 
     Raises:
         CollectiveError: forward-mode AD follows the operand, and would lose it here.
@@ -55,14 +59,15 @@ def _in_graph(name: str, operand: Tensor, comm: Comm, *arguments: object) -> Ten
         raise CollectiveError("collectives have no forward-mode derivative, and the tensor has a tangent")
     here = (comm.in_python or (comm.on_gloo and operand.is_cpu)) and not is_exporting()
     collective = getattr(getattr(torch.ops, NAMESPACE) if here else functional, name)
-    return functional.wait_tensor(in_its_pass(collective, distinct(operand), *arguments, comm.name))  # type: ignore[no-any-return]  # operators have no types
+    result = in_its_pass(collective, distinct(operand), *arguments, comm.name)
+    return Pending(functional.wait_tensor(result), None)
 
 
-def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
-    """Reduce in place; while compiling the result is another tensor, so use what is returned."""
+def all_reduce_(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
+    """Reduce in place; while compiling the result is another tensor, so use what it brings."""
     if is_traced(tensor):
-        return _in_graph("all_reduce", tensor, comm, op), None
-    return tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background)
+        return _in_graph("all_reduce", tensor, comm, op)
+    return Pending(tensor, carrier_of(comm, tensor, op, background).all_reduce_(tensor, op, background))
 
 
 def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
@@ -83,81 +88,86 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     )
 
 
-def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
-    """(m, ...) -> (size * m, ...), in the order of the group."""
+def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
+    """(m, ...) -> (size * m, ...)."""
     if is_traced(tensor):
-        return _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size), None
-    tensor = in_memory(tensor)
-    shape = tensor.shape
-    out = in_huge_pages(tensor.new_empty((comm.size * shape[0], *shape[1:])))
-    return out, carrier_of(comm, tensor, "", background).all_gather(tensor, out)
+        pending = _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
+    else:
+        tensor = in_memory(tensor)
+        out = in_huge_pages(tensor.new_empty((comm.size * tensor.shape[0], *tensor.shape[1:])))
+        pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
+    return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
 
 
-def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Started:
+def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """(size * m, ...) -> (m, ...)."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_traced(tensor):
-        return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size), None
+        return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
-    shape = tensor.shape
-    out = in_huge_pages(tensor.new_empty((shape[0] // comm.size, *shape[1:])))
-    return out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op)
+    out = in_huge_pages(tensor.new_empty((tensor.shape[0] // comm.size, *tensor.shape[1:])))
+    return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
 
 
-def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Started:
-    """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i of the group."""
+def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
+    """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
     if comm.order is not None:
         tensor = _in_group_order(tensor, comm)
     if is_traced(tensor):
         sizes = [tensor.shape[0] // comm.size] * comm.size
-        return _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes), None
-    tensor = in_memory(tensor)
-    out = in_huge_pages(torch.empty_like(tensor))
-    return out, carrier_of(comm, tensor, "", background).all_to_all(tensor, out)
+        pending = _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
+    else:
+        tensor = in_memory(tensor)
+        out = in_huge_pages(torch.empty_like(tensor))
+        pending = Pending(out, carrier_of(comm, tensor, "", background).all_to_all(tensor, out))
+    return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
 
 
-def all_to_all_v(flat: Tensor, comm: Comm, send: list[int], receive: list[int], background: bool = False) -> Started:
-    """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i, in the order of the group."""
+def all_to_all_v(
+    flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int], background: bool = False
+) -> Pending:
+    """1-D blocks of `send[j]` elements for rank j -> `receive[i]` elements from rank i."""
+    order = group_to_index(comm)
     if comm.order is not None:
-        blocks, order = torch.split(flat, send), group_to_index(comm)
+        blocks = torch.split(flat, list(send))
         flat = torch.cat([blocks[index] for index in order])
-        send, receive = [send[index] for index in order], [receive[index] for index in order]
-    return all_to_all_exact(flat, comm, send, receive, background=background)
+    arrivals = [receive[index] for index in order]
+    pending = all_to_all_exact(flat, comm, [send[index] for index in order], arrivals, background=background)
+    positions = comm.order
+    if positions is None:
+        return pending
+
+    def in_index_order(out: Tensor) -> Tensor:
+        blocks = torch.split(out, arrivals)
+        return torch.cat([blocks[position] for position in positions])
+
+    return pending.then(in_index_order)
 
 
 def all_to_all_exact(
     flat: Tensor, comm: Comm, send: list[int], receive: list[int], out: Tensor | None = None, background: bool = False
-) -> Started:
+) -> Pending:
     """`all_to_all_v` with blocks and counts in the order of the group; writes into `out` when there is one."""
     if is_traced(flat):
-        return _in_graph("all_to_all_single", flat, comm, receive, send), None
+        return _in_graph("all_to_all_single", flat, comm, receive, send)
     if out is None:
         out = in_huge_pages(flat.new_empty((sum(receive),)))
-    return out, carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive)
+    return Pending(out, carrier_of(comm, flat, "", background, uneven=True).all_to_all_v(flat, out, send, receive))
 
 
-def exchange_flat(flat: Tensor, comm: Comm, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """`all_to_all_v`, complete, its blocks in index order; sizes may be any sequence."""
-    send, receive = send if type(send) is list else list(send), receive if type(receive) is list else list(receive)
-    value, work = all_to_all_v(flat, comm, send, receive)
-    if work is not None:
-        work.wait()
-    return value if comm.order is None else in_index_order_v(value, comm, receive)
-
-
-def broadcast_(tensor: Tensor, comm: Comm, source: int, background: bool = False) -> Started:
+def broadcast_(tensor: Tensor, comm: Comm, source: int) -> Pending:
     """Overwrite with the tensor of one rank; while compiling the result is another tensor."""
     root = source if comm.order is None else comm.order[source]
     if is_traced(tensor):
-        return _in_graph("broadcast", tensor, comm, root), None
-    return tensor, carrier_of(comm, tensor, "", background).broadcast_(tensor, root)
+        return _in_graph("broadcast", tensor, comm, root)
+    return Pending(tensor, carrier_of(comm, tensor).broadcast_(tensor, root))
 
 
 def packed(
     kind: str, tensors: Sequence[Tensor], comm: Comm, receive: Receive, sizes: Sequence[int] = (), op: str = ""
 ) -> Handle | None:
-    """Many tensors in one message in the background, their blocks in index order; None where the caller packs them."""
+    """Many tensors in one message in the background; None where the caller packs them."""
     if comm.size == 1 or is_traced(tensors[0]):
         return None
     carrier, order = carrier_of(comm, tensors[0], op), comm.order
@@ -173,7 +183,7 @@ def group_to_index(comm: Comm) -> list[int]:
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 
-def in_index_order(gathered: Tensor, comm: Comm) -> Tensor:
+def _in_index_order(gathered: Tensor, comm: Comm) -> Tensor:
     """Equal blocks along dim 0, from the order of the group to that of the communicator."""
     if comm.order is None or not gathered.numel():
         return gathered
@@ -188,9 +198,28 @@ def _in_group_order(tensor: Tensor, comm: Comm) -> Tensor:
     return tensor.reshape(comm.size, -1, *tensor.shape[1:])[group_to_index(comm)].flatten(0, 1)
 
 
-def in_index_order_v(flat: Tensor, comm: Comm, receive: Sequence[int]) -> Tensor:
-    """The blocks that `all_to_all_v` returned, `receive[i]` elements each, in index order of the communicator."""
-    if comm.order is None:
-        return flat
-    blocks = torch.split(flat, [receive[index] for index in group_to_index(comm)])
-    return torch.cat([blocks[position] for position in comm.order])
+def in_huge_pages(new: Tensor) -> Tensor:
+    """The tensor, whose memory nobody has written yet: a large one on the CPU will be in huge pages.
+
+    Systems give them to programs that ask (`madvise`, the usual setting).
+
+    Example:
+        >>> in_huge_pages(torch.empty(1 << 23)).shape
+        torch.Size([8388608])
+    """
+    madvise = _madvise() if new.nbytes >= LARGE_BYTES and new.is_cpu else None
+    if madvise is not None:
+        first = -(-new.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (new.data_ptr() + new.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        madvise(first, length, mmap.MADV_HUGEPAGE)  # a wish: whether it is granted changes nothing but the time
+    return new
+
+
+@cache
+def _madvise() -> Any:
+    """The system's; None where it has no huge pages."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

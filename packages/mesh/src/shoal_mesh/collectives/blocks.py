@@ -15,9 +15,9 @@ from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from ..groups.world import device_of
 from . import backend_calls
+from .calls import Along, check_operand, resolve
 from .graph_dependences import bound
-from .operands import Along, check_operand, resolve
-from .wire import materialized
+from .reductions import materialized
 
 Blocks = Sequence[Sequence[Tensor]]
 
@@ -67,11 +67,10 @@ def all_to_all_blocks(blocks: Blocks, comm: Along, out: Blocks) -> Blocks:
     def run() -> None:
         into = list(chain.from_iterable(arrivals))
         target = None if traced else _as_one(into)
-        received, work = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
+        pending = backend_calls.all_to_all_exact(flat, comm, _counts(sends), _counts(arrivals), target)
         if straight:
             _keep(blocks[own], out[own])
-        if work is not None:
-            work.wait()
+        received = pending.wait()
         if target is None:
             _unpack(received, into)
         if traced and not received.numel() and (places := [*chain.from_iterable(out)]):

@@ -11,14 +11,21 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from .._torch import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions, ReduceScatterOptions
+from .._torch import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Work,
+)
 from ..groups.group_calls import call_of
 from ..groups.process_groups import Comm
 from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Channel
 from ..shared_memory.recorder import record
 from ..transport import Handle, Receive, Transport, as_bytes
-from .wire import PLAIN, REDUCE
+from .reductions import PLAIN, REDUCE
 
 Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
 _ALL_GATHER, _ALL_TO_ALL = AllgatherOptions(), AllToAllOptions()
@@ -61,19 +68,20 @@ class C10dTransport:
         if self._channel is not None and tensor.is_cpu:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root)
 
+    def _watched(self, work: Work, tensor: Tensor) -> Handle:
+        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         return self
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
         self._announce(tensor, "all_reduce", tensor.numel(), op)
-        work = self._group.allreduce([tensor], _ALL_REDUCE[op])
-        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+        return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
 
     def all_gather(self, tensor: Tensor, out: Tensor) -> Handle | None:
         self._announce(tensor, "all_gather", tensor.numel())
         sent, into = (tensor, out) if tensor.dtype in PLAIN else (as_bytes(tensor), as_bytes(out))
-        work = call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER)
-        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+        return self._watched(call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
@@ -97,13 +105,12 @@ class C10dTransport:
             width, sent, into = tensor.element_size(), as_bytes(tensor), as_bytes(out)
             send, receive = [n * width for n in send], [n * width for n in receive]
         work = call_of(self._group, "all_to_all")(self._group, into, sent, receive, send, _ALL_TO_ALL)
-        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+        return self._watched(work, tensor)
 
     def broadcast_(self, tensor: Tensor, root: int) -> Handle | None:
         self._announce(tensor, "broadcast", tensor.numel(), "", root)
         sent = tensor if tensor.dtype in PLAIN else as_bytes(tensor)
-        work = self._group.broadcast([sent], _from(root))
-        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+        return self._watched(self._group.broadcast([sent], _from(root)), tensor)
 
     def packed(
         self, kind: str, tensors: Sequence[Tensor], receive: Receive, sizes: Sequence[int], own: int, op: str

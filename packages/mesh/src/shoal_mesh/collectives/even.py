@@ -8,50 +8,20 @@ that requires grad is refused, `shoal_mesh.differentiable` has the versions with
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from .._torch import is_compiling, is_traced
+from .._torch import is_compiling
 from ..errors import CollectiveError
-from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from . import backend_calls
-from .operands import Along, check_operand, normal_dim, refuse_uneven, resolve
-from .pending import Pending
-from .tree_sums import in_tree, tree_sum
-from .wire import Reduction, materialized, reduction, require_op, unwire, wire
+from .calls import Along, Pending, checked, collective, normal_dim, refuse_uneven
+from .reductions import Reduction, in_tree, materialized, reduction, require_op, tree_sum, unwire, wire
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
-
-
-def _result(
-    started: backend_calls.Started, async_op: bool, then: Callable[[Tensor], Tensor] | None = None
-) -> Tensor | Pending:
-    value, work = started
-    if async_op:
-        return Pending(value, work, then)
-    if work is not None:
-        work.wait()
-    return value if then is None else then(value)
-
-
-def _fresh(tensor: Tensor, async_op: bool) -> Tensor | Pending:
-    """What a collective over one rank returns."""
-    return _result((tensor.clone(memory_format=torch.contiguous_format), None), async_op)
-
-
-def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
-    """The blocks along `dim` along dim 0: (a, count * b) -> (count * a, b) for dim 1."""
-    return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
-
-
-def _blocks_along(blocks: Tensor, count: int, dim: int) -> Tensor:
-    """Blocks that follow one another along dim 0, joined along `dim` instead: (count * a, b) -> (a, count * b)."""
-    return blocks if dim == 0 else torch.cat(blocks.chunk(count), dim)
 
 
 @overload
@@ -78,43 +48,15 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
         >>> launch(lambda rows: all_reduce(rows, comm_over((0, 1)), "max").tolist(), 2, torch.tensor([3, 4]))
         [[3, 4], [3, 4]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    how = reduction(tensor.dtype, op if type(op) is str else require_op(op))
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("all_reduce", comm, (tensor,), op, same={"shape": tuple(tensor.shape)})
-        return run_observed(event, lambda: all_reduce(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if is_compiling() and comm.size > 1:  # functional collectives write to no operand
-        return _reduce_own(tensor.contiguous(), comm, how, async_op)
-    return _reduce_own(tensor.clone(memory_format=torch.contiguous_format), comm, how, async_op)
+    comm = checked(tensor, comm)
+    how = reduction(tensor.dtype, require_op(op))
 
+    def start() -> Pending:
+        # Functional collectives write to no operand, so compiled code needs no copy.
+        own = tensor.contiguous() if is_compiling() else tensor.clone(memory_format=torch.contiguous_format)
+        return reduced(own, comm, how, async_op)
 
-def _reduce_own(own: Tensor, comm: Comm, how: Reduction, async_op: bool = False) -> Tensor | Pending:
-    """Reduce a contiguous tensor that nobody else holds."""
-    if comm.size == 1:
-        return Pending(own, None) if async_op else own
-    if in_tree(own, how.op):
-        sent = own if how.dtype is None else wire(own, how.dtype)
-        summed = _finish(_all_reduce_in_tree(sent, comm), comm, how, own.dtype)
-        return Pending(summed, None) if async_op else summed
-    if how.dtype is None and backend_calls.is_one_shot(own, comm, how.op):
-        # In the same order everywhere, so the sums of all ranks agree bit by bit.
-        started = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
-        return _result(started, async_op, lambda all_: _finish(torch.sum(all_, 0, out=own), comm, how, own.dtype))
-    if how.dtype is None and not how.divide:
-        return _result(backend_calls.all_reduce_(own, comm, how.op, async_op), async_op)
-    dtype = own.dtype
-    sent = own if how.dtype is None else wire(own, how.dtype)
-    return _result(
-        backend_calls.all_reduce_(sent, comm, how.op, async_op), async_op, lambda r: _finish(r, comm, how, dtype)
-    )
-
-
-def _finish(reduced: Tensor, comm: Comm, how: Reduction, dtype: torch.dtype) -> Tensor:
-    if how.divide:
-        reduced = reduced.div_(comm.size)
-    return reduced if how.dtype is None else unwire(reduced, dtype)
+    return collective("all_reduce", tensor, comm, start, async_op, {"shape": tensor.shape}, op)
 
 
 @overload
@@ -135,32 +77,17 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
         >>> launch(example, 2)
         [[1.0, 1.0], [1.0, 1.0]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    how = reduction(tensor.dtype, op if type(op) is str else require_op(op))
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("all_reduce", comm, (tensor,), op, same={"shape": tuple(tensor.shape)})
-        return run_observed(event, lambda: all_reduce_(tensor, comm, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
+    comm = checked(tensor, comm)
+    how = reduction(tensor.dtype, require_op(op))
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
-    in_order = tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())  # a compiler cannot trace `is_neg`
-    own = tensor if in_order else _not_overlapping(tensor)
-    reduced = _reduce_own(own, comm, how, async_op)
-    if isinstance(reduced, Pending):
-        in_place = own is tensor and how.dtype is None and not how.divide and not is_traced(tensor)
-        return reduced if in_place else Pending(tensor, None, lambda into: into.copy_(reduced.wait()))
-    return tensor if reduced is tensor else tensor.copy_(reduced)
 
+    def start() -> Pending:
+        in_order = tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())  # a compiler cannot trace it
+        pending = reduced(tensor if in_order else _not_overlapping(tensor), comm, how, async_op)
+        return pending.then(lambda reduced: tensor if reduced is tensor else tensor.copy_(reduced))
 
-def _not_overlapping(tensor: Tensor) -> Tensor:
-    """A copy to reduce in place of a tensor that the result can be written to."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise CollectiveError(
-            f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
-            "several elements are one memory location, call clone() first"
-        )
-    return materialized(tensor)
+    return collective("all_reduce", tensor, comm, start, async_op, {"shape": tensor.shape}, op)
 
 
 @overload
@@ -188,23 +115,17 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
         >>> launch(lambda: all_gather(torch.ones(2, 3), comm_over((0, 1)), 1).shape, 2)
         [torch.Size([2, 6]), torch.Size([2, 6])]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
+    comm = checked(tensor, comm)
     source = tensor.view(1) if tensor.ndim == 0 else tensor
-    if type(dim) is not int or dim:
-        dim = normal_dim(source, dim)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("all_gather_into_tensor", comm, (tensor,), same={"shape": tuple(source.shape), "dim": dim})
-        return run_observed(event, lambda: all_gather(tensor, comm, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if comm.size == 1:
-        return _fresh(source, async_op)
-    started = backend_calls.all_gather(source, comm, async_op)
-    if dim == 0 and comm.order is None:
-        return _result(started, async_op)
-    return _result(
-        started, async_op, lambda out: _blocks_along(backend_calls.in_index_order(out, comm), comm.size, dim)
-    )
+    dim = normal_dim(source, dim)
+
+    def start() -> Pending:
+        pending = backend_calls.all_gather(source, comm, async_op)
+        # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
+        return pending if dim == 0 else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
+
+    facts = {"shape": source.shape, "dim": dim}
+    return collective("all_gather_into_tensor", source, comm, start, async_op, facts)
 
 
 @overload
@@ -239,32 +160,17 @@ def reduce_scatter(
         >>> launch(lambda: reduce_scatter(torch.arange(4), comm_over((0, 1))).tolist(), 2)
         [[0, 2], [4, 6]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    if type(dim) is not int or dim or tensor.ndim == 0:
-        dim = normal_dim(tensor, dim)
-    how = reduction(tensor.dtype, op if type(op) is str else require_op(op))
+    comm = checked(tensor, comm)
+    dim = normal_dim(tensor, dim)
+    how = reduction(tensor.dtype, require_op(op))
     if tensor.shape[dim] % comm.size:
         refuse_uneven(tensor, dim, comm)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("reduce_scatter_tensor", comm, (tensor,), op, same={"shape": tuple(tensor.shape), "dim": dim})
-        return run_observed(event, lambda: reduce_scatter(tensor, comm, dim, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if comm.size == 1:
-        return _fresh(tensor, async_op)
-    blocks = _blocks_first(tensor, comm.size, dim)
-    if in_tree(blocks, how.op):
-        sent = blocks if how.dtype is None else wire(blocks, how.dtype)
-        started = backend_calls.all_to_all(sent, comm, async_op)
-        return _result(started, async_op, lambda r: _finish(_sum_in_tree(r, comm), comm, how, tensor.dtype))
-    if how.dtype is None and not how.divide:
-        return _result(backend_calls.reduce_scatter(blocks, comm, how.op, async_op), async_op)
-    sent = blocks if how.dtype is None else wire(blocks, how.dtype)
-    return _result(
-        backend_calls.reduce_scatter(sent, comm, how.op, async_op),
-        async_op,
-        lambda r: _finish(r, comm, how, tensor.dtype),
-    )
+
+    def start() -> Pending:
+        return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
+
+    facts = {"shape": tensor.shape, "dim": dim}
+    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, facts, op)
 
 
 @overload
@@ -297,53 +203,78 @@ def all_to_all(
         >>> launch(lambda: all_to_all(torch.tensor([[1, 2]]), comm_over((0, 1)), 1, 0).tolist(), 2)
         [[[1], [1]], [[2], [2]]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
+    comm = checked(tensor, comm)
     split_dim, concat_dim = normal_dim(tensor, split_dim), normal_dim(tensor, concat_dim)
     if tensor.shape[split_dim] % comm.size:
         refuse_uneven(tensor, split_dim, comm)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event(
-            "all_to_all_single",
-            comm,
-            (tensor,),
-            same={"shape": tuple(tensor.shape), "split_dim": split_dim, "concat_dim": concat_dim},
+
+    def start() -> Pending:
+        pending = backend_calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
+        return pending if concat_dim == 0 else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
+
+    facts = {"shape": tensor.shape, "split_dim": split_dim, "concat_dim": concat_dim}
+    return collective("all_to_all_single", tensor, comm, start, async_op, facts)
+
+
+def _not_overlapping(tensor: Tensor) -> Tensor:
+    """A copy to reduce in place of a tensor that the result can be written to."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise CollectiveError(
+            f"all_reduce_ cannot write into shape {tuple(tensor.shape)} with strides {tensor.stride()}: "
+            "several elements are one memory location, call clone() first"
         )
-        return run_observed(event, lambda: all_to_all(tensor, comm, split_dim, concat_dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if comm.size == 1:
-        return _fresh(tensor, async_op)
-    started = backend_calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
-    if concat_dim == 0 and comm.order is None:
-        return _result(started, async_op)
-    return _result(
-        started, async_op, lambda out: _blocks_along(backend_calls.in_index_order(out, comm), comm.size, concat_dim)
-    )
+    return materialized(tensor)
 
 
-def _sum_in_tree(arrived: Tensor, comm: Comm) -> Tensor:
+def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
+    """The blocks along `dim` along dim 0: (a, count * b) -> (count * a, b) for dim 1."""
+    return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
+
+
+def reduced(own: Tensor, comm: Comm, how: Reduction, background: bool) -> Pending:
+    """`P -> R`: reduce a contiguous tensor that nobody else holds."""
+    sent = own if how.dtype is None else wire(own, how.dtype)
+    if in_tree(own, how.op):
+        pending = Pending(_all_reduce_in_tree(sent, comm), None)
+    elif how.dtype is None and backend_calls.is_one_shot(own, comm, how.op):
+        # In the same order everywhere, so the sums of all ranks agree bit by bit.
+        pending = backend_calls.all_to_all(own.expand(comm.size, *own.shape).contiguous(), comm)
+        pending = pending.then(lambda terms: torch.sum(terms, 0, out=own))
+    else:
+        pending = backend_calls.all_reduce_(sent, comm, how.op, background)
+    return _as_asked(pending, comm, how, own.dtype)
+
+
+def reduced_blocks(blocks: Tensor, comm: Comm, how: Reduction, background: bool) -> Pending:
+    """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
+    sent = blocks if how.dtype is None else wire(blocks, how.dtype)
+    if in_tree(blocks, how.op):
+        pending = backend_calls.all_to_all(sent, comm, background).then(lambda terms: _sum_in_tree(terms, comm))
+    else:
+        pending = backend_calls.reduce_scatter(sent, comm, how.op, background)
+    return _as_asked(pending, comm, how, blocks.dtype)
+
+
+def _as_asked(pending: Pending, comm: Comm, how: Reduction, dtype: torch.dtype) -> Pending:
+    """A reduction on the wire, as that of the caller's op and dtype."""
+    if how.divide:
+        pending = pending.then(lambda total: total.div_(comm.size))
+    return pending if how.dtype is None else pending.then(lambda reduced: unwire(reduced, dtype))
+
+
+def _sum_in_tree(terms: Tensor, comm: Comm) -> Tensor:
     """(size * m, ...) -> (m, ...): the sum of the blocks that all ranks have sent."""
-    rows = backend_calls.in_index_order(arrived, comm)
-    return tree_sum(rows.reshape(comm.size, rows.shape[0] // comm.size, *rows.shape[1:]))
+    return tree_sum(terms.reshape(comm.size, terms.shape[0] // comm.size, *terms.shape[1:]))
 
 
 def _all_reduce_in_tree(tensor: Tensor, comm: Comm) -> Tensor:
     """The sum of all ranks' tensors in place of a contiguous one, complete when it returns."""
     flat = tensor.view(-1)
     if tensor.nbytes <= _ONE_EXCHANGE_BYTES:
-        terms = _wait(backend_calls.all_gather(flat.unsqueeze(0), comm))
-        flat.copy_(tree_sum(backend_calls.in_index_order(terms, comm)))
+        flat.copy_(tree_sum(backend_calls.all_gather(flat.unsqueeze(0), comm).wait()))
         return tensor
     part = -(-flat.numel() // comm.size)
     padded = torch.cat([flat, flat.new_zeros(part * comm.size - flat.numel())])
-    arrived = _wait(backend_calls.all_to_all(padded, comm))
-    whole = _wait(backend_calls.all_gather(_sum_in_tree(arrived, comm), comm))
-    flat.copy_(backend_calls.in_index_order(whole, comm)[: flat.numel()])
-    return tensor
-
-
-def _wait(started: backend_calls.Started) -> Tensor:
-    tensor, work = started
-    if work is not None:
-        work.wait()
+    own = _sum_in_tree(backend_calls.all_to_all(padded, comm).wait(), comm)
+    flat.copy_(backend_calls.all_gather(own, comm).wait()[: flat.numel()])
     return tensor

@@ -1,29 +1,29 @@
-"""Many tensors in one collective beside computation, without a second copy of what is sent and received.
+"""Many tensors in one collective: blocks in, blocks out, everything else is sizes.
 
-Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from it. Elsewhere they
-are packed into a message for the backend. The functions return at once. The tensors that they get are flat, of one
-dtype, in the same order on all ranks, and must not be written to before the result has been waited for.
+Between CPU ranks of one host tensors are packed straight into shared memory and taken straight from it, so there is no
+second copy of what is sent and received. Elsewhere they are packed into a message for the backend. The functions for
+"packed" tensors return at once. What they get is flat, of one dtype, in the same order on all ranks, and must not be
+written to before the result has been waited for. Those for "coalesced" tensors of any shape and dtype wait: they send
+as many messages as there are dtypes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..argument_types import require_each
-from ..errors import CollectiveError, CollectiveTypeError
-from ..events import Event, in_observed, observers, run_observed
+from ..errors import CollectiveError
+from ..events import observed
 from ..groups.process_groups import Comm
 from ..transport import Handle, Receive
 from . import backend_calls
-from .even import all_reduce_
-from .operands import Along, check_operand, check_sizes, resolve
-from .pending import Pending, wait_noted
-from .tree_sums import in_tree
+from .calls import Along, Pending, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven, wait_noted
+from .even import all_reduce, all_reduce_
+from .reductions import in_tree, reduction, require_op
 from .uneven import all_gather_v, reduce_scatter_v
-from .wire import reduction, require_op
 
 
 class PackedPending:
@@ -39,11 +39,11 @@ class PackedPending:
         [[2.0, 2.0], [2.0]]
     """
 
-    __slots__ = ("_kept", "_of_others", "_sizes", "_unpack", "_work", "waits")
+    __slots__ = ("_borrowed", "_kept", "_unpack", "waits", "work")
 
-    def __init__(self, sizes: Sequence[int] = (), of_others: bool = False) -> None:
-        self._sizes, self._of_others = sizes, of_others
-        self._work: Handle | None = None
+    def __init__(self, borrowed: bool) -> None:
+        self._borrowed = borrowed  # what arrives is memory that others write to afterwards
+        self.work: Handle | None = None  # that calls `receive`
         self._unpack: Receive | None = None
         self._kept: Sequence[Tensor] | Tensor | None = None
         self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
@@ -53,32 +53,23 @@ class PackedPending:
 
         What a gather brings is memory that others write to afterwards: it has to be copied.
         """
+        self._unpack = unpack
         if self._kept is not None:
             unpack(self._kept)
-        elif (work := self._work) is not None:
-            self._unpack = unpack
-            wait_noted(work.wait, self.waits)
-            if isinstance(work, Pending):
-                self.receive(_in_rows(work.wait(), self._sizes))
-        self._work = self._kept = None
+        elif self.work is not None:
+            wait_noted(self.work, self.waits)
+        self.work = self._kept = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block. What can be done without waiting is done."""
-        return self._work is None or self._work.is_completed()
+        return self.work is None or self.work.is_completed()
 
     def receive(self, tensors: Sequence[Tensor] | Tensor) -> None:
         """Take what has arrived; it is kept if nobody has waited for it yet."""
         if self._unpack is not None:
             self._unpack(tensors)
-        elif not self._of_others:
-            self._kept = tensors
         else:
-            self._kept = tensors.clone() if isinstance(tensors, Tensor) else [tensor.clone() for tensor in tensors]
-
-    def over(self, work: Handle) -> PackedPending:
-        """This, of work that has been started."""
-        self._work = work
-        return self
+            self._kept = [tensor.clone() for tensor in tensors] if self._borrowed else tensors
 
 
 def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[int]) -> PackedPending:
@@ -108,13 +99,8 @@ def all_gather_packed(tensors: Sequence[Tensor], comm: Along, sizes: Sequence[in
     check_sizes(sizes, comm)
     if (own := sum(tensor.numel() for tensor in tensors)) != sizes[comm.rank]:
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, but sizes say {tuple(sizes)}")
-
-    def start() -> PackedPending:
-        pending = PackedPending(sizes, of_others=True)
-        work = backend_calls.packed("all_gather", tensors, comm, pending.receive, sizes)
-        return pending.over(work or all_gather_v(_joined(tensors), comm, sizes, async_op=True))
-
-    return _observed("all_gather_into_tensor", tensors, comm, "", sizes, start)
+    run = partial(start_message, "all_gather", tensors, comm, sizes)
+    return observed(run, "all_gather_into_tensor", comm, tensors, "", {"sizes": sizes})
 
 
 def reduce_scatter_packed(
@@ -143,18 +129,12 @@ def reduce_scatter_packed(
         [[0, 2], [0, 2, 4]]
     """
     comm = _checked(tensors, comm, rows=True)
-    reduction(tensors[0].dtype, op if type(op) is str else require_op(op))
+    reduction(tensors[0].dtype, require_op(op))
     total = check_sizes(sizes, comm)
     if (own := sum(tensor.numel() for tensor in tensors)) != total:
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
-
-    def start() -> PackedPending:
-        pending, work = PackedPending((sizes[comm.rank],)), None
-        if not in_tree(tensors[0], op):
-            work = backend_calls.packed("reduce_scatter", tensors, comm, pending.receive, sizes, op)
-        return pending.over(work or reduce_scatter_v(_joined(tensors), comm, sizes, 0, op, async_op=True))
-
-    return _observed("reduce_scatter_tensor", tensors, comm, op, sizes, start)
+    run = partial(start_message, "reduce_scatter", tensors, comm, sizes, op)
+    return observed(run, "reduce_scatter_tensor", comm, tensors, op, {"sizes": sizes})
 
 
 def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> PackedPending:
@@ -179,24 +159,14 @@ def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -
         [1.0, 1.0]
     """
     comm = _checked(tensors, comm)
-    reduction(tensors[0].dtype, op if type(op) is str else require_op(op))
+    reduction(tensors[0].dtype, require_op(op))
     sizes = [tensor.numel() for tensor in tensors]
-
-    def start() -> PackedPending:
-        pending, work = PackedPending(sizes), None
-        if not in_tree(tensors[0], op):
-            work = backend_calls.packed("all_reduce", tensors, comm, pending.receive, op=op)
-        return pending.over(work or all_reduce_(torch.cat(list(tensors)), comm, op, async_op=True))
-
-    return _observed("all_reduce", tensors, comm, op, sizes, start)
+    run = partial(start_message, "all_reduce", tensors, comm, sizes, op)
+    return observed(run, "all_reduce", comm, tensors, op, {"sizes": sizes})
 
 
 def _checked(tensors: Sequence[Tensor], along: Along, rows: bool = False) -> Comm:
-    require_each(tensors, Tensor, "a packed collective takes a list of flat tensors", CollectiveTypeError)
-    for tensor in tensors:
-        if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-            check_operand(tensor)
-    comm = resolve(along)
+    comm = checked_each(tensors, along, "a packed collective takes a list of flat tensors")
     shape = (comm.size,) if rows and tensors and tensors[0].ndim == 2 else ()
     if not tensors or any(t.dtype != tensors[0].dtype or t.shape[:-1] != shape or not t.ndim for t in tensors):
         got = [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors]
@@ -204,28 +174,165 @@ def _checked(tensors: Sequence[Tensor], along: Along, rows: bool = False) -> Com
     return comm
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The message; a single tensor is it."""
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat(list(tensors), -1).view(-1)
-
-
-def _in_rows(arrived: Tensor, sizes: Sequence[int]) -> Sequence[Tensor] | Tensor:
-    """A tensor of some sizes as one of each."""
-    alike = any(sizes) and all(n == sizes[0] for n in sizes)  # no set of them: symbols have no hash
-    return arrived.view(len(sizes), -1) if alike else torch.split(arrived, list(sizes))
-
-
-def _observed(
-    op: str,
-    tensors: Sequence[Tensor],
-    comm: Comm,
-    reduce_op: str,
-    sizes: Sequence[int],
-    start: Callable[[], PackedPending],
+def start_message(
+    kind: str, tensors: Sequence[Tensor], comm: Comm, sizes: Sequence[int], op: str = "", background: bool = True
 ) -> PackedPending:
-    """What is started, reported to observers as one collective."""
-    if observers and not in_observed() and comm.size > 1:
-        return run_observed(Event(op, comm, tuple(tensors), reduce_op, same={"sizes": tuple(sizes)}), start)
-    return start()
+    """`S -> R`, `P -> S` or `P -> R`: many tensors, checked, as one message.
+
+    Args:
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        tensors: of one dtype, the blocks that this rank sends: flat, or for a reduce-scatter matrices of n rows.
+        comm: a communicator of n ranks.
+        sizes: elements of the blocks: of each rank, or of each tensor of an all-reduce.
+        op: the reduction; "" for a gather.
+        background: whether the caller goes on before it waits.
+    """
+    pending = PackedPending(borrowed=kind == "all_gather")
+    if not in_tree(tensors[0], op):
+        pending.work = backend_calls.packed(kind, tensors, comm, pending.receive, sizes, op)
+    if pending.work is None:
+        arriving = [sizes[comm.rank]] if kind == "reduce_scatter" else list(sizes)
+
+        def receive(message: Tensor) -> Tensor:
+            """One tensor for each size; equal ones are rows of a matrix."""
+            is_matrix = any(arriving) and are_equal(arriving)
+            pending.receive(message.view(len(arriving), -1) if is_matrix else torch.split(message, arriving))
+            return message
+
+        pending.work = _in_one_tensor(kind, tensors, comm, sizes, op, background).then(receive)
+    return pending
+
+
+def _in_one_tensor(
+    kind: str, tensors: Sequence[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
+) -> Pending:
+    message = torch.cat(list(tensors), -1).view(-1) if len(tensors) > 1 else tensors[0].reshape(-1)
+    arriving: Tensor | Pending
+    if kind == "all_gather":
+        arriving = all_gather_v(message, comm, sizes, async_op=background)  # type: ignore[call-overload]  # bool for a literal
+    elif kind == "reduce_scatter":
+        arriving = reduce_scatter_v(message, comm, sizes, 0, op, async_op=background)  # type: ignore[call-overload]  # likewise
+    elif len(tensors) > 1:
+        arriving = all_reduce_(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
+    else:  # the message is the caller's tensor
+        arriving = all_reduce(message, comm, op, async_op=background)  # type: ignore[call-overload]  # likewise
+    return arriving if isinstance(arriving, Pending) else Pending(arriving, None)
+
+
+def _by_dtype(tensors: Sequence[Tensor], run: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+    """What `run` returns for the tensors of each dtype, in the order of all."""
+    positions: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        positions.setdefault(tensor.dtype, []).append(i)
+    out = list(tensors)
+    for of_dtype in positions.values():
+        for i, result in zip(of_dtype, run([tensors[i] for i in of_dtype]), strict=True):
+            out[i] = result
+    return out
+
+
+def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -> list[Tensor]:
+    """`P -> R`: `all_reduce` of every tensor of a list, in one collective per dtype.
+
+    Args:
+        tensors: any shapes and dtypes, in the same order on all ranks.
+        comm: a communicator, or (mesh, axes).
+        op: as for `all_reduce`.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        CollectiveError: as for `all_reduce`.
+
+    Example:
+        >>> launch(lambda: all_reduce_coalesced([torch.ones(2), torch.ones(())], comm_over((0, 1))), 2)[0]
+        [tensor([2., 2.]), tensor(2.)]
+    """
+    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    for tensor in tensors:
+        reduction(tensor.dtype, require_op(op))
+
+    def run(alike: list[Tensor]) -> list[Tensor]:
+        flat = [tensor.reshape(-1) for tensor in alike]
+        reduced: list[Tensor] = []
+        start_message("all_reduce", flat, comm, [each.numel() for each in flat], op, background=False).wait(
+            reduced.extend
+        )
+        return [total.view(tensor.shape) for total, tensor in zip(reduced, alike, strict=True)]
+
+    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": None}
+    return observed(lambda: _by_dtype(tensors, run), "all_reduce_coalesced", comm, tensors, op, facts)
+
+
+def all_gather_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0) -> list[Tensor]:
+    """`S(dim) -> R`: `all_gather` of every tensor of a list along `dim`, in one collective per dtype.
+
+    Args:
+        tensors: any shapes and dtypes, in the same order on all ranks.
+        comm: a communicator, or (mesh, axes).
+        dim: the sharded dim of every tensor.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        DimError: a tensor has no such dim.
+        CollectiveError: a tensor requires grad.
+
+    Example:
+        >>> launch(lambda: all_gather_coalesced([torch.ones(2), torch.ones(1, 2)], comm_over((0, 1)))[1].shape, 2)
+        [torch.Size([2, 2]), torch.Size([2, 2])]
+    """
+    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    for tensor in tensors:
+        normal_dim(tensor if tensor.ndim else tensor.view(1), dim)
+
+    def run(alike: list[Tensor]) -> list[Tensor]:
+        flat = [tensor.reshape(-1) for tensor in alike]
+        lengths = [each.numel() for each in flat]
+        gathered: list[Tensor] = []
+
+        def unpack(rows: Sequence[Tensor] | Tensor) -> None:
+            # of_rank[i][k]: tensor k of rank i
+            of_rank = [torch.split(row, lengths) for row in rows]
+            for tensor, *shards in zip(alike, *of_rank, strict=True):
+                gathered.append(torch.cat([shard.view(tensor.shape or (1,)) for shard in shards], dim))
+
+        start_message("all_gather", flat, comm, [sum(lengths)] * comm.size, background=False).wait(unpack)
+        return gathered
+
+    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
+    return observed(lambda: _by_dtype(tensors, run), "all_gather_into_tensor_coalesced", comm, tensors, "", facts)
+
+
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 0, op: str = "sum") -> list[Tensor]:
+    """`P -> S(dim)`: `reduce_scatter` of every tensor of a list along `dim`, in one collective per dtype.
+
+    Args:
+        tensors: any shapes and dtypes, in the same order on all ranks; each is a multiple of n long along `dim`.
+        comm: a communicator of n ranks, or (mesh, axes).
+        dim: the dim of every tensor to shard.
+        op: as for `all_reduce`.
+
+    Raises:
+        CollectiveTypeError: an argument of a wrong type.
+        DimError: a tensor has no such dim.
+        CollectiveError: as for `reduce_scatter`.
+
+    Example:
+        >>> launch(lambda: reduce_scatter_coalesced([torch.arange(2), torch.ones(4)], comm_over((0, 1))), 2)[1]
+        [tensor([2]), tensor([2., 2.])]
+    """
+    comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
+    for tensor in tensors:
+        reduction(tensor.dtype, require_op(op))
+        if tensor.shape[normal_dim(tensor, dim)] % comm.size:
+            refuse_uneven(tensor, dim, comm)
+
+    def run(alike: list[Tensor]) -> list[Tensor]:
+        blocks = [torch.stack(tensor.chunk(comm.size, dim)) for tensor in alike]  # (n, *block)
+        rows = [each.view(comm.size, -1) for each in blocks]
+        widths = [row.shape[1] for row in rows]
+        own: list[Tensor] = []
+        start_message("reduce_scatter", rows, comm, [sum(widths)] * comm.size, op, background=False).wait(own.extend)
+        return [part.view(each.shape[1:]) for part, each in zip(torch.split(own[0], widths), blocks, strict=True)]
+
+    facts = {"shapes": [tuple(tensor.shape) for tensor in tensors], "dim": dim}
+    return observed(lambda: _by_dtype(tensors, run), "reduce_scatter_tensor_coalesced", comm, tensors, op, facts)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..argument_types import require, require_each
 from ..errors import CollectiveError, CollectiveTypeError
-from ..events import Event, in_observed, observers, run_observed
+from ..events import observed
 from ..groups.process_groups import Comm
 from . import backend_calls
-from .operands import Along, check_operand, check_root, check_sizes, resolve
-from .wire import materialized
+from .calls import Along, check_root, check_sizes, checked
+from .reductions import materialized
 
 
 def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
@@ -32,20 +32,13 @@ def broadcast(tensor: Tensor, comm: Along, src: int = 0) -> Tensor:
         >>> launch(lambda: broadcast(torch.tensor(dist.get_rank()), comm_over((0, 1)), src=1).item(), 2)
         [1, 1]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
+    comm = checked(tensor, comm)
     check_root(src, comm, "src")
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("broadcast", comm, (tensor,), same={"shape": tuple(tensor.shape), "src": src})
-        return run_observed(event, lambda: broadcast(tensor, comm, src))
     own = tensor.clone(memory_format=torch.contiguous_format)
     if comm.size == 1:
         return own
-    value, work = backend_calls.broadcast_(own, comm, src)
-    if work is not None:
-        work.wait()
-    return value
+    facts = {"shape": tensor.shape, "src": src}
+    return observed(lambda: backend_calls.broadcast_(own, comm, src).wait(), "broadcast", comm, (tensor,), same=facts)
 
 
 def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out: Tensor) -> Tensor:
@@ -69,9 +62,8 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
         >>> launch(example, 2)
         [[1], [2, 3]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
+    comm = checked(out, comm, "out")
     check_root(src, comm, "src")
-    check_operand(out, "out")
     require(
         tensors, Sequence | None, "scatter takes a list of tensors on the source, None elsewhere", CollectiveTypeError
     )
@@ -87,22 +79,16 @@ def scatter(tensors: Sequence[Tensor] | None, comm: Along, src: int = 0, *, out:
             raise CollectiveError(
                 f"scatter keeps a tensor of shape {tuple(mine[src].shape)} on rank {src}, out has {tuple(out.shape)}"
             )
-    send = [t.numel() for t in mine] or [0] * comm.size
-    receive = [out.numel() if i == src else 0 for i in range(comm.size)]
-    if observers and not in_observed() and comm.size > 1:
-        event = Event(
-            "scatter",
-            comm,
-            mine,
-            same={"src": src, "dtype": str(out.dtype)},
-            sends=tuple(send),
-            receives=tuple(receive),
-        )
-        return run_observed(event, lambda: scatter(tensors, comm, src, out=out))
     if comm.size == 1:
         return out.copy_(mine[0])
-    flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
-    return out.copy_(backend_calls.exchange_flat(flat, comm, send, receive).view(out.shape))
+    send = [t.numel() for t in mine] or [0] * comm.size
+    receive = [out.numel() if i == src else 0 for i in range(comm.size)]
+
+    def run() -> Tensor:
+        flat = torch.cat([t.detach().reshape(-1) for t in mine]) if mine else out.new_empty((0,))
+        return out.copy_(backend_calls.all_to_all_v(flat, comm, send, receive).wait().view(out.shape))
+
+    return observed(run, "scatter", comm, mine, same={"src": src, "dtype": str(out.dtype)}, flow=(send, receive))
 
 
 def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
@@ -121,19 +107,18 @@ def gather(tensor: Tensor, comm: Along, dst: int = 0) -> list[Tensor] | None:
         >>> launch(lambda: gather(torch.tensor([dist.get_rank()]), comm_over((0, 1))), 2)
         [[tensor([0]), tensor([1])], None]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
+    comm = checked(tensor, comm)
     check_root(dst, comm, "dst")
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("gather", comm, (tensor,), same={"shape": tuple(tensor.shape), "dst": dst})
-        return run_observed(event, lambda: gather(tensor, comm, dst))
     if comm.size == 1:
         return [tensor.clone(memory_format=torch.contiguous_format)]
     send = [tensor.numel() if i == dst else 0 for i in range(comm.size)]
     receive = [tensor.numel() if comm.rank == dst else 0] * comm.size
-    out = backend_calls.exchange_flat(materialized(tensor).view(-1), comm, send, receive)
-    return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
+
+    def run() -> list[Tensor] | None:
+        out = backend_calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait()
+        return [block.view(tensor.shape) for block in torch.split(out, receive)] if comm.rank == dst else None
+
+    return observed(run, "gather", comm, (tensor,), same={"shape": tensor.shape, "dst": dst})
 
 
 def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
@@ -152,20 +137,18 @@ def permute(tensor: Tensor, comm: Along, targets: Sequence[int]) -> Tensor:
         >>> launch(lambda: permute(torch.tensor(dist.get_rank()), comm_over((0, 1)), [1, 0]).item(), 2)
         [1, 0]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
+    comm = checked(tensor, comm)
     check_targets(targets, comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
-    if observers and not in_observed() and comm.size > 1:
-        event = Event(
-            "all_to_all_single", comm, (tensor,), same={"shape": tuple(tensor.shape), "targets": tuple(targets)}
-        )
-        return run_observed(event, lambda: permute(tensor, comm, targets))
-    if comm.size == 1:
-        return tensor.clone(memory_format=torch.contiguous_format)
     send = [tensor.numel() if i == targets[comm.rank] else 0 for i in range(comm.size)]
     receive = [tensor.numel() if target == comm.rank else 0 for target in targets]
-    return backend_calls.exchange_flat(materialized(tensor).view(-1), comm, send, receive).view(tensor.shape)
+
+    if comm.size == 1:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def run() -> Tensor:
+        return backend_calls.all_to_all_v(materialized(tensor).view(-1), comm, send, receive).wait().view(tensor.shape)
+
+    return observed(run, "all_to_all_single", comm, (tensor,), same={"shape": tensor.shape, "targets": targets})
 
 
 def check_targets(targets: Sequence[int], comm: Comm) -> None:

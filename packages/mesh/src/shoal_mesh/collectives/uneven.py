@@ -5,7 +5,7 @@ What they send is exact, or padded to the largest block where that sends less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Literal, overload
 
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveError
-from ..events import Event, in_observed, observers, run_observed
 from ..groups.process_groups import Comm
 from . import backend_calls
-from .even import all_gather, all_reduce, reduce_scatter
-from .operands import Along, check_operand, check_sizes, normal_dim, resolve
-from .pending import Pending
-from .wire import materialized
+from .calls import Along, Pending, are_equal, check_sizes, checked, collective, normal_dim
+from .even import all_gather, reduce_scatter, reduced, reduced_blocks
+from .reductions import materialized, reduction, require_op
 
 
 @overload
@@ -58,53 +56,45 @@ def all_gather_v(
         >>> launch(example, 2)
         [[5, 6, 7], [5, 6, 7]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
+    comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     if tensor.shape[dim] != sizes[comm.rank]:
         raise CollectiveError(
             f"rank {comm.rank} gives {tensor.shape[dim]} along dim {dim}, but sizes say {tuple(sizes)}"
         )
-    if len(set(sizes)) == 1:
+    if are_equal(sizes):
         return all_gather(tensor, comm, dim, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if observers and not in_observed():
-        rest = tuple(n for d, n in enumerate(tensor.shape) if d != dim)
-        event = Event(
-            "all_gather_into_tensor", comm, (tensor,), same={"sizes": tuple(sizes), "dim": dim, "other lengths": rest}
-        )
-        return run_observed(event, lambda: all_gather_v(tensor, comm, sizes, dim, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
+    gather = _gathered_exactly if max(sizes) * comm.size > 2 * total else _gathered_padded
+
+    def start() -> Pending:
+        pending = gather(tensor.movedim(dim, 0), comm, sizes, async_op)
+        return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
+
+    facts = {"sizes": sizes, "dim": dim, "other lengths": (*tensor.shape[:dim], *tensor.shape[dim + 1 :])}
+    return collective("all_gather_into_tensor", tensor, comm, start, async_op, facts)
+
+
+def _gathered_padded(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
+    """(sizes[rank], ...) -> (sum(sizes), ...): every rank sends as many rows as the one that has most."""
     largest = max(sizes)
-    if largest * comm.size > 2 * total:  # padding would more than double what is sent
-        return _all_gather_exact(tensor, comm, sizes, dim, async_op)
-    pad = list(tensor.shape)
-    pad[dim] = largest - sizes[comm.rank]
-    source = torch.cat([tensor, tensor.new_empty(pad)], dim) if pad[dim] else tensor
+    if missing := largest - rows.shape[0]:
+        rows = torch.cat([rows, rows.new_empty((missing, *rows.shape[1:]))])
 
     def joined(gathered: Tensor) -> Tensor:
-        blocks = gathered.chunk(comm.size)
-        rows = torch.cat([block[:size] for block, size in zip(blocks, sizes, strict=True)])
-        return rows.movedim(0, dim).contiguous()
+        blocks = zip(gathered.chunk(comm.size), sizes, strict=True)
+        return torch.cat([block[:size] for block, size in blocks])
 
-    started = all_gather(source.movedim(dim, 0), comm, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
-    return _then(started, joined)
+    return backend_calls.all_gather(rows, comm, background).then(joined)
 
 
-def _then(started: Tensor | Pending, function: Callable[[Tensor], Tensor]) -> Tensor | Pending:
-    """The function of a result, or of a collective under way."""
-    return started.then(function) if isinstance(started, Pending) else function(started)
-
-
-def _all_gather_exact(tensor: Tensor, comm: Comm, sizes: Sequence[int], dim: int, async_op: bool) -> Tensor | Pending:
-    """`all_gather_v` without padding: an all-to-all in which every rank sends its shard to each other rank."""
-    rest = prod(n for d, n in enumerate(tensor.shape) if d != dim)
-    flat = tensor.movedim(dim, 0).reshape(-1)
-    counts = [size * rest for size in sizes]
-    shape = (sum(sizes), *tensor.shape[:dim], *tensor.shape[dim + 1 :])
-    sends = [flat.numel()] * comm.size
-    started = all_to_all_v(flat.repeat(comm.size), comm, sends, counts, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
-    return _then(started, lambda out: out.view(shape).movedim(0, dim).contiguous())
+def _gathered_exactly(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
+    """The same, where padding would more than double what is sent: every rank sends its rows to each other rank."""
+    rest = rows.shape[1:]
+    flat = rows.reshape(-1)
+    arrivals = [size * prod(rest) for size in sizes]
+    pending = backend_calls.all_to_all_v(flat.repeat(comm.size), comm, [flat.numel()] * comm.size, arrivals, background)
+    return pending.then(lambda out: out.view(sum(sizes), *rest))
 
 
 @overload
@@ -146,35 +136,30 @@ def reduce_scatter_v(
         >>> launch(lambda: reduce_scatter_v(torch.arange(3), comm_over((0, 1)), (1, 2)).tolist(), 2)
         [[0], [2, 4]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_sparse:
-        check_operand(tensor)
+    comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
     total = check_sizes(sizes, comm)
     if tensor.shape[dim] != total:
         raise CollectiveError(f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}")
-    if len(set(sizes)) == 1:
+    if are_equal(sizes):
         return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if observers and not in_observed():
-        event = Event(
-            "reduce_scatter_tensor",
-            comm,
-            (tensor,),
-            op,
-            same={"shape": tuple(tensor.shape), "dim": dim, "sizes": tuple(sizes)},
-        )
-        return run_observed(event, lambda: reduce_scatter_v(tensor, comm, sizes, dim, op, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
+    how = reduction(tensor.dtype, require_op(op))
     largest, own = max(sizes), sizes[comm.rank]
-    if largest * comm.size > 2 * total:  # padded blocks would send more than an all-reduce
-        start = sum(sizes[: comm.rank])
-        reduced = all_reduce(tensor, comm, op, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
-        return _then(reduced, lambda full: full.narrow(dim, start, own).contiguous())
-    rows = tensor.movedim(dim, 0)
-    zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
-    blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
-    padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
-    started = reduce_scatter(padded, comm, 0, op, async_op=async_op)  # type: ignore[call-overload]  # bool for a literal
-    return _then(started, lambda slot: slot[:own].movedim(0, dim).contiguous())
+
+    def start() -> Pending:
+        if largest * comm.size > 2 * total:  # padded blocks would send more than an all-reduce
+            first, whole = sum(sizes[: comm.rank]), tensor.clone(memory_format=torch.contiguous_format)
+            pending = reduced(whole, comm, how, async_op)
+            return pending.then(lambda full: full.narrow(dim, first, own).contiguous())
+        rows = tensor.movedim(dim, 0)
+        zeros = rows.new_zeros((largest - min(sizes), *rows.shape[1:]))
+        blocks = zip(torch.split(rows, list(sizes)), sizes, strict=True)
+        padded = torch.cat([part for block, n in blocks for part in (block, zeros[: largest - n])])
+        pending = reduced_blocks(padded, comm, how, async_op)
+        return pending.then(lambda slot: slot[:own].movedim(0, dim).contiguous())
+
+    facts = {"shape": tensor.shape, "dim": dim, "sizes": sizes}
+    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, facts, op)
 
 
 @overload
@@ -220,9 +205,7 @@ def all_to_all_v(
         >>> launch(example, 2)
         [[2, 3], [1]]
     """
-    comm = comm if type(comm) is Comm else resolve(comm)
-    if type(flat) is not Tensor or flat.requires_grad or flat.is_sparse:
-        check_operand(flat, "flat")
+    comm = checked(flat, comm, "flat")
     total = check_sizes(send_sizes, comm, "send_sizes")
     check_sizes(recv_sizes, comm, "recv_sizes")
     if send_sizes[comm.rank] != recv_sizes[comm.rank]:
@@ -231,13 +214,8 @@ def all_to_all_v(
         )
     if flat.shape != (total,):
         raise CollectiveError(f"all_to_all_v of shape {tuple(flat.shape)} with blocks of {tuple(send_sizes)} elements")
-    if observers and not in_observed() and comm.size > 1:
-        event = Event("all_to_all_single", comm, (flat,), sends=tuple(send_sizes), receives=tuple(recv_sizes))
-        return run_observed(event, lambda: all_to_all_v(flat, comm, send_sizes, recv_sizes, async_op=async_op))  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    if comm.size == 1:
-        return Pending(flat.clone(), None) if async_op else flat.clone()
-    if not async_op:
-        return backend_calls.exchange_flat(materialized(flat), comm, send_sizes, recv_sizes)
-    receive = list(recv_sizes)
-    value, work = backend_calls.all_to_all_v(materialized(flat), comm, list(send_sizes), receive, background=True)
-    return Pending(value, work, lambda out: backend_calls.in_index_order_v(out, comm, receive))
+
+    def start() -> Pending:
+        return backend_calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
+
+    return collective("all_to_all_single", flat, comm, start, async_op, {}, flow=(send_sizes, recv_sizes))

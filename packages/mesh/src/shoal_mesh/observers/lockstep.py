@@ -209,23 +209,22 @@ class _Comparison:
 
     def _exchange(self, comm: Comm, numbers: Numbers, text: str, step: int) -> None:
         """Compare by an all-gather."""
-        ranks = _in_group(comm)
         watch = _Watch(self._board, comm, self._timeout, None)
         watch.text = text
-        every, work = backend_calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
+        every = backend_calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
         try:
-            _wait(work, watch)
+            _wait(every, watch)
         except PeerError as error:
             raised = (
                 error if isinstance(error, LockstepError) else LockstepError(f"{error}\n  before {text}", error.ranks)
             )
             self._board.alarm(raised)
             raise raised from error
-        rows: list[Any] = every.view(comm.size, -1).tolist()
+        rows: list[Any] = every.wait().view(comm.size, -1).tolist()
         if agree(rows):
             return
-        texts = dict(zip(ranks, all_gather_objects(comm.group, text), strict=True))
-        alone = minority({rank: tuple(row[:2]) for rank, row in zip(ranks, rows, strict=True)})
+        texts = dict(zip(_in_group(comm), all_gather_objects(comm.group, text), strict=True))
+        alone = minority({rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)})
         raise LockstepError(_different(comm, step, texts), alone)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..argument_types import require
+from ..collectives.calls import Along, check_operand, resolve
 from ..collectives.even import all_gather
-from ..collectives.operands import Along, check_operand, resolve
 from ..errors import CollectiveTypeError, LockstepError
 from ..groups.world import bytes_of, device_of
 

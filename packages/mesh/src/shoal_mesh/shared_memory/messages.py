@@ -60,7 +60,8 @@ class Packer:
         if self._tensors and self._tensors[0].ndim == 2:
             if room == self.length:
                 widths = [tensor.shape[1] for tensor in self._tensors]
-                torch._foreach_copy_(list(torch.split(slot.view(-1, sum(widths)), widths, 1)), self._tensors)
+                rows = slot.view(self._tensors[0].shape[0], sum(widths))
+                torch._foreach_copy_(list(torch.split(rows, widths, 1)), self._tensors)
                 self._tensors.clear()
                 return
             self._tensors = [row for rows in zip(*self._tensors, strict=True) for row in rows]

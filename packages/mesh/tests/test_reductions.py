@@ -1,4 +1,4 @@
-"""Covers: wire.py, on real gloo ranks: which reductions a dtype has."""
+"""Covers: reductions.py, on real gloo ranks: which reductions a dtype has."""
 
 from __future__ import annotations
 
