@@ -24,7 +24,6 @@ from shoal_mesh.internal import (
     unobserve,
     unpack_blocks,
 )
-from shoal_mesh.mesh.rank_layout import Layout
 
 
 @dataclass
@@ -449,7 +448,6 @@ def _meshes(row: _Table, two: m.DeviceMesh) -> None:
 
 
 def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
-    layout = Layout.dense((2, 3))
     mode = m.CommDebugMode()
     row(
         "Link",
@@ -476,41 +474,6 @@ def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
     row("unobserve", unobserve, {"observer": testing})
     row("purpose", m.purpose, {"text": "x"}, text="text no_text function type reduce_op")
     row("lockstep", open_lockstep, {"timeout": 1.0}, timeout="three million float true")
-    row(
-        "Layout",
-        Layout,
-        {"axes": (((2, 1),),), "offset": 0},
-        axes="list tuple",
-        offset="three minus_one million true",
-    )
-    row(
-        "Layout.dense",
-        Layout.dense,
-        {"shape": (2, 3), "offset": 0},
-        shape="list tuple int_tensor bool_tensor empty",
-        offset="three minus_one million true",
-    )
-    row(
-        "Layout.strided",
-        Layout.strided,
-        {"shape": (2, 3), "stride": (3, 1), "offset": 0},
-        shape="int_tensor bool_tensor",
-        stride="zeros range generator int_tensor bool_tensor",
-        offset="three minus_one million true",
-    )
-    row("Layout.fit", Layout.fit, {"shape": (2, 3), "members": list(range(6))})
-    row("Layout()", layout.__call__, {"coordinate": (0, 1)}, coordinate="zeros range generator int_tensor bool_tensor")
-    row("Layout.coordinate", layout.coordinate, {"member": 1}, member="three minus_one million true")
-    row(
-        "Layout.select",
-        layout.select,
-        {"axes": (0,), "at": {1: 0}},
-        axes="list tuple zeros range generator int_tensor bool_tensor empty",
-        at="none dict",
-    )
-    row("Layout.flatten", layout.flatten, {"start": 0, "stop": 2}, start="true", stop="none true")
-    row("Layout.unflatten", layout.unflatten, {"axis": 0, "sizes": (2, 1)})
-    row("Layout.complement", layout.complement, {"world": 6})
     row(
         "BackendChoice",
         BackendChoice,

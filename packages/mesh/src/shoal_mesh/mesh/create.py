@@ -11,14 +11,13 @@ import torch
 from .._torch import ProcessGroup
 from ..argument_types import require, require_each
 from ..errors import MeshError
-from ..groups.link_costs import measured_costs
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
 from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
 from .device_mesh import DeviceMesh, rebuild_mesh
 from .rank_grid import MeshFields
 from .rank_layout import Layout
-from .rank_order import RankOrder, order_by_costs
+from .rank_order import RankOrder, measured_costs, order_by_costs
 
 
 def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that exclude one another in no way

@@ -64,44 +64,14 @@ class RankGrid:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_abstract_rank",
-        "_choices",
-        "_comms",
-        "_coordinate",
-        "_derived",
-        "_fields",
-        "_flattened",
-        "_hash",
-        "_key",
-        "_layout",
-        "_names",
-        "_rank_map",
-        "_root",
-        "_tensor",
-        "_world",
-        "axis_names",
-        "device_type",
-        "is_abstract",
-        "mesh_dim_names",
-        "ndim",
-        "shape",
+        "__weakref__", "_abstract_rank", "_choices", "_comms", "_coordinate", "_derived", "_fields", "_flattened",
+        "_hash", "_key", "_layout", "_names", "_rank_map", "_root", "_tensor", "_world", "axis_names", "device_type",
+        "is_abstract", "mesh_dim_names", "ndim", "shape",
     )  # fmt: skip
-    _abstract_rank: int | None
-    _choices: tuple[BackendChoice, ...]
     _comms: dict[Any, Comm]
-    _coordinate: tuple[int, ...] | None
     _derived: dict[Any, Any]
     _flattened: dict[str, Any]
-    _hash: int
-    _key: tuple[object, ...]
-    _layout: Layout
-    _names: tuple[str, ...] | None
-    _fields: MeshFields
-    _rank_map: tuple[int, ...] | None
-    _root: Any
     _tensor: torch.Tensor | None
-    _world: tuple[int, int, str] | None
     device_type: str
     ndim: int
     shape: tuple[int, ...]
@@ -132,16 +102,8 @@ class RankGrid:
         put(self, "is_abstract", fields.abstract_rank is not None)
         where = fields.layout if fields.rank_map is None else self._normal_ranks()
         kinds = tuple(choice.key for choice in fields.choices)
-        self._key = (
-            fields.device_type,
-            fields.names,
-            where,
-            fields.layout.shape,
-            kinds,
-            fields.abstract_rank,
-            fields.connect,
-            self._world,
-        )
+        facts = fields.device_type, fields.names, where, fields.layout.shape, kinds
+        self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
         rank = self._own_rank()
         self._coordinate = None if rank is None else self.coordinate_of(rank)

@@ -10,13 +10,14 @@ it is a position in that mesh's list of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import product
 from math import prod
 from operator import index
+from types import MappingProxyType
 
-from ..argument_types import kind_of, require, require_each
+from ..argument_types import kind_of
 from ..errors import AxisError, MeshError, MeshTypeError
 from ..values import cached_property, dataclass
 
@@ -46,11 +47,6 @@ def read_sizes(values: Iterable[int], name: str) -> tuple[int, ...]:
         with suppress(TypeError, RuntimeError):  # RuntimeError: torch's own mesh
             return tuple(map(index, values))
     raise MeshTypeError(f"{name} is a sequence of int, got {kind_of(values)}")
-
-
-def axis_size(axis: Axis) -> int:
-    """Number of positions on an axis."""
-    return prod(size for size, _ in axis)
 
 
 def axis_members(axis: Axis) -> list[int]:
@@ -93,10 +89,6 @@ class Layout:
         axes: per axis its modes (size, stride), outermost first; () is an axis of size 1.
         offset: the integer at coordinate (0, ..., 0).
 
-    Raises:
-        MeshTypeError: not integers.
-        MeshError: sizes below 1, shape and stride of different lengths.
-
     Example:
         >>> Layout.dense((2, 4)).select((1,), {0: 1}).members()
         (4, 5, 6, 7)
@@ -106,36 +98,16 @@ class Layout:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        require(self.offset, int, "the offset of a layout is an int")
-        require_each(self.axes, tuple | list, "a layout has axes of (size, stride) pairs of int")
-        try:
-            axes = tuple(coalesce([(index(size), index(stride)) for size, stride in axis]) for axis in self.axes)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's own mesh
-            raise MeshTypeError(f"a layout has axes of (size, stride) pairs of int, got {kind_of(self.axes)}") from None
-        object.__setattr__(self, "axes", axes)
-
-    @classmethod
-    def strided(cls, shape: Sequence[int], stride: Sequence[int], offset: int = 0) -> Layout:
-        """The grid with one stride per axis."""
-        shape, stride = read_sizes(shape, "shape"), read_sizes(stride, "stride")
-        if len(shape) != len(stride):
-            raise MeshError(f"a layout has one stride per axis: got shape {tuple(shape)} and stride {tuple(stride)}")
-        if any(size < 1 for size in shape) or any(step < 0 for step in stride):
-            raise MeshError(f"every axis has at least one rank and no negative stride, got {shape} and {stride}")
-        return cls(tuple(((size, step),) for size, step in zip(shape, stride, strict=True)), offset)
+        object.__setattr__(self, "axes", tuple(map(coalesce, self.axes)))
 
     @classmethod
     def dense(cls, shape: Sequence[int], offset: int = 0) -> Layout:
         """The row-major grid that counts up from `offset`."""
-        shape = read_sizes(shape, "shape")
-        return cls.strided(shape, [prod(shape[i + 1 :]) for i in range(len(shape))], offset)
+        return cls(tuple(((size, prod(shape[i + 1 :])),) for i, size in enumerate(shape)), offset)
 
     @classmethod
     def fit(cls, shape: Sequence[int], members: Sequence[int]) -> Layout | None:
         """The layout that lists exactly `members` in row-major order, or None when they follow no strides."""
-        shape, members = read_sizes(shape, "shape"), read_sizes(members, "members")
-        if prod(shape) != len(members):
-            raise MeshError(f"a layout of shape {shape} lists {prod(shape)} integers, got {len(members)}")
         axes = []
         for i, size in enumerate(shape):
             step = prod(shape[i + 1 :])
@@ -149,56 +121,42 @@ class Layout:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Number of positions on each axis."""
-        return tuple(axis_size(axis) for axis in self.axes)
+        return tuple(prod(size for size, _ in axis) for axis in self.axes)
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.axes)
 
-    @property
-    def size(self) -> int:
-        """Number of coordinates."""
-        return prod(self.shape)
-
     def __call__(self, coordinate: Sequence[int]) -> int:
         """The integer at a coordinate.
 
         Raises:
-            MeshTypeError: no sequence of integers.
             AxisError: there is no such coordinate.
         """
-        coordinate = read_sizes(coordinate, "a coordinate")
         if len(coordinate) != self.ndim or not all(0 <= i < n for i, n in zip(coordinate, self.shape, strict=True)):
-            raise AxisError(f"no coordinate {coordinate} in {self} of shape {self.shape}")
+            raise AxisError(f"no coordinate {tuple(coordinate)} in {self} of shape {self.shape}")
         return self.offset + sum(axis_offset(axis, i) for axis, i in zip(self.axes, coordinate, strict=True))
-
-    def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """Every coordinate in row-major order."""
-        return product(*map(range, self.shape))
 
     def members(self) -> tuple[int, ...]:
         """Every integer of the grid in row-major order."""
-        modes = [mode for axis in self.axes for mode in axis]
-        return tuple(self.offset + m for m in axis_members(tuple(modes)))
+        return tuple(self.offset + m for m in axis_members(self._modes()))
 
     def line(self) -> Sequence[int]:
         """Every integer in row-major order, as a range where one stride gives them: as cheap for 16,384 as for four."""
-        merged = coalesce([mode for axis in self.axes for mode in axis])
+        merged = coalesce(self._modes())
         if len(merged) != 1 or merged[0][1] == 0:
             return self.members()
         [(size, stride)] = merged
         return range(self.offset, self.offset + size * stride, stride)
 
-    def coordinate(self, member: int) -> tuple[int, ...] | None:
-        """The first coordinate, in row-major order, with the integer `member`; None when there is none.
+    def _modes(self) -> Axis:
+        return tuple(mode for axis in self.axes for mode in axis)
 
-        Raises:
-            MeshTypeError: no integer.
-        """
-        require(member, int, "a member of a layout is an int")
+    def coordinate(self, member: int) -> tuple[int, ...] | None:
+        """The first coordinate, in row-major order, with the integer `member`; None when there is none."""
         if not self._nests():
-            return next((c for c in self.coordinates() if self(c) == member), None)
+            return next((c for c in product(*map(range, self.shape)) if self(c) == member), None)
         rest = member - self.offset
         if rest < 0:
             return None
@@ -211,44 +169,16 @@ class Layout:
 
     def is_injective(self) -> bool:
         """Whether no integer is at two coordinates."""
-        return self._nests() or len(set(self.members())) == self.size
+        return self._nests() or len(set(self.members())) == prod(self.shape)
 
-    def _axis(self, axis: int) -> int:
-        """A checked axis, counted from the front."""
-        require(axis, int, "an axis of a layout is an int")
-        if not -self.ndim <= axis < self.ndim:
-            raise AxisError(f"no axis {axis} in {self} of {self.ndim} axes")
-        return axis % self.ndim
-
-    def select(self, axes: Sequence[int], at: dict[int, int] | None = None) -> Layout:
-        """The grid over some axes in the order asked for, the others fixed at `at` (0 when absent).
-
-        Raises:
-            MeshTypeError: axes or positions are no integers.
-            AxisError: there is no such axis or position.
-        """
-        require(at, Mapping | None, "the fixed positions of a layout map axes to int")
-        axes = tuple(self._axis(axis) for axis in read_sizes(axes, "axes"))
-        for axis, i in (at or {}).items():
-            require(i, int, "a position on an axis is an int")
-            if not 0 <= i < self.shape[self._axis(axis)]:
-                raise AxisError(f"axis {axis} of {self} has {self.shape[axis]} positions, got {i}")
-        offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in (at or {}).items())
+    def select(self, axes: Sequence[int], at: Mapping[int, int] = MappingProxyType({})) -> Layout:
+        """The grid over some axes in the order asked for, the others fixed at `at` (0 when absent)."""
+        offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in at.items())
         return Layout(tuple(self.axes[a] for a in axes), offset)
 
-    def flatten(self, start: int = 0, stop: int | None = None) -> Layout:
-        """The grid with axes `start` up to `stop` merged into one, row-major.
-
-        Raises:
-            MeshTypeError, AxisError: there are no such axes.
-        """
-        require(start, int, "the first axis to merge is an int")
-        require(stop, int | None, "the end of the axes to merge is an int or None")
-        stop = self.ndim if stop is None else stop
-        if not 0 <= start < stop <= self.ndim:
-            raise AxisError(f"no axes {start} up to {stop} in {self} of {self.ndim} axes")
-        merged = tuple(mode for axis in self.axes[start:stop] for mode in axis)
-        return Layout((*self.axes[:start], merged, *self.axes[stop:]), self.offset)
+    def flatten(self) -> Layout:
+        """The grid with all axes merged into one, row-major."""
+        return Layout((self._modes(),), self.offset)
 
     def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout | None:
         """The grid with one axis split row-major into several; None when no strides describe it.
@@ -256,39 +186,17 @@ class Layout:
         Raises:
             MeshError: the sizes do not multiply to the size of the axis.
         """
-        axis, sizes = self._axis(axis), read_sizes(sizes, "sizes")
         if prod(sizes) != self.shape[axis] or any(size < 1 for size in sizes):
             raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")
-        offsets = axis_members(self.axes[axis])
-        inner = Layout.fit(sizes, offsets)
+        inner = Layout.fit(sizes, axis_members(self.axes[axis]))
         if inner is None:
             return None
         return Layout((*self.axes[:axis], *inner.axes, *self.axes[axis + 1 :]), self.offset)
 
-    def complement(self, world: int) -> Layout:
-        """The grid of offsets that, added to the members of this one, covers `range(world)` exactly once.
-
-        Raises:
-            MeshTypeError: `world` is no integer.
-            MeshError: the strides overlap, or do not tile `world`.
-        """
-        require(world, int, "a number of ranks is an int")
-        modes: list[tuple[int, int]] = []
-        covered = 1
-        for stride, size in sorted((s, n) for axis in self.axes for n, s in axis):
-            if stride % covered:
-                raise MeshError(f"layout {self} does not tile a world of {world} ranks")
-            modes.append((stride // covered, covered))
-            covered = stride * size
-        if world % covered or self.offset:
-            raise MeshError(f"layout {self} does not tile a world of {world} ranks")
-        modes.append((world // covered, covered))
-        return Layout(tuple((mode,) for mode in reversed(modes) if mode[0] > 1))
-
     def _nests(self) -> bool:
         """Whether each stride, from small to large, steps over all that the smaller ones reach."""
         reach = 0
-        for stride, size in sorted((s, n) for axis in self.axes for n, s in axis):
+        for stride, size in sorted((s, n) for n, s in self._modes()):
             if stride <= reach:
                 return False
             reach += stride * (size - 1)
