@@ -13,9 +13,9 @@ from torch import Tensor
 from random_specs import draw_spec
 from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import RedistributeError
-from shoal_dtensor.redistribute.execution.coalesce import run_all
 from shoal_dtensor.redistribute.execution.execute import run
 from shoal_dtensor.redistribute.plan import plan
+from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
 from shoal_dtensor.redistribute.steps import Plan, Transfer
 from shoal_dtensor.testing import coordinates, global_value, local_shards, simulate
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
@@ -104,5 +104,5 @@ def test_on_ranks() -> None:
         else:
             assert got.shape == dst.local_shape
             plans, locals_, expected = [*plans, found], [*locals_, mine], [*expected, None]
-    for got, wanted in zip(run_all(plans, locals_), expected, strict=True):
+    for got, wanted in zip(ShardsInFlight(plans, locals_).wait(), expected, strict=True):
         assert wanted is None or torch.equal(got, wanted)

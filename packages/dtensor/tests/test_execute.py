@@ -1,4 +1,4 @@
-"""Covers: redistribute/execution/{execute,coalesce,run_once,memory_format}.py: plans on real gloo ranks."""
+"""Covers: redistribute/{coalesce,execution/{execute,messages,norm_cache}}.py: plans on real gloo ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from random_specs import draw_spec
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec, coalesce, distribute_tensor
 from shoal_dtensor.errors import RedistributeError
 from shoal_dtensor.layout.placements import Placement
-from shoal_dtensor.redistribute.execution.coalesce import run_all
-from shoal_dtensor.redistribute.execution.execute import run, start
+from shoal_dtensor.redistribute.execution.execute import run
 from shoal_dtensor.redistribute.plan import plan
+from shoal_dtensor.redistribute.shards_in_flight import ShardsInFlight
 from shoal_dtensor.testing import coordinates, local_shards
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
 from shoal_mesh.testing import fake_world, observed, on_ranks
@@ -78,7 +78,7 @@ def test_coalesced_redistributions_give_the_same_in_fewer_collectives() -> None:
             if name == "alone":
                 results = [run(p, local) for p, local in zip(plans, locals_, strict=True)]
             else:
-                results = run_all(plans, locals_)
+                results = ShardsInFlight(plans, locals_).wait()
         counts[name] = len(events)
         for (src, dst, full), result in zip(cases, results, strict=True):
             assert torch.equal(result, mine(full, dst)), f"{name}: {src} {dst}"
@@ -118,10 +118,12 @@ def test_writing_to_a_queued_source_is_refused() -> None:
     part = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     block = coalesce()
     block.__enter__()
-    part.redistribute(placements=[Replicate()])
+    whole = part.redistribute(placements=[Replicate()])
     part.zero_()
     with pytest.raises(RedistributeError, match="written to before it was sent"):
         block.__exit__(None, None, None)
+    with pytest.raises(RedistributeError, match="written to before it was sent"):
+        whole.to_local()
 
 
 @on_ranks(4)
@@ -129,11 +131,25 @@ def test_started_redistributions_finish_when_waited_for() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     flying = []
     for src, dst, full in random_pairs(mesh, 30, ("sum",), 4):
-        flying.append((start(plan(src, dst), mine(full, src)), mine(full, dst)))
+        flying.append((ShardsInFlight([plan(src, dst)], [mine(full, src)]), mine(full, dst)))
     for flight, expected in flying:
-        got = flight.wait()
+        (got,) = flight.wait()
         assert torch.equal(got, expected)
-        assert flight.wait() is got
+        assert flight.wait()[0] is got
+
+
+@on_ranks(4)
+def test_the_first_use_of_what_was_started_starts_no_collective() -> None:
+    """So ranks may use it in any order, or not at all."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x: Any = DTensor.from_local(torch.ones(512, 512), mesh, [Partial(), Shard(0)])
+    with observed() as events:
+        moved = x.redistribute(placements=[Replicate(), Shard(1)], async_op=True)
+    assert len(events) == plan(x._spec, moved._spec).collectives == 2
+    if mesh.get_rank() == 0:
+        with observed() as events:
+            assert torch.equal(moved.to_local(), torch.full((1024, 256), 2.0))
+        assert not events
 
 
 OVERLAPPING: dict[str, tuple[tuple[int, int], list[Placement], list[Placement]]] = {

@@ -1,4 +1,4 @@
-"""Covers: dispatch/in_place.py, redistribute/execution/run_once.py: writes in place, on gloo ranks."""
+"""Covers: dispatch/in_place.py, redistribute/execution/norm_cache.py: writes in place, on gloo ranks."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Local shards that move together beside computation equal those moved one by one; on real gloo ranks.
 
-Covers: redistribute/shards_in_flight.py, tensor/shard_access.py.
+Covers: redistribute/shards_in_flight.py, redistribute/execution/messages.py, tensor/shard_access.py.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, distribute_tensor
 from shoal_dtensor.internal import local_shard, redistribute_shards
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+Move = tuple[tuple[int, ...], list[Placement], list[Placement]]  # shape, before, after
 MOVES: list[tuple[list[Placement], list[Placement]]] = [
     ([S0, R], [R, R]),
     ([S0, S1], [R, S1]),
@@ -85,3 +87,49 @@ def test_sources_are_not_held_while_they_travel() -> None:
     del shards
     assert [ref() for ref in held] == [None, None]
     assert [tensor.shape for tensor in in_flight.wait()] == [(2,), (2,)]
+
+
+def test_shards_that_are_moved_alike_travel_together() -> None:
+    even: list[Move] = [((8, 6), [S0, R], [R, R]), ((), [R, R], [R, R]), ((4,), [S0, R], [R, R])]
+    reduced: list[Move] = [((8, 6), [P, R], [S0, R]), ((), [P, R], [R, R])]
+    usual = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 1}
+    more: dict[str, tuple[Move, dict[str, int]]] = {
+        "uneven": (((7, 6), [S0, R], [R, R]), {}),
+        "along dim 1": (((8, 6), [S1, R], [R, R]), {}),
+        "over another axis": (((8, 6), [R, S0], [R, R]), {"all_gather_into_tensor": 2}),
+        "over both axes": (((8, 6), [P, S0], [R, R]), {"all_reduce": 2}),
+        "an all-to-all": (((8, 6), [S0, R], [S1, R]), {"all_to_all_single": 1}),
+    }
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        for name, (move, differs) in more.items():
+            specs = [(Spec(mesh, src, shape), Spec(mesh, dst, shape)) for shape, src, dst in (*even, *reduced, move)]
+            with CommDebugMode() as counted:
+                arrived = redistribute_shards([torch.zeros(src.local_shape) for src, _ in specs], specs).wait()
+            assert Counter(record.op for record in counted.trace) == usual | differs, name
+            assert [tensor.shape for tensor in arrived] == [dst.local_shape for _, dst in specs], name
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+@on_ranks(4)
+def test_even_shards_arrive_where_they_are_wanted(lanes: bool) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    dtype = torch.float32 if lanes else torch.complex64  # which only the backend sends
+    shapes = [(8, 3), (4,), (16, 1)]
+    moves = [(Spec(mesh, [S0], shape, None, dtype), Spec(mesh, [R], shape, None, dtype)) for shape in shapes]
+    wholes = [torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) + 1 for shape in shapes]
+    shards = [whole.chunk(4)[mesh.get_rank()] for whole in wholes]
+    with CommDebugMode() as counted:
+        in_flight = redistribute_shards(shards, moves)
+        places = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        arrived = in_flight.wait(lambda: places)
+    assert counted.get_total_counts() == 1
+    assert all(
+        got is place and torch.equal(got, whole) for got, place, whole in zip(arrived, places, wholes, strict=True)
+    )
+    back = [(src.with_(placements=[P]), src) for src, _ in moves]
+    for got, shard in zip(redistribute_shards(wholes, back).wait(), shards, strict=True):
+        assert torch.equal(got, 4 * shard)
+    summed = [(partial, whole) for (partial, _), (_, whole) in zip(back, moves, strict=True)]
+    for got, whole in zip(redistribute_shards(wholes, summed).wait(), wholes, strict=True):
+        assert torch.equal(got, 4 * whole)

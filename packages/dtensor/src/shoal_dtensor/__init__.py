@@ -59,7 +59,7 @@ from .layout.torch_names import (
 from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import install_local_step, local_step
-from .redistribute.execution.coalesce import coalesce
+from .redistribute.coalesce import coalesce
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending
 from .tensor.parameter_gradients import ACCUMULATION

@@ -25,7 +25,7 @@ from .._torch import (
 )
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
-from ..redistribute.execution.run_once import run_once, write_back
+from ..redistribute.execution.norm_cache import run_cached, write_back
 from ..rules.language.op_schema import schema_of
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
@@ -280,7 +280,7 @@ def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, 
     with purpose(decision.reason) if decision.reason else nullcontext():
         for move in decision.moves:
             (tensors, at), (owners, _) = move.within(local, named), move.within(call.args, call.kwargs)
-            tensors[at] = run_once(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
+            tensors[at] = run_cached(move.plan, tensors[at], owners[at], fresh=bool(decision.write_backs))
     return local, named
 
 

@@ -20,12 +20,11 @@ from shoal_mesh.internal import all_reduce_, dataclass, is_observed, sums_are_in
 
 from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
-from ..dispatch.results import wrap
 from ..errors import MixedTensorError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..redistribute.execution.coalesce import run_all
-from ..redistribute.plan import plan
+from ..redistribute.coalesce import coalesce
+from ..tensor.autograd import redistributed
 from ..tensor.dtensor import DTensor
 from .exact_norm import exponent_above, norm_of_limbs, square_limbs
 
@@ -152,11 +151,12 @@ def _check_plain(owners: Sequence[Tensor]) -> None:
 
 def _finish_partial(owners: Sequence[Tensor]) -> None:
     """Finish gradients that are still partial."""
-    partial: list[Any] = [o for o in owners if isinstance(o.grad, DTensor) and o.grad._spec.partials]
-    specs = [owner.grad._spec for owner in partial]
-    ways = [plan(s, s.with_(placements=[Replicate() if p.is_partial() else p for p in s.placements])) for s in specs]
-    for owner, way, local in zip(partial, ways, run_all(ways, [o.grad._local_tensor for o in partial]), strict=True):
-        owner.grad = wrap(DTensor, local, way.dst)
+    with coalesce():
+        for owner in owners:
+            spec = owner.grad._spec if isinstance(owner.grad, DTensor) else None
+            if spec is not None and spec.partials:
+                placements = [Replicate() if p.is_partial() else p for p in spec.placements]
+                owner.grad = redistributed(DTensor, owner.grad, spec.with_(placements=placements))
 
 
 def _total(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from .._torch import current_node, set_thread_object, thread_object
-from ..redistribute.plan import plan
+from ..redistribute.plan import plan as find_plan
 from ..tensor.autograd import gradient_spec, redistributed
 from ..tensor.backward import grad_hooked, leaf_route
 from ..tensor.dtensor import DTensor
@@ -31,7 +31,7 @@ class _Deferred:
         present = leaf.grad
         if present is not None and not present._spec.same_layout(grad._spec):
             target = with_layout_of(grad._spec, present._spec)
-            if plan(present._spec, target).collectives:
+            if find_plan(present._spec, target).collectives:
                 return False
             leaf.grad = redistributed(DTensor, present, target)
         self._leaves[id(leaf)] = leaf
@@ -43,8 +43,8 @@ class _Deferred:
         for leaf in self._leaves.values():
             if leaf.grad is not None:
                 spec = leaf.grad._spec
-                way = plan(spec, gradient_spec(with_layout_of(leaf._spec, spec)))
-                leaf.grad = batch.moved(DTensor, leaf.grad, way)
+                plan = find_plan(spec, gradient_spec(with_layout_of(leaf._spec, spec)))
+                leaf.grad = batch.moved(DTensor, leaf.grad, plan)
         batch.finish()
 
 

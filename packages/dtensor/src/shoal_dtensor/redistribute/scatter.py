@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_mesh import all_to_all_v, broadcast
+from shoal_mesh import all_to_all_blocks, broadcast
 
 from ..errors import PlacementError
-from ..layout.boxes import Box
+from ..layout.boxes import Box, slices_of
+from .execution.kernels import members
 from .strided_plan import unfold_spec
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def _device(tensor: torch.Tensor, spec: Spec) -> torch.device:
 
 def _own_copy(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """A box of a tensor, contiguous, in memory of its own unless it is the tensor itself."""
-    shard = _narrow(tensor, box)
+    shard = tensor[slices_of(box)]
     return shard.contiguous() if shard.shape == tensor.shape else shard.clone(memory_format=torch.contiguous_format)
 
 
 def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
     """Scatter exact boxes over the axes that shard, in the source's plane; then broadcast to the other planes."""
-    mesh, coordinate = spec.mesh, spec.coordinate
-    assert coordinate is not None, "only ranks of the mesh call this"
+    mesh, here = spec.mesh, spec.coordinate
+    assert here is not None, "only ranks of the mesh call this"
     sharding = tuple(sorted(axis for sharded in spec.dim_shardings for axis in sharded.axes))
     copying = tuple(axis for axis in range(mesh.ndim) if axis not in sharding)
     for axis, size in enumerate(mesh.shape):
@@ -66,39 +66,34 @@ def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
             raise PlacementError(
                 f"src_data_rank {source} is no coordinate of mesh axis {mesh.axis_names[axis]!r} of size {size}"
             )
-    device = _device(tensor, spec)
-    local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=device)
-    if all(coordinate[axis] == source for axis in copying):
-        local = _scatter(tensor.to(device), spec, source, sharding) if sharding else tensor.to(device).contiguous()
-    if copying and prod(mesh.shape[axis] for axis in copying) > 1:
-        index = 0
-        for axis in copying:
-            index = index * mesh.shape[axis] + source
-        local = broadcast(local, mesh.comm(copying), src=index)
+    local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=_device(tensor, spec))
+    if all(here[axis] == source for axis in copying):
+        if sharding:
+            _scatter(tensor, local, spec, source, sharding)
+        else:
+            local = tensor.to(local.device).contiguous()
+    if prod(mesh.shape[axis] for axis in copying) > 1:
+        local = broadcast(local, mesh.comm(copying), src=_index_of(source, copying, spec))
     return local
 
 
-def _scatter(tensor: torch.Tensor, spec: Spec, source: int, axes: tuple[int, ...]) -> torch.Tensor:
-    mesh, coordinate = spec.mesh, spec.coordinate
-    assert coordinate is not None, "only ranks of the mesh call this"
-    sends = all(coordinate[axis] == source for axis in axes)
-    sizes, shards = [0] * prod(mesh.shape[axis] for axis in axes), []
-    for rank, along in enumerate(product(*(range(mesh.shape[axis]) for axis in axes)) if sends else ()):
-        there = list(coordinate)
-        for axis, position in zip(axes, along, strict=True):
-            there[axis] = position
-        shards.append(_narrow(tensor, spec.box(there)).reshape(-1))
-        sizes[rank] = shards[-1].numel()
-    flat = torch.cat(shards) if shards else tensor.new_empty(0)
+def _scatter(tensor: torch.Tensor, local: torch.Tensor, spec: Spec, source: int, axes: tuple[int, ...]) -> None:
+    """Fill the local tensors of the ranks along some axes."""
+    here = spec.coordinate
+    assert here is not None, "only ranks of the mesh call this"
+    group = members(spec, axes, here)
+    sent: list[list[torch.Tensor]] = [[] for _ in group]
+    if all(here[axis] == source for axis in axes):
+        whole = tensor.to(local.device)
+        sent = [[whole[slices_of(spec.box(member))]] for member in group]
+    received: list[list[torch.Tensor]] = [[] for _ in group]
+    received[_index_of(source, axes, spec)] = [local]
+    all_to_all_blocks(sent, spec.mesh.comm(axes), received)
+
+
+def _index_of(source: int, axes: tuple[int, ...], spec: Spec) -> int:
+    """Index among the ranks along some axes of the one at coordinate `source` of each."""
     index = 0
     for axis in axes:
-        index = index * mesh.shape[axis] + source
-    receives = [prod(spec.local_shape) if i == index else 0 for i in range(len(sizes))]
-    got = all_to_all_v(flat, mesh.comm(axes), sizes, receives)
-    return got.view(spec.local_shape)
-
-
-def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, (start, stop) in enumerate(box):
-        tensor = tensor.narrow(dim, start, stop - start)
-    return tensor
+        index = index * spec.mesh.shape[axis] + source
+    return index

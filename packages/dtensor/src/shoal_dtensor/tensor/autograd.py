@@ -24,10 +24,9 @@ from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
-from ..redistribute.execution.coalesce import QueuedPlan, current_batch
-from ..redistribute.execution.execute import InFlight, start
-from ..redistribute.execution.run_once import run_once
-from ..redistribute.plan import plan
+from ..redistribute.coalesce import CoalescedBatch, current_batch
+from ..redistribute.execution.norm_cache import run_cached
+from ..redistribute.plan import plan as find_plan
 from ..redistribute.steps import Plan
 from ..rng.memory_order import dims_by_stride, is_contiguous
 from ..scopes import current
@@ -44,36 +43,46 @@ def redistributed(cls: Any, tensor: Any, target: Spec, *, async_op: bool = False
     source = tensor._spec
     if source is target:
         return tensor
-    return _moved(cls, tensor, plan(source, target), tensor._local_tensor, async_op)
+    return _moved(cls, tensor, find_plan(source, target), tensor._local_tensor, async_op)
 
 
-def _moved(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
+def _moved(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """A DTensor of the local tensor that arrives; debug modes and the recorder read what it is for."""
-    if not way.steps:
-        return wrap(cls, local, way.dst)
+    if not plan.steps:
+        return wrap(cls, local, plan.dst)
     if is_observed():
-        with purpose(way.purpose):
-            return _arriving(cls, tensor, way, local, async_op)
-    if way.note is not None:
-        note(way.note)  # `with purpose(...)` takes half a microsecond more
-    return _arriving(cls, tensor, way, local, async_op)
+        with purpose(plan.purpose):
+            return _arriving(cls, tensor, plan, local, async_op)
+    if plan.note is not None:
+        note(plan.note)  # `with purpose(...)` takes half a microsecond more
+    return _arriving(cls, tensor, plan, local, async_op)
 
 
-def _arriving(cls: Any, tensor: Any, way: Plan, local: torch.Tensor, async_op: bool) -> Any:
+def _arriving(cls: Any, tensor: Any, plan: Plan, local: torch.Tensor, async_op: bool) -> Any:
     """A DTensor of the local tensor that arrives: now, at its first use, or with the others of a `coalesce()` block."""
     check_recorded("redistribute", local)
     batch = current_batch()
     if batch is not None:
-        return pending(cls, batch.add(way, local, tensor), way.dst, local.device)
+        return queued(cls, batch, plan, local, tensor)
     if async_op:
-        return pending(cls, start(way, local), way.dst, local.device)
-    return wrap(cls, run_once(way, local, tensor, fresh=True), way.dst)
+        alone = CoalescedBatch()
+        result = queued(cls, alone, plan, local, tensor)
+        alone.start()
+        return result
+    return wrap(cls, run_cached(plan, local, tensor, fresh=True), plan.dst)
 
 
-def pending(cls: Any, in_flight: InFlight | QueuedPlan, spec: Spec, device: torch.device) -> Any:
-    """A DTensor whose local tensor arrives at its first use."""
+def queued(cls: Any, batch: CoalescedBatch, plan: Plan, local: torch.Tensor, source: Any) -> Any:
+    """A DTensor whose local tensor arrives with the others of a batch."""
+    result = pending(cls, batch, plan.dst, local.device)
+    batch.add(plan, local, source, result)
+    return result
+
+
+def pending(cls: Any, batch: CoalescedBatch, spec: Spec, device: torch.device) -> Any:
+    """A DTensor whose local tensor a batch brings; its first use waits for it."""
     result = make_wrapper(cls.pending, spec.shape, spec.stride, None, None, spec.dtype, torch.strided, device)
-    cls.local_slot.__set__(result, in_flight)
+    cls.local_slot.__set__(result, batch)
     result._spec = spec
     return result
 
@@ -130,7 +139,7 @@ class FromLocal(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = as_gradient(ctx.cls, grads[0], ctx.spec)
         target = _like(ctx.gradient, grad._spec)
-        obey("the gradient of from_local of", ctx.spec, plan(grad._spec, target))
+        obey("the gradient of from_local of", ctx.spec, find_plan(grad._spec, target))
         if torch.is_grad_enabled():
             local = apply(ToLocal, apply(Redistribute, grad, type(grad), target, (None, None), False), None)
         else:
@@ -207,7 +216,7 @@ class Redistribute(Function):
         spec = target if target.dtype == local.dtype else target.with_(dtype=local.dtype)
         if source.same_layout(spec):
             return wrap(cls, local.detach(), spec)
-        return _moved(cls, tensor, plan(source, spec), local, async_op)
+        return _moved(cls, tensor, find_plan(source, spec), local, async_op)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -366,11 +366,16 @@ class _Pending(DTensor):
     __slots__ = ()
 
     @property
-    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, read once through a wait
-        local: torch.Tensor = DTensor.local_slot.__get__(self).wait()
+    def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, which has the batch until it arrives
+        DTensor.local_slot.__get__(self).flush()
+        local = DTensor.local_slot.__get__(self)
+        assert isinstance(local, torch.Tensor), "a flush serves every tensor that waits for the batch"
+        return local
+
+    def arrive(self, local: torch.Tensor) -> None:
+        """Take the local tensor."""
         DTensor.local_slot.__set__(self, local)
         self.__class__ = DTensor  # type: ignore[assignment]  # same layout, and nothing is pending any more
-        return local
 
 
 def run_on_pending(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from torch import Tensor
 from .._torch import apply, is_tracing, is_transformed, thread_object, whole_when_compiled
 from ..dispatch.communication_policy import obey
 from ..layout.spec import Spec
-from ..redistribute.execution.coalesce import CoalescedBatch, QueuedPlan
-from ..redistribute.plan import plan
+from ..redistribute.coalesce import CoalescedBatch
+from ..redistribute.plan import plan as find_plan
 from ..redistribute.steps import Plan
-from .autograd import Redistribute, as_gradient, gradient_spec, pending, redistributed
+from .autograd import Redistribute, as_gradient, gradient_spec, pending, queued, redistributed
 from .backward import running_pass
 
 _DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
@@ -63,11 +62,11 @@ class ParameterGradientHook:
         recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not recorded and scope is not None and scope.takes(gradient):
             return gradient
-        way = plan(spec, target)
-        obey("the gradient of a leaf", self.spec, way)
+        plan = find_plan(spec, target)
+        obey("the gradient of a leaf", self.spec, plan)
         if recorded:
             return apply(Redistribute, gradient, self.cls, target, (None, None), False)
-        return running_pass().part(GradientBatch).moved(self.cls, gradient, way)
+        return running_pass().part(GradientBatch).moved(self.cls, gradient, plan)
 
 
 class CheckedHook(ParameterGradientHook):
@@ -126,81 +125,50 @@ class GradientBatch(CoalescedBatch):
     """Reductions of gradients that travel together: the part of a backward pass that they are.
 
     Attributes:
-        waiting: the gradients that wait for them.
         bytes: what has been asked for since the last flush.
     """
 
-    __slots__ = ("bytes", "waiting")
+    __slots__ = ("bytes",)
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: int = 0
-        self.waiting: list[ReferenceType[Any]] = []
 
-    def moved(self, cls: Any, grad: Any, way: Plan) -> Any:
-        """A gradient, moved as `way` says: with others, at its first use or at the end, unless it fills a message."""
-        if not way.collectives or way.bytes_sent > BUCKET:
-            return redistributed(cls, grad, way.dst)
-        queued = self.add(way, grad._local_tensor, grad)
-        result = self.follow(pending(cls, queued, way.dst, grad.device))
-        self.bytes += way.bytes_sent
+    def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
+        """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
+        if not plan.collectives or plan.bytes_sent > BUCKET:
+            return redistributed(cls, grad, plan.dst)
+        result = queued(cls, self, plan, grad._local_tensor, grad)
+        self.bytes += plan.bytes_sent
         if self.bytes >= BUCKET:  # counted on the busiest rank, so all ranks agree
             self.flush()
             self.bytes = 0
         return result
 
-    def follow(self, tensor: Any) -> Any:
-        """Have a tensor finished when the pass ends, should it still be there."""
-        self.waiting.append(ref(tensor))
-        return tensor
-
     def finish(self) -> None:
         """Run what is left: every gradient is what it says from here on."""
         self.flush()
-        for reference in self.waiting:
-            tensor = reference()
-            if tensor is not None:
-                _ = tensor._local_tensor
-        self.waiting.clear()
 
     def fail(self) -> None:
         """Leave the gradients to whoever uses them: each has its true value then."""
 
 
-class PendingSum:
-    """A gradient and what is to be added to it in place, which is under way."""
-
-    __slots__ = ("coming", "present")
-
-    def __init__(self, present: Any, coming: QueuedPlan) -> None:
-        self.present: Any = present
-        self.coming: QueuedPlan = coming
-
-    def wait(self) -> Tensor:
-        """The sum, where the gradient was."""
-        present: Tensor = self.present if isinstance(self.present, Tensor) else self.present.wait()
-        return present.add_(self.coming.wait())
-
-
 def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
     """What autograd does with a gradient that is under way, put off until it arrives; None for anything else."""
-    raw = cls.local_slot.__get__
+    if (op is not _DETACH and op is not _ADD_) or type(args[-1]) is not cls.pending:
+        return None
+    target, coming = args[0], args[-1]
+    batch = cls.local_slot.__get__(coming)
+    at = batch.position_of(coming) if isinstance(batch, GradientBatch) else None
+    if at is None:
+        return None
     if op is _DETACH:
-        (tensor,) = args
-        held = raw(tensor)
-        if isinstance(held, QueuedPlan) and isinstance(held.batch, GradientBatch):
-            return held.batch.follow(pending(cls, held, tensor._spec, tensor.device))
-    if op is _ADD_ and len(args) == 2 and type(args[1]) is cls.pending:
-        target, coming = args[0], raw(args[1])
-        if (
-            isinstance(coming, QueuedPlan)
-            and isinstance(coming.batch, GradientBatch)
-            and type(target) in (cls, cls.pending)
-            and target is not args[1]
-            and target.dtype == args[1].dtype
-            and target._spec.same_layout(args[1]._spec)
-        ):
-            cls.local_slot.__set__(target, PendingSum(raw(target), coming))
-            target.__class__ = cls.pending
-            return coming.batch.follow(target)
+        result = pending(cls, batch, coming._spec, coming.device)
+        batch.wait_for(at, result)
+        return result
+    if type(target) is cls and target.dtype == coming.dtype and target._spec.same_layout(coming._spec):
+        batch.wait_for(at, target, target._local_tensor)
+        cls.local_slot.__set__(target, batch)
+        target.__class__ = cls.pending
+        return target
     return None

@@ -1,4 +1,4 @@
-"""Running a plan on this rank: kernels, packed buffers, async and coalesced collectives.
+"""Running plans on this rank: kernels, one plan at once, and messages in which many travel.
 
 May import: blocks, reductions, steps.
 """

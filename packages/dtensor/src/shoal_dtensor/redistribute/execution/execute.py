@@ -6,7 +6,7 @@ communicators known; later runs only call them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,14 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
-from shoal_mesh.internal import Pending
 
 from ...layout.symbolic_sizes import remembered
+from ...layout.tensor_meta import contiguous_stride
 from ..steps import Plan
 from .kernels import Collective, Kernel, kernel
-from .memory_format import in_memory_order, memory_order
 
 if TYPE_CHECKING:
-    pass
-
+    from ...layout.spec import Spec
 
 Stage = Callable[[Tensor], Tensor]
 
@@ -56,8 +54,7 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """The stages of a plan on this rank."""
     stages = [_stage(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
-    last = closing(plan)
-    return (*stages,) if last is identity else (*stages, last)
+    return (*stages, *closing(plan))
 
 
 @remembered(REMEMBERED)
@@ -66,24 +63,29 @@ def kernels_of(plan: Plan) -> tuple[Kernel, ...]:
     return tuple(kernel(step, step.src.coordinate) for step in plan.steps)
 
 
-def closing(plan: Plan) -> Stage:
+def closing(plan: Plan) -> tuple[Stage, ...]:
     """What remains after the last step: a slice becomes a tensor of its own, memory order follows the global stride."""
     if not plan.steps or plan.dst.coordinate is None:
-        return identity
+        return ()
     order = memory_order(plan.dst)
     if not plan.slices:
-        return identity if order is None else in_memory_order(plan.dst)
+        return () if order is None else (in_memory_order(plan.dst),)
     if order is None:
-        return _copy
+        return (_copy,)
     back = sorted(range(plan.dst.ndim), key=order.__getitem__)
-    return lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    return (lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back),)
+
+
+def _copy(local: Tensor) -> Tensor:
+    """A contiguous tensor of its own: a slice must not keep the whole alive."""
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
     """One step as a function of the local tensor."""
     prepare, finish = work.prepare, work.finish
     if work.collective is None:
-        return identity if finish is None else lambda local: finish(local, local)
+        return local_stage(work)
     call = bind(work.collective, mesh)
     if finish is None:
         return call if prepare is None else lambda local: call(prepare(local))
@@ -92,8 +94,14 @@ def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
     return lambda local: finish(call(prepare(local)), local)
 
 
+def local_stage(work: Kernel) -> Stage:
+    """A step that needs no communication on this rank."""
+    finish = work.finish
+    return (lambda local: local) if finish is None else lambda local: finish(local, local)
+
+
 def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
-    """A collective as a function of the buffer alone; `more` is passed on (`async_op`)."""
+    """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
     comm = comm_of(collective, mesh)
     dim, op, sizes = collective.dim, collective.op, collective.sizes
     match collective.kind:
@@ -118,54 +126,24 @@ def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 
 
-def identity(local: Tensor) -> Tensor:
-    """The local tensor as it is."""
-    return local
+# --- the order in memory of a local tensor's dims: that of the global stride ------------------------------------------
 
 
-def _copy(local: Tensor) -> Tensor:
-    """A contiguous tensor of its own: a slice must not keep the whole alive."""
-    return local.clone(memory_format=torch.contiguous_format)
+def memory_order(spec: Spec) -> list[int] | None:
+    """Tensor dims from the largest stride to the smallest; None if that is row-major."""
+    if spec.stride == contiguous_stride(spec.shape):
+        return None
+    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+        return None  # an expanded tensor: its shards are plain
+    order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
+    significant = [dim for dim in order if spec.shape[dim] > 1]
+    return None if significant == sorted(significant) else order
 
 
-class InFlight:
-    """A redistribution that is under way; `wait()` gives the new local tensor."""
-
-    __slots__ = ("_finish", "_local", "_pending")
-
-    def __init__(self, pending: Pending | Tensor, local: Tensor, finish: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._pending, self._local, self._finish = pending, local, finish
-
-    def wait(self) -> Tensor:
-        """Block until the data are there; again: the same tensor."""
-        pending = self._pending
-        if isinstance(pending, Tensor):
-            return pending
-        self._pending = result = self._finish(pending.wait(), self._local)
-        del self._local, self._finish
-        return result
-
-
-def start(plan: Plan, local: Tensor) -> InFlight:
-    """Like `run`, but the last collective is only started: its result is needed first by `wait()`."""
-    kernels = kernels_of(plan)
-    calls = [(i, work.collective) for i, work in enumerate(kernels) if work.collective is not None]
-    if not calls:
-        return InFlight(run(plan, local), local, _first)
-    last, call = calls[-1]
-    program = _program(plan)
-    local = _through(program[:last], local)
-    work = kernels[last]
-    pending = bind(call, plan.steps[last].src.mesh, async_op=True)(work.prepare(local) if work.prepare else local)
-    finish = work.finish or _first
-    return InFlight(pending, local, lambda got, held: _through(program[last + 1 :], finish(got, held)))
-
-
-def _through(stages: Sequence[Stage], local: Tensor) -> Tensor:
-    for stage in stages:
-        local = stage(local)
-    return local
-
-
-def _first(got: Tensor, local: Tensor) -> Tensor:
-    return got
+def in_memory_order(spec: Spec) -> Callable[[Tensor], Tensor]:
+    """A function that gives a local tensor the memory order of the global stride; it copies only where they differ."""
+    order = memory_order(spec)
+    if order is None:
+        return torch.Tensor.contiguous
+    back = sorted(range(spec.ndim), key=order.__getitem__)
+    return lambda local: local.permute(order).contiguous().permute(back)

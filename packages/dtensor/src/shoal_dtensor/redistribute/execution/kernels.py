@@ -92,6 +92,15 @@ def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
     return _KERNELS[type(step)](step, coordinate)
 
 
+def buffer_shape(step: Step, collective: Collective) -> Sequence[int]:
+    """The shape of what this rank passes to a step's collective."""
+    if collective.kind == "all_to_all_v":
+        return (sum(collective.sizes),)
+    shape = step.src.local_shape
+    is_flat = isinstance(step, AllGather | ReduceScatter) and len(step.dims) > 1
+    return (shape.numel(),) if is_flat else shape
+
+
 def members(spec: Spec, axes: Sequence[int], coordinate: Coordinate) -> list[Coordinate]:
     """Coordinates of the ranks that differ from one only along `axes`, row-major in the order of `axes`.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_ELEMENTS = 256
 
 
-def run_once(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
+def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
     """What `run` gives; for a small partial norm, what it gave before if the tensor has not been written to since.
 
     Args:

@@ -1,0 +1,251 @@
+"""What several plans send together: rounds of messages, each of which is one collective.
+
+The plans advance side by side, from one communicating step to the next.  Those that do the same kind of step over the
+same ranks travel as one message, in which the blocks of all tensors for a member of the group follow one another.  What
+travels together follows from the plans alone, never from what this rank holds, so it is the same on all ranks.
+
+    all-gather of a and b, whose shards have 2 and 3 elements, over 2 ranks:   [a0 a0 b0 b0 b0 | a1 a1 b1 b1 b1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import chain, zip_longest
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import all_to_all_v
+from shoal_mesh.internal import (
+    PackedPending,
+    Pending,
+    all_gather_packed,
+    all_reduce_packed,
+    dataclass,
+    reduce_scatter_packed,
+)
+
+from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
+from .execute import Stage, bind, closing, comm_of, kernels_of, local_stage
+from .kernels import Collective, Kernel, buffer_shape
+
+Places = Callable[[], Sequence[Tensor]]
+"""The tensors that the results of all plans are to be written to; none where they get memory of their own."""
+
+_SENT = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leg:
+    """A plan's local steps up to a collective, and that.
+
+    Attributes:
+        index: position of the plan among those that advance together.
+        before: the local steps.
+        step: what communicates; `kernel` and `call` are this rank's part of it, `shape` that of what it sends.
+        gives_result: whether the collective gives the result of the plan as it is.
+    """
+
+    index: int
+    before: tuple[Stage, ...]
+    step: Step
+    kernel: Kernel
+    call: Collective
+    shape: Sequence[int]
+    gives_result: bool
+
+
+def rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
+    """What plans send together, and what they do afterwards; all ranks pass the same plans in the same order.
+
+    Args:
+        plans: one for each tensor; their meshes may differ.
+        devices: of the tensors.
+        packs: whether a tensor that travels alone is packed too, and so needs no memory before it is unpacked.
+    """
+    symbolic = any(plan.src.example is not None for plan in plans)
+    return (_rounds_of.__wrapped__ if symbolic else _rounds_of)(plans, devices, packs)
+
+
+@lru_cache(maxsize=256)  # parameters and gradients, again and again the same ones
+def _rounds_of(plans: tuple[Plan, ...], devices: tuple[torch.device, ...], packs: bool) -> Rounds:
+    planned = [_legs(i, plan) for i, plan in enumerate(plans)]
+    rounds = []
+    for legs in zip_longest(*[legs for legs, _ in planned]):
+        together: dict[object, list[Leg]] = {}
+        for leg in legs:
+            if leg is not None:
+                together.setdefault(_key(leg, devices[leg.index]), []).append(leg)
+        rounds.append(tuple([Message(each, packs) for each in together.values()]))
+    return tuple(filter(None, rounds)), tuple(after for _, after in planned)
+
+
+def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
+    """The legs of a plan, None for a step in which this rank's group has nothing to exchange; and what remains."""
+    legs: list[Leg | None] = []
+    before: list[Stage] = []
+    for step, work in zip(plan.steps, kernels_of(plan), strict=True):
+        if work.collective is not None:
+            gives_result = step is plan.steps[-1] and work.finish is None and not closing(plan)
+            shape = buffer_shape(step, work.collective)
+            legs.append(Leg(index, tuple(before), step, work, work.collective, shape, gives_result))
+            before = []
+            continue
+        before.append(local_stage(work))
+        if step.communicates:
+            legs.append(None)
+    return legs, (*before, *closing(plan))
+
+
+def _key(leg: Leg, device: torch.device) -> object:
+    """What steps that travel together have in common.
+
+    Meshes of other shapes may have the same communicator: a parameter of a data x tensor mesh and one of its data axis
+    travel in one message over that axis.
+    """
+    step = leg.step
+    op = step.op if isinstance(step, Reduction) else ""
+    kind = Exchange if isinstance(step, AllToAll | Transfer) else type(step)
+    return comm_of(leg.call, step.src.mesh).ranks, kind, op, step.src.dtype, device
+
+
+class Message:
+    """One collective for a leg of each of several plans: all that is known of it before there are tensors."""
+
+    __slots__ = ("_arrivals", "_comm", "_in_rows", "_is_call", "_kind", "_legs", "_received", "_sent")
+
+    def __init__(self, legs: Sequence[Leg], packs: bool) -> None:
+        calls = [leg.call for leg in legs]
+        self._legs = legs
+        self._comm = comm_of(calls[0], legs[0].step.src.mesh)
+        self._kind: str = calls[0].kind.removesuffix("_v")
+        # Equal blocks along dim 0 are the rows of a matrix: (size, n) for a tensor of size * n elements.
+        self._in_rows: bool = not any(call.sizes or call.dim for call in calls)
+        self._is_call: bool = len(legs) == 1 and (self._kind == "all_to_all" or not packs)
+        blocks = [_block_sizes(call, leg.shape, self._comm.size) for call, leg in zip(calls, legs, strict=True)]
+        # For each leg the elements from each member; for each member the elements for it, and from it, of all legs.
+        self._arrivals = [
+            call.receives if call.kind == "all_to_all_v" else n for call, n in zip(calls, blocks, strict=True)
+        ]
+        self._sent: list[int] = [*map(sum, zip(*blocks, strict=True))]
+        self._received: list[int] = [*map(sum, zip(*self._arrivals, strict=True))]
+
+    def send(self, tensors: list[Tensor]) -> Pending | PackedPending:
+        """Start the collective.
+
+        Args:
+            tensors: the local tensors of all plans. Those that gather or reduce are taken out: the steps need no more
+                of them, and gradients are as large as what travels of them.
+        """
+        buffers = []
+        for leg in self._legs:
+            local, prepare = tensors[leg.index], leg.kernel.prepare
+            for stage in leg.before:
+                local = stage(local)
+            tensors[leg.index] = local if self._kind == "all_to_all" else _SENT
+            buffers.append(local if prepare is None else prepare(local))
+        return self._start(buffers)
+
+    def _start(self, buffers: Sequence[Tensor]) -> Pending | PackedPending:
+        if self._is_call:
+            leg = self._legs[0]
+            return bind(leg.call, leg.step.src.mesh, async_op=True)(buffers[0])  # type: ignore[no-any-return]  # of any function
+        comm, op = self._comm, self._legs[0].call.op
+        if self._kind == "all_reduce":
+            return all_reduce_packed([buffer.reshape(-1) for buffer in buffers], comm, op)
+        if self._kind == "all_gather":
+            return all_gather_packed([buffer.reshape(-1) for buffer in buffers], comm, self._sent)
+        if self._kind == "reduce_scatter" and self._in_rows:
+            return reduce_scatter_packed([buffer.reshape(comm.size, -1) for buffer in buffers], comm, self._sent, op)
+        blocks = [_blocks(leg.call, buffer, comm.size) for leg, buffer in zip(self._legs, buffers, strict=True)]
+        pieces = [*chain.from_iterable(zip(*blocks, strict=True))]  # all for the first member, then for the second
+        if self._kind == "reduce_scatter":
+            return reduce_scatter_packed(pieces, comm, self._sent, op)
+        return all_to_all_v(torch.cat(pieces), comm, self._sent, self._received, async_op=True)
+
+    def receive(self, pending: Pending | PackedPending, tensors: list[Tensor], places: Places) -> None:
+        """Wait, and put what each leg gets where `tensors` has that plan's local tensor."""
+        if isinstance(pending, Pending):
+            self._unpack(pending.wait(), tensors, places)
+        else:
+            pending.wait(lambda arrived: self._unpack(arrived, tensors, places))
+
+    def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
+        for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
+            finish = leg.kernel.finish
+            tensors[leg.index] = got if finish is None else finish(got, tensors[leg.index])
+
+    def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
+        """What its own collective would have given each leg.
+
+        Args:
+            arrived: what the collective brings: one flat tensor for each leg of an all-reduce, one in all of a
+                reduce-scatter, one for each member of an all-gather.
+            places: see `Places`.
+        """
+        legs = self._legs
+        if self._is_call:
+            assert isinstance(arrived, Tensor), "a call gives one tensor"
+            return [arrived]
+        if self._kind == "all_reduce":
+            return [part.view(leg.shape) for part, leg in zip(arrived, legs, strict=True)]
+        if self._kind == "reduce_scatter":
+            parts = torch.split(arrived[0], [sizes[self._comm.rank] for sizes in self._arrivals])
+            return [part.view(_with(leg.shape, leg.call.dim)) for part, leg in zip(parts, legs, strict=True)]
+        wanted = places()
+        into = [wanted[leg.index] if wanted and leg.gives_result else None for leg in legs]
+        if self._kind == "all_gather" and self._in_rows and isinstance(arrived, Tensor):
+            return self._copied_rows(arrived, into)
+        if self._kind == "all_to_all":
+            assert isinstance(arrived, Tensor), "an all-to-all brings one tensor"
+            arrived = torch.split(arrived, self._received)
+        of_members = zip(*self._arrivals, strict=True)
+        rows = [torch.split(row, list(sizes)) for row, sizes in zip(arrived, of_members, strict=True)]
+        return [_joined(*each) for each in zip(legs, zip(*rows, strict=True), into, strict=True)]
+
+    def _copied_rows(self, rows: Tensor, into: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors that are sharded equally along dim 0, from a matrix that has a row of shards for each member."""
+        results = [
+            rows.new_empty(_with(leg.shape, 0, leg.shape[0] * len(rows))) if out is None else out
+            for leg, out in zip(self._legs, into, strict=True)
+        ]
+        lengths = [sizes[0] for sizes in self._arrivals]
+        targets = [result.view(len(rows), n) for result, n in zip(results, lengths, strict=True)]
+        torch._foreach_copy_(targets, list(torch.split(rows, lengths, 1)))
+        return results
+
+
+Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
+"""Messages that are under way at the same time, round by round; and for each plan the local steps that remain then."""
+
+
+def _block_sizes(call: Collective, shape: Sequence[int], size: int) -> Sequence[int]:
+    """Elements of each member's block of a tensor that is gathered, or that is split for the members."""
+    if call.kind == "all_to_all_v":
+        return call.sizes
+    if call.sizes:
+        across = prod(n for dim, n in enumerate(shape) if dim != call.dim)
+        return [length * across for length in call.sizes]
+    return [prod(shape) if call.kind == "all_gather" else prod(shape) // size] * size
+
+
+def _blocks(call: Collective, buffer: Tensor, size: int) -> list[Tensor]:
+    """The parts of a tensor for the members, flat."""
+    lengths = list(call.sizes) or [buffer.shape[call.dim] // size] * size
+    return [block.reshape(-1) for block in buffer.split_with_sizes(lengths, call.dim)]
+
+
+def _joined(leg: Leg, blocks: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """What a leg's call gives that brings a flat block from each member."""
+    call = leg.call
+    if call.kind == "all_to_all_v":
+        return torch.cat(list(blocks))
+    dim = call.receives[0] if call.kind == "all_to_all" else call.dim
+    return torch.cat([block.view(_with(leg.shape, call.dim)) for block in blocks], dim, out=out)
+
+
+def _with(shape: Sequence[int], dim: int, length: int = -1) -> list[int]:
+    """A shape with another length along `dim`: the one that follows from the number of elements, if it is not given."""
+    return [*shape[:dim], length, *shape[dim + 1 :]]
