@@ -14,15 +14,7 @@ from .api.custom_rules import register_rule, register_sharding
 from .api.distribute import distribute_module, distribute_tensor
 from .api.factory import empty, full, ones, rand, randint, randn, randperm, zeros
 from .api.local_map import local_map
-from .api.random import (
-    check_random_state,
-    get_rng_state,
-    is_rng_supported_mesh,
-    manual_seed,
-    random_mode,
-    set_random_mode,
-    set_rng_state,
-)
+from .api.random import check_random_state, is_rng_supported_mesh, manual_seed
 from .api.state_dicts import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -60,6 +52,8 @@ from .optim.clip_grad import clip_grad_norm_
 from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import install_local_step, local_step
 from .redistribute.coalesce import coalesce
+from .rng.modes import random_mode, set_random_mode
+from .rng.state import get_rng_state, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending
 from .tensor.parameter_gradients import ACCUMULATION

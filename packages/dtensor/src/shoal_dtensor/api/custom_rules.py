@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._torch import OpOverload
+from .._torch import OpOverload, pytree
 from ..argument_types import check_type
 from ..errors import PlacementError
 from ..layout.placements import Placement, Shard
@@ -48,7 +48,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callab
 
     The function gets the operator's arguments, each tensor replaced by its `TensorMeta` (global shape, stride, dtype),
     and returns a list of pairs (output placements, input placements), each saying one way to shard along ONE mesh
-    axis; inputs that are no tensors have None. The one where everything is replicated need not be listed.
+    axis; inputs that are not tensors have None. The one where everything is replicated need not be listed.
 
     Args:
         op: one overload or several.
@@ -71,29 +71,19 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callab
 
 def _row(call: OpCall, outputs: Sequence[Any], inputs: Sequence[Any]) -> Row:
     """One pair of placements as a row; entries of non-tensor arguments are left out."""
-    given = [_entry(p, meta) for p, meta in zip(_flat(inputs), call.tensors, strict=False)]
-    results = [_entry(p, meta) for p, meta in zip(_flat(outputs), call.outputs, strict=False)]
-    counts = (len([*_flat(inputs)]), len([*_flat(outputs)]))
-    if counts != (len(call.tensors), len(call.outputs)):
+    given, results = ([p for p in pytree.tree_leaves(each) if isinstance(p, Placement)] for each in (inputs, outputs))
+    if (len(given), len(results)) != (len(call.tensors), len(call.outputs)):
         raise PlacementError(
             f"{call.op}: it has {len(call.tensors)} tensor inputs and {len(call.outputs)} tensor outputs, but the "
-            f"registered sharding has placements for {counts[0]} and {counts[1]}"
+            f"registered sharding has placements for {len(given)} and {len(results)}"
         )
-    return Row(tuple(given), tuple(results))
+    return Row(tuple(map(_entry, given, call.tensors)), tuple(map(_entry, results, call.outputs)))
 
 
 def _entry(placement: Placement, meta: TensorMeta) -> Entry:
     if isinstance(placement, Shard):
         return S(placement.dim % meta.ndim)
     return R if placement.is_replicate() else placement  # type: ignore[return-value]  # what is left is Partial
-
-
-def _flat(value: Any) -> Iterator[Placement]:
-    if isinstance(value, Placement):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _flat(item)
 
 
 def _overloads(where: str, op: OpOverload | Sequence[OpOverload]) -> list[OpOverload]:

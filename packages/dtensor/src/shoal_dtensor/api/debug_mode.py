@@ -127,7 +127,8 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
 
     def _run_subclass(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat = [arg for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, DTensor)]
-        self._note(f"{func}({', '.join(_brief(arg) for arg in flat)})")
+        specs = [repr(arg._spec).removeprefix("Spec(").rpartition(" on (")[0] for arg in flat]  # without the mesh
+        self._note(f"{func}({', '.join(specs)})")
         self._depth += 1
         try:
             return func(*args, **kwargs)
@@ -150,8 +151,3 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         if show_stack_trace:
             raise ArgumentValueError("DebugMode.debug_string: stack traces are not recorded, got show_stack_trace=True")
         return "\n".join(self.operators)
-
-
-def _brief(tensor: DTensor) -> str:
-    """A spec without the mesh."""
-    return repr(tensor._spec).removeprefix("Spec(").rpartition(" on (")[0]

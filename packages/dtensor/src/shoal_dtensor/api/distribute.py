@@ -15,6 +15,7 @@ from shoal_mesh import DeviceMesh
 from .._torch import whole_when_compiled
 from ..argument_types import check_callable, check_type
 from ..errors import ArgumentValueError, PlacementError
+from ..layout.boxes import slices_of
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements, read_placements
 from ..layout.placements import Partial, Placement
@@ -62,7 +63,7 @@ def distribute_tensor(
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
 
     Raises:
-        PlacementError: if the placements do not fit, the tensor is no leaf, or it is a DTensor of another layout.
+        PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor of another layout.
     """
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)
@@ -76,7 +77,8 @@ def distribute_tensor(
         raise PlacementError(
             "distribute_tensor: expected a leaf tensor; use DTensor.from_local, which is differentiable"
         )
-    spec = Spec(mesh, wanted, tensor.shape, _dense(tensor), tensor.dtype, shard_order)
+    stride = tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
+    spec = Spec(mesh, wanted, tensor.shape, stride, tensor.dtype, shard_order)
     with torch.no_grad():
         # A partial axis must reduce to the values: it starts out replicated and is shared out, without communication.
         start = gradient_spec(spec)
@@ -105,8 +107,7 @@ def _read(
     device = torch.device(mesh.device_type)
     if spec.coordinate is None:
         return DTensor(nothing.new_empty((0,), device=device), spec)
-    box = tuple(slice(start, stop) for start, stop in spec.box(spec.coordinate))
-    shard = (stored[box] if shape else nothing).to(device).contiguous()
+    shard = (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
     is_view = shard.untyped_storage().nbytes() != shard.nbytes  # a view would keep more than the shard alive
     return DTensor(shard.clone() if is_view else shard, spec)
 
@@ -123,10 +124,6 @@ def _as_it_is(
     return tensor
 
 
-def _dense(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.is_contiguous() or tensor.is_meta else None
-
-
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -140,7 +137,7 @@ def distribute_module(
         module: changed in place and returned. A parameter shared by several modules stays shared.
         device_mesh: the mesh; the one of the enclosing `with mesh:` when left out.
         partition_fn: called with the name, module and mesh of every sub-module, to replace parameters by DTensors;
-            whatever it leaves plain is replicated.
+            what it leaves plain is replicated.
         input_fn: `input_fn(module, inputs, mesh)` before forward, or, as torch once took it, `input_fn(inputs, mesh)`;
             its result replaces the inputs.
         output_fn: `output_fn(module, outputs, mesh)` after forward, or `output_fn(outputs, mesh)`; its result replaces

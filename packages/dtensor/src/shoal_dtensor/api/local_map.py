@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
 from ..rows_of_ranks import rows_of_ranks
 from ..tensor.dtensor import DTensor
-from ..tensor.spec_arguments import coordinate_of, layout_of_rows, shape_row
+from ..tensor.spec_arguments import layout_of_rows, shape_row
 
 Placements = Sequence[Placement] | None
 
@@ -40,7 +41,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         out_placements: placements of the outputs: one list for all of them, or a tuple with one for each;
             None leaves an output plain.
         in_placements: placements that the inputs (flattened) must have, one entry each; None for
-            what is no DTensor, or for any.
+            other values, or for any placements.
         in_grad_placements: placements of the inputs' gradients as they come back from `func`.
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
@@ -173,8 +174,8 @@ def _compared(
     digest = digest_of([local]) if replicated and not isinstance(local, TRACED) else 0
     rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", [digest, *shape_row(local)])
     digests: dict[tuple[int, ...], set[int]] = {}
-    for i, row in enumerate(rows):
-        where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate_of(i, mesh.shape)))
+    for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):
+        where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))
         digests.setdefault(where, set()).add(row[0])
     if any(len(of_replicas) > 1 for of_replicas in digests.values()):
         axes = "x".join(mesh.axis_names[axis] for axis in replicated)

@@ -17,22 +17,8 @@ from shoal_mesh import DeviceMesh
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
-from ..rng.modes import RandomMode, current_mode, get_random_mode, random_mode, set_random_mode
-from ..rng.state import check_in_step, forget_checks, generator_of, get_rng_state, set_rng_state
-
-__all__ = [
-    "OffsetBasedRNGTracker",
-    "RandomMode",
-    "check_random_state",
-    "current_mode",
-    "get_random_mode",
-    "get_rng_state",
-    "is_rng_supported_mesh",
-    "manual_seed",
-    "random_mode",
-    "set_random_mode",
-    "set_rng_state",
-]
+from ..rng.modes import current_mode, set_random_mode
+from ..rng.state import check_in_step, forget_checks, generator_of
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from shoal_mesh.internal import agree, dataclass
 from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..layout.boxes import Box, slices_of, volume, whole_box
-from ..layout.placements import Partial
 from ..redistribute.blocks import Blocks, exchange_blocks
 from ..redistribute.move_blocks import Shards, move_blocks
 from ..tensor.dtensor import DTensor
@@ -39,7 +39,7 @@ class _Facts:
     """What one rank tells the others; `step` is None if it holds no whole state.
 
     Attributes:
-        values: what is no tensor, by name.
+        values: those that are not tensors, by name.
     """
 
     step: int | None
@@ -113,7 +113,7 @@ class HeldState:
             The step; None where the ranks hold no step whole, and nothing is changed.
 
         Raises:
-            ArgumentTypeError: `state_dict` is no dict.
+            ArgumentTypeError: `state_dict` is not a dict.
             CheckpointError: on all ranks: a tensor is held in another shape or dtype.
         """
         check_type("HeldState.recover", "state_dict", state_dict, dict, "a dict")
@@ -172,13 +172,11 @@ def _shards_of(name: Name, tensor: Tensor) -> tuple[_Shards, Tensor]:
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
         return _Shards(shape, kind, ((whole_box(shape), whole_box(shape)),)), tensor.detach()
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
+    if tensor.spec.partials:
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
     spec = tensor.spec
     boxes = [] if spec.coordinate is None else spec.boxes(spec.coordinate)
-    from ..tensor.shard_access import local_shard  # above DTensor, which is above most of this layer
-
-    return _Shards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), local_shard(tensor).detach()
+    return _Shards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), tensor._local_tensor.detach()
 
 
 def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
@@ -192,13 +190,9 @@ def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
                 for name, shards in fact.held.items():
                     _check_same(name, shards, wanted.get(name, shards))
                     held[name] |= {box for box, _ in shards.boxes}
-        if all(sum(map(volume, held[name])) == _elements(shards) for name, shards in wanted.items()):
+        if all(sum(map(volume, held[name])) == prod(shards.shape) for name, shards in wanted.items()):
             return step, lineage
     return None
-
-
-def _elements(shards: _Shards) -> int:
-    return volume(whole_box(shards.shape))
 
 
 def _check_same(name: Name, held: _Shards, wanted: _Shards) -> None:

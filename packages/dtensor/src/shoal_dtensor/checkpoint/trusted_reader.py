@@ -38,18 +38,13 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         whole = f"{module}.{name}"
-        if whole in _PATHS:
-            return _path
+        if whole in _PATHS:  # of the machine that wrote: nothing is read there
+            return lambda *parts: "/".join(map(str, parts))
         if whole in _CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise CheckpointError(
             f"the metadata of a checkpoint hold {whole}, which is no part of any: they are not loaded"
         )
-
-
-def _path(*parts: object) -> str:
-    """What stands for a path of the machine that wrote: nothing is read there."""
-    return "/".join(map(str, parts))
 
 
 class TrustedReader(FileSystemReader):
@@ -78,7 +73,7 @@ class TrustedReader(FileSystemReader):
 
 
 class TrustedPlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors only if they hold no code."""
+    """Loads values that are not tensors only if they hold no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value where it belongs.
@@ -88,7 +83,7 @@ class TrustedPlanner(DefaultLoadPlanner):
         """
         try:
             torch.load(value, weights_only=True)
-        except Exception as error:  # whatever its bytes make of the loader
+        except Exception as error:  # broken bytes may raise anything in the loader
             raise CheckpointError(
                 f"{read_item.dest_index.fqn} is not loaded: it holds more than tensors, numbers, texts and their "
                 f"containers ({error!r:.200})"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal_mesh import DeviceMesh
 
 from .._torch import backward_number, eager_only, is_compiling, unwatched_functions
-from ..api.random import get_random_mode
 from ..modules.forwards import ModuleForward, forward_of, set_forward
+from ..rng.modes import get_random_mode
 from .functions import active, drawers_of
 from .local_layout import LocalLayout, active_watch, current_watch, layout_of, note_layout, tensors_in
 

@@ -1,4 +1,4 @@
-"""Indices rewritten so that what is assigned to is a view of local storage, whatever the sharding."""
+"""Indices rewritten so that what is assigned to is a view of local storage, for any sharding."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
         ((slice(2, 3, None), slice(None, 2, None)), 5.0)
     """
     entries = index if isinstance(index, tuple) else (index,)
-    if not any(map(_is_number, entries)) or not all(_is_basic(entry) for entry in entries):
+    basic = (entry is None or entry is Ellipsis or isinstance(entry, slice) or _is_number(entry) for entry in entries)
+    if not any(map(_is_number, entries)) or not all(basic):
         return index, value
     used = sum(1 for entry in entries if entry is not None and entry is not Ellipsis)
     rest = (slice(None),) * (len(shape) - used)
@@ -75,10 +76,6 @@ def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, 
 
 def _is_number(entry: Any) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool)
-
-
-def _is_basic(entry: Any) -> bool:
-    return entry is None or entry is Ellipsis or isinstance(entry, slice) or _is_number(entry)
 
 
 def _one(index: int, shape: Sequence[int], dim: int) -> slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import torch
@@ -134,7 +135,7 @@ def _even_spec(
         spec = _EVEN.get(key)
         if spec is not None:
             return spec
-    except TypeError:  # a size that a compiler knows as a symbol cannot be hashed; nor can what is no placement
+    except TypeError:  # symbolic sizes have no hash, and wrong placements may have none
         key = None
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
     even = _even_shape(local.shape, placements, mesh.shape)
@@ -260,8 +261,7 @@ def layout_of_rows(
     for dim in range(local.ndim):
         axes = axes_of.get(dim, ())
         by_coordinate: dict[tuple[int, ...], int] = {}
-        for index, row in enumerate(shapes):
-            coordinate = coordinate_of(index, mesh.shape)
+        for coordinate, row in zip(product(*map(range, mesh.shape)), shapes, strict=True):
             where = tuple(coordinate[axis] for axis in axes)
             if by_coordinate.setdefault(where, row[1 + dim]) != row[1 + dim]:
                 raise PlacementError(
@@ -283,12 +283,12 @@ def layout_of_rows(
 
 def _check_runs(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse shards of other sizes than the runs of strided dims have together."""
-    for index, row in enumerate(shapes):
-        expected = spec.local_shape_at(coordinate_of(index, spec.mesh.shape))
+    for coordinate, row in zip(product(*map(range, spec.mesh.shape)), shapes, strict=True):
+        expected = spec.local_shape_at(coordinate)
         if expected != row[1 : 1 + len(expected)]:
             raise PlacementError(
                 f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
-                f"{coordinate_of(index, spec.mesh.shape)}, that rank passes {row[1 : 1 + len(expected)]}"
+                f"{coordinate}, that rank passes {row[1 : 1 + len(expected)]}"
             )
 
 
@@ -307,12 +307,3 @@ def _checked(
         if isinstance(placement, Replicate):
             local = broadcast(local, (mesh, axis), src=0)
     return local, result, total, order
-
-
-def coordinate_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinate of the rank with a row-major index in a mesh of some shape."""
-    coordinate = []
-    for size in reversed(shape):
-        coordinate.append(index % size)
-        index //= size
-    return tuple(reversed(coordinate))

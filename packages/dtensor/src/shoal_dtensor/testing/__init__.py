@@ -7,7 +7,8 @@ from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate
 from .simulated_ranks import simulate_ranks
 from .thread_ranks import ThreadMesh, on_threads, thread_meshes
-from .validate import Report, validate
+from .trial import Report
+from .validate import validate
 
 __all__ = [
     "Report",

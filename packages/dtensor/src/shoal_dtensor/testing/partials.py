@@ -11,20 +11,10 @@ import torch
 from torch import Tensor
 
 from ..layout.placements import Partial, norm_order
-from ..redistribute.reductions import powers, root
 from ..rules.language.rule import Entry
+from .simulate import reduce_all
 
 Coordinate = tuple[int, ...]
-FOLD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 def deal(value: Tensor, entries: Sequence[Entry], shape: Coordinate) -> dict[Coordinate, Tensor]:
@@ -70,20 +60,11 @@ def gather(held: Mapping[Coordinate, Tensor], entries: Sequence[Entry], shape: C
     result: dict[Coordinate, Tensor] = {}
     partial = [axis for axis, entry in enumerate(entries) if isinstance(entry, Partial)]
     for coordinate in held:
-        value = None
         around = [range(n) if axis in partial else (coordinate[axis],) for axis, n in enumerate(shape)]
         parts = [held[c] for c in product(*around)]
         op = next((e.reduce_op for e in entries if isinstance(e, Partial)), None)
-        value = parts[0] if op is None else _folded(op, parts)
-        result[coordinate] = value / len(parts) if op == "avg" else value
+        result[coordinate] = parts[0] if op is None else reduce_all(parts, op)
     return result
-
-
-def _folded(op: str, parts: Sequence[Tensor]) -> Tensor:
-    order = norm_order(op)
-    if order is None:
-        return reduce(FOLD[op], parts)
-    return root(reduce(torch.add, [powers(part, order) for part in parts]), order, parts[0].dtype)
 
 
 def _parts(op: str, value: Tensor, n: int) -> list[Tensor]:
@@ -116,10 +97,6 @@ def _noise(value: Tensor) -> Tensor:
 def _of_sum(value: Tensor, n: int) -> list[Tensor]:
     parts = [_noise(value) for _ in range(n - 1)]
     return [*parts, value - reduce(torch.add, parts, torch.zeros_like(value))]
-
-
-def _of_average(value: Tensor, n: int) -> list[Tensor]:
-    return [value + part for part in _of_sum(torch.zeros_like(value), n)]
 
 
 def _of_product(value: Tensor, n: int) -> list[Tensor]:
@@ -161,7 +138,7 @@ def _of_exclusive(value: Tensor, n: int) -> list[Tensor]:
 
 _PARTS: dict[str, Callable[[Tensor, int], list[Tensor]]] = {
     "sum": _of_sum,
-    "avg": _of_average,
+    "avg": lambda value, n: [value + part for part in _of_sum(torch.zeros_like(value), n)],
     "product": _of_product,
     "max": lambda value, n: _somewhere(value, n, _below),
     "min": lambda value, n: _somewhere(value, n, _above),

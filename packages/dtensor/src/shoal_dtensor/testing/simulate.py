@@ -8,6 +8,7 @@ real ranks, provided that the collectives are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import product
 from math import prod
 
@@ -19,6 +20,7 @@ from ..layout.spec import Spec
 from ..redistribute.execution.kernels import Collective, kernel, members, transfer_kernel
 from ..redistribute.reductions import identity_of, powers, root
 from ..redistribute.steps import Plan, Step, Transfer
+from .thread_ranks import COMBINE
 
 Coordinate = tuple[int, ...]
 
@@ -128,23 +130,12 @@ _COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]]
 
 def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
     """The reduction of equally shaped tensors."""
-    stacked = torch.stack(list(tensors))
+    first, *others = tensors
     order = norm_order(op)
     if order is not None:
-        return root(powers(stacked, order).sum(0), order, stacked.dtype)
-    match op:
-        case "sum" | "avg":
-            total = stacked.sum(0, dtype=stacked.dtype)
-            return total if op == "sum" else (total / len(tensors)).to(stacked.dtype)
-        case "product":
-            return stacked.prod(0, dtype=stacked.dtype)
-        case "min" | "max":
-            return stacked.amin(0) if op == "min" else stacked.amax(0)
-    combine = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}[op]
-    result = tensors[0]
-    for tensor in tensors[1:]:
-        result = combine(result, tensor)
-    return result.clone()
+        return root(reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype)
+    total = reduce(COMBINE[op], others, first.clone())
+    return (total / len(tensors)).to(first.dtype) if op == "avg" else total
 
 
 def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:

@@ -22,15 +22,16 @@ from shoal_mesh import Comm, DeviceMesh
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others
 
-FOLD: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
+# How a reduction takes two tensors, by its name; an average is a sum that is divided afterwards.
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
@@ -94,11 +95,12 @@ class ThreadGroup:
         self.index = index
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
-        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        asked = ReduceOp.SUM if opts is None else opts.reduceOp
+        op = next(name for name in COMBINE if asked == getattr(ReduceOp, name.upper()))
         for tensor in tensors:
             values = self.meeting.exchange(self.index, tensor.clone())
-            total = reduce(FOLD[_plain(op)], values)
-            tensor.copy_(total / len(values) if _plain(op) == ReduceOp.AVG else total)
+            total = reduce(COMBINE[op], values)
+            tensor.copy_(total / len(values) if op == "avg" else total)
         return Done()
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
@@ -131,10 +133,6 @@ class ThreadGroup:
         for tensor in tensors:
             tensor.copy_(self.meeting.exchange(self.index, tensor.clone())[opts.rootRank if opts else 0])
         return Done()
-
-
-def _plain(op: Any) -> Any:
-    return next(known for known in FOLD if op == known)
 
 
 class ThreadMesh:

@@ -150,7 +150,9 @@ class Trial:
             problems.append(f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
         if problems:
             sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}
-            report.wrong.append(f"{self.op} {tell(self.call)} {show(rows)} in shards {sizes} on {shape}: {problems[0]}")
+            report.wrong.append(
+                f"{self.op} {format_call(self.call)} {format_rows(rows)} in shards {sizes} on {shape}: {problems[0]}"
+            )
         return used
 
     def _dealt(
@@ -315,14 +317,14 @@ def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
     return replace(rows[0], inputs=tuple(inputs), outputs=tuple(entry for together in outputs for entry in together))
 
 
-def tell(call: OpCall) -> str:
+def format_call(call: OpCall) -> str:
     """Shapes and arguments of a call, in one line."""
     shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
     others = {n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)}
     return f"({', '.join(shapes)}) {others}"
 
 
-def show(rows: Sequence[Row]) -> str:
+def format_rows(rows: Sequence[Row]) -> str:
     """Rows in one line: entries of inputs, an arrow, entries of outputs."""
     return " and ".join(f"{' '.join(map(_brief, row.inputs))} -> {' '.join(map(_brief, row.outputs))}" for row in rows)
 

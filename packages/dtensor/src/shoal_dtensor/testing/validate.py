@@ -18,9 +18,7 @@ from ..layout.placements import Partial
 from ..layout.strided_dim import AnyDimSharding, fold_levels
 from ..rules.all_rules import TABLE
 from ..rules.language.rule import Entry, Row, Rule, S
-from .trial import Kernel, Report, Trial, show, tell
-
-__all__ = ["Report", "validate"]
+from .trial import Kernel, Report, Trial, format_call, format_rows
 
 
 def validate(
@@ -56,7 +54,9 @@ def validate(
         cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
         used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
         if row.communicates and cases and not any(used):
-            report.idle.append(f"{op} {tell(trial.call)} {show((row,))}: declares traffic, starts no collective")
+            report.idle.append(
+                f"{op} {format_call(trial.call)} {format_rows((row,))}: declares traffic, starts no collective"
+            )
     for first, second in product(trial.rows, trial.rows) if pairs else ():
         for shardings in _pair_shardings(trial, first, second):
             trial.try_out(report, (2, 2), (first, second), shardings)
