@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.dispatch.assign import Sharding, ShardingProblem, assign, first_free, is_plain
+from shoal_dtensor.dispatch.assign import Sharding, ShardingProblem, assign, is_plain, unmoved
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.rules import P, R, Row, S
 from shoal_mesh import abstract_mesh
@@ -61,16 +61,14 @@ def test_what_fits_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("left", [[S0, REP], [S0, S0], [S1, REP], [REP, S1], [S0, S1], [REP, REP]])
 @pytest.mark.parametrize("right", [[REP, REP], [REP, S1], [S0, REP], [REP, S0], [S0, S0]])
-def test_the_first_free_rows_are_what_the_search_finds(left: list[Placement], right: list[Placement]) -> None:
-    remaining = iter(PRODUCT)
+def test_rows_that_move_nothing_are_what_prices_find(
+    left: list[Placement], right: list[Placement], monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = ShardingProblem((spec(left), spec(right)), (spec([REP, REP]).tensor_meta,))
-    first = first_free(remaining, problem, MESH)
-    searched = assign(PRODUCT, problem, MESH)
-    if searched is None or searched.inputs != problem.specs:
-        assert first is None
-    else:
-        assert first == searched
-        assert [*remaining]  # the rows of partial sums are not looked at
+    free = unmoved(PRODUCT, problem, MESH)
+    monkeypatch.setattr("shoal_dtensor.dispatch.assign.unmoved", lambda *_: None)
+    priced = assign(PRODUCT, problem, MESH)
+    assert free == (priced if priced is not None and priced.inputs == problem.specs else None)
 
 
 def test_a_row_that_communicates_is_not_free() -> None:

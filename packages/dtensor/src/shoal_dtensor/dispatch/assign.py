@@ -8,7 +8,7 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product, repeat
 from typing import NamedTuple, TypeGuard
 
@@ -64,9 +64,9 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
         problem: input specs, global outputs and the constraints of in-place and `out=` forms.
         mesh: the mesh of all problem.
     """
-    rows, whole = _with_whole(rows, problem)
-    if (free := _free(rows, whole, problem, mesh)) is not None:
+    if (free := unmoved(rows, problem, mesh)) is not None:
         return free
+    rows, whole = _with_whole(rows, problem)
     choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
     best: tuple[float, int] | None = None
     cheapest: Sharding | None = None
@@ -85,12 +85,24 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
 def unmoved(
     rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh, *, communicating: bool = False
 ) -> Sharding | None:
-    """What `assign` returns if nothing has to move for it; arguments likewise.
+    """The first assignment that leaves every input as it is; None if there is none. Arguments as of `assign`.
 
     Args:
         communicating: whether rows may be taken whose local functions communicate.
     """
-    return _free(*_with_whole(rows, problem), problem, mesh, communicating)
+    rows, whole = _with_whole(rows, problem)
+    present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
+    rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]
+    choices = []
+    for axis in range(mesh.ndim):
+        staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
+        choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
+    for combination in islice(product(*choices), MAX_COMBINATIONS):
+        for inputs, outputs in _resolve(combination, problem, mesh):
+            unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
+            if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
+                return Sharding(inputs, outputs, _communicating(combination))
+    return None
 
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
@@ -98,30 +110,6 @@ def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence
     norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
     whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
     return with_norms(rows, tuple(norms)) if norms else rows, whole
-
-
-def first_free(rows: Iterable[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
-    """What `assign` returns, where the first rows that leave every input as it is say so; None where it must search.
-
-    Rows after those are not made.
-
-    Args:
-        rows: the rule's rows for this call, of an operator without partial inputs.
-        problem: see `assign`; mesh: likewise.
-    """
-    everywhere = range(mesh.ndim)
-    sharded = [axis for axis in everywhere if not all(s.placements[axis] is _REPLICATE for s in problem.specs)]
-    first: dict[int, Row] = {}
-    remaining = iter(rows)
-    while len(first) < len(sharded):
-        row = next(remaining, None)
-        if row is None:
-            return None
-        for axis in sharded:
-            if axis not in first and _stays(row, problem, axis) and _is_followed(row, problem, axis):
-                first[axis] = row
-    whole = Row((_REPLICATE,) * len(problem.specs), (_REPLICATE,) * len(problem.outputs))
-    return _unmoved([first.get(axis, whole) for axis in everywhere], problem, mesh)
 
 
 def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = False) -> bool:
@@ -135,31 +123,6 @@ def _stays(row: Row, problem: ShardingProblem, axis: int, communicating: bool = 
         elif spec.placements[axis] is not entry:
             return False
     return True
-
-
-def _free(
-    rows: Sequence[Row], whole: Row, problem: ShardingProblem, mesh: DeviceMesh, communicating: bool = False
-) -> Sharding | None:
-    """The first assignment that leaves every input as it is; None if there is none."""
-    present = {p for spec in problem.specs for p in spec.placements if isinstance(p, Partial)}
-    rows = [row for row in rows if present or not any(isinstance(entry, Partial) for entry in row.inputs)]
-    choices = []
-    for axis in range(mesh.ndim):
-        staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
-        choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
-    for combination in islice(product(*choices), MAX_COMBINATIONS):
-        if (found := _unmoved(combination, problem, mesh)) is not None:
-            return found
-    return None
-
-
-def _unmoved(combination: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> Sharding | None:
-    """The sharding of a combination in which every input stays as it is; None if there is none."""
-    for inputs, outputs in _resolve(combination, problem, mesh):
-        unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
-        if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
-            return Sharding(inputs, outputs, _communicating(combination))
-    return None
 
 
 def _communicating(combination: Sequence[Row]) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
 from .results import in_order, is_out_of_order, tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
-from .size_classes import forget
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
@@ -294,6 +293,5 @@ def cache_info() -> dict[str, int]:
 
 def clear_cache() -> None:
     """Forget all decisions, whatever the policy."""
-    forget()
     for scope in current().alike.values():
         scope.decisions.clear()

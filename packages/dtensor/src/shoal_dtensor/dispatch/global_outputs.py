@@ -1,56 +1,162 @@
-"""What an operator would return for the global tensors: one run without memory."""
+"""What an operator returns for the global tensors, and the cheapest callable that computes it.
+
+The meta kernel says so.  Of many operators that is Python code, which takes 0.2 to 2 ms, and imports a compiler.  Most
+operators ask of sizes no more than which are equal to each other, to 0 or to 1 (`Rule.sizes`): they are run on tensors
+of few elements in place of it, once for all calls with the same equalities.  (24, 6) @ (6, 10) is run as (5, 6) @
+(6, 7), whose result of 5 x 7 elements stands for one of 24 x 10.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .._torch import Build, DataDependentError, OpOverload, recorded, shapes_of
+from .._torch import Build, DataDependentError, OpOverload, direct, recorded, results_of, shapes_of
 from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import TensorMeta
-from ..rules.language.rule import flatten
+from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride
+from ..rules.language.op_schema import schema_of
+from ..rules.language.rule import LocalFunction, Rule, flatten
 from .arguments import is_list
 
-
-def without_memory(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Build:
-    """A function that makes the global arguments on a device, each tensor without memory."""
-
-    def build(device: torch.device) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        return [_empty(value, device) for value in args], {name: _empty(v, device) for name, v in kwargs.items()}
-
-    return build
+FEW = 3  # sizes of a run start at 5: a result of 2 elements by nature is not taken for one of an input's size
+_NUMBERS = (int, float, bool, complex)
 
 
-def global_outputs(op: OpOverload, build: Build, specs: Sequence[Spec]) -> tuple[TensorMeta, ...]:
-    """What the global tensor outputs are; none if that depends on data.
+class GlobalOutputs(NamedTuple):
+    """Shape, stride and dtype of the global outputs; what finds the cheapest callable for these arguments."""
+
+    metas: tuple[TensorMeta, ...]
+    binding: Callable[[], LocalFunction]
+
+
+def by_meta_kernel(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
+) -> GlobalOutputs:
+    """The outputs of a call on global tensors; none if they depend on data.
+
+    Args:
+        op: the overload.
+        args, kwargs: its arguments, each tensor as its spec.
+        specs: all of those.
 
     Raises:
         OperatorArgumentError: if the operator refuses its arguments; OperatorIndexError: a dim or an index of them.
     """
+    build = _builder(args, kwargs, _empty)
     try:
         result = shapes_of(op, build, specs[0].mesh.device_type)
     except DataDependentError:
-        return ()
+        result = ()
     except (RuntimeError, ValueError) as error:
         raise OperatorArgumentError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
     except IndexError as error:
         raise OperatorIndexError(f"{op}({', '.join(map(repr, specs))}): {error}") from error
-    metas = tuple(TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result))
-    if not has_symbols(metas):
-        return metas
-    return tuple(TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype) for meta in metas)
+    metas = _metas_of(result)
+    if has_symbols(metas):
+        metas = tuple(TensorMeta(recorded(meta.shape), recorded(meta.stride), meta.dtype) for meta in metas)
+    return GlobalOutputs(metas, partial(direct, op, build, metas))
 
 
-def _empty(value: Any, device: torch.device) -> Any:
-    """An argument with tensors that have no memory."""
-    if isinstance(value, Spec):
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    if isinstance(value, torch.device):
-        return device
-    if isinstance(value, torch.Generator):
-        return None  # shapes do not depend on it, and kernels without memory refuse one
-    return [_empty(item, device) for item in value] if is_list(value) else value
+def by_few_elements(
+    op: OpOverload, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
+) -> GlobalOutputs | None:
+    """The outputs of a call by those of a smaller one; None if sizes matter to the operator. Arguments as above."""
+    sizes, schema = rule.sizes, schema_of(op)
+    values = (*args, *kwargs.values())
+    if sizes is None or schema.is_random or has_symbols(values):
+        return None
+    if any(type(item) not in _NUMBERS for value in values if isinstance(value, list | tuple) for item in value):
+        return None
+    orders = {spec: dense_order(spec.shape, spec.stride) for spec in specs}
+    if None in orders.values():
+        return None
+    few = {0: 0, 1: 1}
+
+    def smaller(name: str, value: Any) -> Any:
+        if isinstance(value, Spec):
+            shape = tuple([few.setdefault(n, len(few) + FEW) for n in value.shape])
+            return TensorMeta(shape, dense_stride(shape, orders[value] or ()), value.dtype)
+        if isinstance(value, list | tuple):
+            return tuple([few.setdefault(n, len(few) + FEW) for n in value] if name in sizes else value)
+        return value if rule.by_value or type(value) not in (int, float) else type(value)(1)
+
+    by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
+    by_name = {name: smaller(name, value) for name, value in kwargs.items()}
+    run = _run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
+    size_of = {number: size for size, number in few.items()}
+    if run is None or not all(size_of.keys() >= {*shape} for shape, *_ in run.outputs):
+        return None
+    resized = ((tuple([size_of[n] for n in shape]), order, dtype) for shape, order, dtype in run.outputs)
+    metas = tuple([TensorMeta(shape, dense_stride(shape, order), dtype) for shape, order, dtype in resized])
+    return GlobalOutputs(metas, lambda: run.binding)
+
+
+class _Run(NamedTuple):
+    """What a run on few elements shows: shape, order in memory and dtype of its outputs, the cheapest callable."""
+
+    outputs: list[tuple[tuple[int, ...], MemoryOrder, torch.dtype]]
+    binding: LocalFunction
+
+
+@lru_cache(maxsize=4096, typed=True)  # typed: 1, 1.0 and True make different dtypes
+def _run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> _Run | None:
+    """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
+    if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):
+        return None  # no index is one of a dim of no elements, and some kernels do not check
+    build = _builder(args, kwargs, _ones if device_type == "cpu" else _empty)
+    try:
+        metas = _metas_of(results_of(op, build) if device_type == "cpu" else shapes_of(op, build, device_type))
+        orders = [dense_order(meta.shape, meta.stride) for meta in metas]
+        outputs = [(m.shape, order, m.dtype) for m, order in zip(metas, orders, strict=True) if order is not None]
+        resized = schema_of(op).written and any(meta.shape != args[0].shape for meta in metas)
+        return None if resized or None in orders else _Run(outputs, direct(op, build, metas))
+    except (RuntimeError, ValueError, TypeError, LookupError):  # the caller's own run says what is wrong, if anything
+        return None
+
+
+def _builder(
+    args: Sequence[Any], kwargs: Mapping[str, Any], make: Callable[[Any, torch.device], torch.Tensor]
+) -> Build:
+    """A function that makes the arguments on a device, each tensor by `make` of its spec or meta."""
+
+    def made(value: Any, device: torch.device) -> Any:
+        if isinstance(value, Spec | TensorMeta):
+            return make(value, device)
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, torch.Generator):
+            return None  # shapes do not depend on it, and kernels without memory refuse one
+        return [made(item, device) for item in value] if is_list(value) else value
+
+    return lambda device: (
+        [made(value, device) for value in args],
+        {name: made(value, device) for name, value in kwargs.items()},
+    )
+
+
+def _empty(meta: Spec | TensorMeta, device: torch.device) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+
+def _ones(meta: Spec | TensorMeta, device: torch.device) -> Tensor:
+    """Ones on the CPU, for any device asked for; zeros of integers.
+
+    0 is an index of every dim that has elements, 1 is behind a dim of one, and some kernels (nll_loss_backward) do not
+    check and write there.
+    """
+    return _empty(meta, torch.device("cpu")).fill_(0 if _is_of_integers(meta) else 1)
+
+
+def _is_of_integers(meta: Spec | TensorMeta) -> bool:
+    return not (meta.dtype.is_floating_point or meta.dtype.is_complex or meta.dtype is torch.bool)
+
+
+def _metas_of(result: Any) -> tuple[TensorMeta, ...]:
+    return tuple([TensorMeta(tuple(t.shape), t.stride(), t.dtype) for t in flatten(result)])

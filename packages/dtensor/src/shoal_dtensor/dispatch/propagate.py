@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import OpOverload, decomposition_of, direct
+from .._torch import OpOverload, decomposition_of
 from ..errors import (
     InPlaceError,
     MixedTensorError,
@@ -22,16 +22,14 @@ from ..errors import (
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import TensorMeta
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
-from ..rng.modes import draws_at_once
 from ..rules.language.empty_shards import local_function, nothing_of
 from ..rules.language.op_schema import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
-from .assign import Sharding, ShardingProblem, assign, first_free, unmoved
+from .assign import Sharding, ShardingProblem, assign
 from .c10d import collective_on_shards, is_collective
 from .communication_policy import notice_of
 from .decision import (
@@ -43,11 +41,10 @@ from .decision import (
     ResultKind,
     SimpleDecision,
 )
-from .global_outputs import global_outputs, without_memory
+from .global_outputs import by_few_elements, by_meta_kernel
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .plain_tensors import instead
-from .size_classes import KnownClass, SizeClass, class_of, known_class
-from .symbolic_calls import NeedsConstantsError, constants_of, example_of, in_symbolic_runs, placed_like
+from .symbolic_calls import NeedsConstantsError, constants_of, sharding_of_symbols
 
 
 class Circumstances(NamedTuple):
@@ -62,11 +59,6 @@ class Circumstances(NamedTuple):
     scope: Scope
     copies: frozenset[int] = frozenset()
     verifies_plain: bool = False
-
-    @property
-    def ordinary(self) -> bool:
-        """Whether a call that redistributes nothing is simple, whatever else it is."""
-        return self.scope.communication == "allow" and not (self.copies or self.verifies_plain)
 
 
 def rule_of(op: OpOverload, scope: Scope) -> Rule | None:
@@ -105,18 +97,16 @@ def decide(
         InPlaceError: if a written tensor is such a copy, or would have to change its shape.
         CommunicationForbiddenError: if inputs need a redistribution and the policy forbids it.
     """
-    if not has_symbols((*args, *kwargs.values())):
-        return _decide(op, args, kwargs, circumstances, symbolic=False)
     try:
-        return _decide(op, args, kwargs, circumstances, symbolic=True)
+        return _decide(op, args, kwargs, circumstances)
     except (NeedsConstantsError, TypeError):  # what hashes sizes, or counts with them, takes no symbols
-        return _decide(op, constants_of(args), constants_of(kwargs), circumstances, symbolic=False)
+        if not has_symbols((*args, *kwargs.values())):
+            raise
+        return _decide(op, constants_of(args), constants_of(kwargs), circumstances)
 
 
-def _decide(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances, *, symbolic: bool
-) -> Decision:
-    """How to run `op`, for `decide`; `symbolic` says whether there are symbols among the arguments."""
+def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circumstances: Circumstances) -> Decision:
+    """How to run `op`, for `decide`."""
     scope = circumstances.scope
     rule = rule_of(op, scope)
     if rule is None:
@@ -127,76 +117,35 @@ def _decide(
     specs = (*specs_in(args), *specs_in(kwargs.values()))
     outs = tuple(specs_in([kwargs[name] for name in schema_of(op).outs if name in kwargs])) if kwargs else ()
     inputs = specs[: len(specs) - len(outs)]
-    build = without_memory(args, kwargs)
-    sized = None if outs or symbolic else class_of(op, rule, args, kwargs)
-    known = known_class(op, rule, sized, args, kwargs, build)
-
-    def call_of(outputs: tuple[TensorMeta, ...]) -> OpCall:
-        tensors = tuple([spec.tensor_meta for spec in inputs])
-        named = {name: metas_of(value) for name, value in kwargs.items()}
-        return OpCall(op, tuple([metas_of(arg) for arg in args]), named, tensors, outputs)
-
-    if known is not None and sized is not None:
-        return _decision_of_class(rule, known, sized, call_of, inputs, circumstances)
-    metas = global_outputs(op, build, specs)
+    shown = None if outs else by_few_elements(op, rule, args, kwargs, inputs)
+    metas, binding = shown or by_meta_kernel(op, args, kwargs, specs)
     if len(outs) > len(metas) and not all(spec.replicated for spec in outs):
         raise NoRuleError(
             f"{op} writes to {', '.join(map(repr, outs))} and does not return it, so its sharding cannot be kept; "
             f"pass replicated tensors, or use the form that returns its result"
         )
     check_outs(op, outs, metas)
-    call = call_of(metas)
-    sharding = _sharding_of(rule, call, inputs, outs, symbolic=symbolic)
-    return _decision(rule, call, specs, sharding, circumstances, lambda: direct(op, build, metas))
+    named = {name: metas_of(value) for name, value in kwargs.items()}
+    call = OpCall(op, tuple(map(metas_of, args)), named, tuple([spec.tensor_meta for spec in inputs]), metas)
+    sharding = _sharding_of(rule, call, inputs, outs)
+    return _decision(rule, call, specs, sharding, circumstances, binding)
 
 
-def _decision_of_class(
-    rule: Rule,
-    known: KnownClass,
-    sized: SizeClass,
-    call_of: Callable[[tuple[TensorMeta, ...]], OpCall],
-    inputs: tuple[Spec, ...],
-    circumstances: Circumstances,
-) -> Decision:
-    """The decision of a call whose class is known; `call_of` makes the call of its outputs, where that is needed."""
-    metas = known.outputs(sized)
-    layout = known.layout_of(sized)
-    placed = None if layout is None else layout.placed(inputs, metas)
-    if layout is not None and placed is not None and circumstances.ordinary:
-        alike = known.alike(
-            layout, inputs, placed, lambda: local_function(rule, LocalCall(call_of(metas), inputs, placed), False)
-        )
-        if alike is not None:
-            return alike
-    call = call_of(metas)
-    sharding = _sharding_of(rule, call, inputs, ()) if placed is None else Sharding(inputs, placed)
-    decision = _decision(rule, call, inputs, sharding, circumstances, lambda: known.binding)
-    moves = any(a is not b for a, b in zip(inputs, sharding.inputs, strict=True))
-    if placed is None and not (moves or sharding.communicating):
-        known.remember(sized, inputs, decision)
-    return decision
-
-
-def _sharding_of(
-    rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...], *, symbolic: bool = False
-) -> Sharding:
+def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> Sharding:
     """The sharding of a call."""
     if rule is _LOCAL:
         return _as_first_input(call, inputs)
     if rule.kind == "each":
-        return _sharding_of_each(rule, call, inputs, symbolic=symbolic)
+        return _sharding_of_each(rule, call, inputs)
     problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
-    return _sharding(rule, call, problem, symbolic=symbolic)
+    return _sharding(rule, call, problem)
 
 
-def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem, *, symbolic: bool = False) -> Sharding:
+def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
     mesh = _common_mesh(call.op, problem.specs + problem.outs)
-    if symbolic and has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
-        return _symbolic_sharding(rule, call, problem, mesh)
-    whole = not any(spec.partials for spec in problem.specs) and not call.has_data_dependent_shape
-    if whole and call.schema.returns and (first := first_free(rule.rows(call), problem, mesh)) is not None:
-        return first
+    if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
+        return sharding_of_symbols(rule, call, problem, mesh, _sharding)
     rows = rule.rows_of(call)
     if (
         call.has_data_dependent_shape and rule.kind != "dynamic"
@@ -217,24 +166,6 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem, *, symbolic: b
     return sharding
 
 
-def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
-    """The sharding of a call among whose sizes are symbols.
-
-    Raises:
-        NeedsConstantsError: if the operator cannot run for the symbols as it does for the sizes traced with.
-    """
-    if call.schema.is_random and not draws_at_once(mesh.device_type):
-        raise NeedsConstantsError
-    specs, outputs, outs = example_of((problem.specs, problem.outputs, problem.outs))
-    chosen = _sharding(rule, example_of(call), replace(problem, specs=specs, outputs=outputs, outs=outs))
-    there = replace(problem, specs=tuple(map(placed_like, problem.specs, chosen.inputs)))
-    rows = [row for row in rule.rows_of(call) if not in_symbolic_runs(row)]
-    sharding = unmoved(rows, there, mesh, communicating=bool(chosen.communicating))
-    if sharding is None:
-        raise NeedsConstantsError
-    return sharding
-
-
 def _reduced(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
 
@@ -243,7 +174,7 @@ def _replicated(spec: Spec) -> Spec:
     return spec.with_(placements=[Replicate()] * spec.mesh.ndim)
 
 
-def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], *, symbolic: bool) -> Sharding:
+def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
     """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
     numbers, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
     places = [numbered(value, numbers) for value in values]
@@ -264,7 +195,7 @@ def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], *, sym
         )
         fixed = tuple((j, None) for j in sub.written)
         problem = ShardingProblem(tuple(inputs[j] for j in indices), sub.outputs, fixed, (), rule.unordered)
-        sharding = _sharding(rule, sub, problem, symbolic=symbolic)
+        sharding = _sharding(rule, sub, problem)
         communicating.update(sharding.communicating)
         for j, spec in zip(indices, sharding.inputs, strict=True):
             if decided[j] not in (None, spec):

@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 
-Kind = Literal["plain", "each", "dynamic", "copy", "reshape"]
+Kind = Literal["plain", "each", "dynamic", "copy"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,15 +80,13 @@ class Rule:
             "each": a `foreach` operator: lists are walked in step, and `rows` describes one element's call.
             "dynamic": output shapes are data-dependent: the local function's outputs are taken as they come.
             "copy": a view operator of which the local function's result does not alias its input.
-            "reshape": of a tensor to sizes: its shardings are decided once for all first dims.
         by_value: whether numbers among the arguments influence `rows` or `local`.  Where they do not (pointwise
             and optimizer operators), only their types key the cache, so a learning rate adds no entry per step.
         unordered: whether only the sizes of shards matter, not where in the dim they are, to every row whose entries
             are plain `S(dim)` and to `local` under them.  Such rows also run on strided dims (`StridedDimSharding`).
         sizes: for operators that ask of sizes no more than which are equal to each other, to 0 or to 1, and whose
-            outputs have sizes of their inputs: the names of arguments that are lists of sizes. Outputs, and shardings
-            in which nothing moves, are then decided once for all such shapes; where tensors are then placed alike,
-            `local` returns None for all of those without empty shards or for none. None where sizes matter otherwise.
+            outputs have sizes of their inputs: the names of arguments that are lists of sizes. A run on few elements
+            then shows the outputs for all such shapes. None where sizes matter otherwise.
     """
 
     rows: Callable[[OpCall], Iterable[Row]]

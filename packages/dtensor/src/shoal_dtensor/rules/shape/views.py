@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..language.rule import Kind, LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
 from .dim_maps import reshape_mappings
 
 aten: Any = torch.ops.aten
@@ -29,9 +29,7 @@ def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self"
 def rearrangement(
     rows: Rows,
     local: Callable[[LocalCall], LocalFunction | None] | None,
-    *,
     sizes: tuple[str, ...] | None = None,
-    kind: Kind = "plain",
 ) -> Rule:
     """The rule of an operator that moves elements of `self`, changes none and keeps their order within sharded dims."""
 
@@ -39,7 +37,7 @@ def rearrangement(
         yield from rows(call)
         yield from call.keeping_partials("self")
 
-    return Rule(with_partials, local, unordered=True, sizes=sizes, kind=kind)
+    return Rule(with_partials, local, unordered=True, sizes=sizes)
 
 
 # --- reshapes -------------------------------------------------------------------------------------------------------
@@ -180,7 +178,7 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_in")
 
 
-_RESHAPE = rearrangement(view, _view, kind="reshape")
+_RESHAPE = rearrangement(view, _view)
 _SQUEEZE = rearrangement(squeeze, _squeeze)
 
 VIEWS: Table = {
