@@ -19,9 +19,9 @@ from .._torch import OpOverload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
+from ..rules.language.rule import flatten
 from .c10d import is_collective
 from .plain_tensors import is_candidate
-from .results import tensors_in
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -211,7 +211,7 @@ def _is_of_integers(value: Sequence[Any]) -> bool:
 
 def mesh_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeviceMesh:
     """The mesh of the first DTensor among the arguments."""
-    mesh: DeviceMesh = next(item._spec.mesh for item in tensors_in([*args, *kwargs.values()]) if isinstance(item, cls))
+    mesh: DeviceMesh = next(item._spec.mesh for item in flatten([*args, *kwargs.values()]) if isinstance(item, cls))
     return mesh
 
 

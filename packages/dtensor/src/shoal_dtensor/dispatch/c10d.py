@@ -22,7 +22,8 @@ from torch import Tensor
 from .._torch import OpOverload, count_write, group_ranks, reduction_name
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
-from .results import tensors_in, wrap
+from ..rules.language.rule import flatten
+from .results import wrap
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -74,7 +75,7 @@ def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
             count_write(tensors)
         if op.namespace == "c10d":
             return (first, *result[1:]) if isinstance(result, tuple) else result
-        waited = [torch.ops._c10d_functional.wait_tensor(t) for t in tensors_in([result])]
+        waited = [torch.ops._c10d_functional.wait_tensor(t) for t in flatten(result)]
         if name.endswith("_"):
             return first
         wrapped = [wrap(type(t), shard, t._spec) for t, shard in zip(tensors, waited, strict=True)]

@@ -27,6 +27,7 @@ from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.norm_cache import run_cached, write_back
 from ..rules.language.op_schema import schema_of
+from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
 from .communication_policy import watched
@@ -43,7 +44,7 @@ from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
-from .results import in_order, is_out_of_order, tensors_in, with_kernel_metadata, wrap_all, wrap_dynamic
+from .results import in_order, is_out_of_order, mapped, with_kernel_metadata, wrap_dynamic
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096
@@ -171,7 +172,7 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
 
 def _check_recorded(cls: Any, op: Any, values: Sequence[Any]) -> None:
     """Refuse a call on shards that a recorder would take for constants."""
-    for tensor in tensors_in(values):
+    for tensor in flatten(values):
         if isinstance(tensor, cls):
             check_recorded(str(op), tensor._local_tensor)
 
@@ -186,7 +187,7 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
     odd = [entry for entry in key if type(entry) is Plain or entry is cls.copied_view]
     copies, mixed = _NOTHING, [entry for entry in odd if type(entry) is Plain] if odd else odd
     if len(mixed) != len(odd):
-        tensors = enumerate(tensors_in([*args, *kwargs.values()]))
+        tensors = enumerate(flatten([*args, *kwargs.values()]))
         copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
@@ -213,23 +214,23 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
 def _verify_plain(call: _Call, *, candidates: bool) -> None:
     """Refuse a call, on all ranks, whose plain tensors do not count as replicated."""
     values = values_read(call.op, call.args, call.kwargs)
-    plain = [tensor for tensor in tensors_in(values) if not isinstance(tensor, call.cls) and tensor.ndim]
+    plain = [tensor for tensor in flatten(values) if not isinstance(tensor, call.cls) and tensor.ndim]
     mesh = mesh_of(call.cls, call.args, call.kwargs)
     verify_replicated(mesh, str(call.op), plain, candidates=candidates)
 
 
 def _as_seen(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> tuple[Any, Any]:
     """The decision with what its first local call shows, remembered so, and the result by it."""
-    locals_ = [*tensors_in([result])]
+    locals_ = [*flatten(result)]
     outputs = with_kernel_metadata(call.op, decision.outputs, decision.aliased, locals_)
     seen = decision if outputs == decision.outputs else replace(decision, outputs=outputs)
     fresh = zip(outputs, decision.aliased, locals_, strict=True)
     if not schema_of(call.op).is_view and any(
         alias is None and spec.coordinate is not None and is_out_of_order(local, spec) for spec, alias, local in fresh
     ):
-        run, placed = decision.call, tuple(zip(outputs, decision.aliased, strict=True))
-        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), iter(placed)))
-        result = in_order(result, iter(placed))
+        run, placed = decision.call, (outputs, decision.aliased)
+        seen = replace(seen, call=lambda *args, **kwargs: in_order(run(*args, **kwargs), *placed))
+        result = in_order(result, *placed)
     if seen is not decision:
         cache.remember(key, seen)
     return seen, result
@@ -239,8 +240,14 @@ def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any
     """DTensors around the tensors of a result, wherever they are in it."""
     if decision.result_kind is _ONE:
         return around(cls, result, decision.outputs[0], False)
-    originals = [*tensors_in([*args, *kwargs.values()])]
-    return wrap_all(cls, result, iter(zip(decision.outputs, decision.aliased, strict=True)), originals)
+    originals = [*flatten([*args, *kwargs.values()])]
+    placed = zip(decision.outputs, decision.aliased, strict=True)
+
+    def wrapped(local: Any) -> Any:  # an output that aliases a written input is that input itself
+        spec, index = next(placed)
+        return around(cls, local, spec, False) if index is None else originals[index]
+
+    return mapped(result, wrapped)
 
 
 def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
@@ -266,7 +273,8 @@ def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple
         write_back(move.plan, results[at], owners[at])
     count_writes(decision.unreported_writes, args, kwargs)
     if isinstance(decision, DynamicDecision):
-        return wrap_dynamic(cls, result, [*tensors_in([*args, *kwargs.values()])])
+        tensors = flatten([*args, *kwargs.values()])
+        return wrap_dynamic(cls, result, next(item._spec for item in tensors if isinstance(item, cls)))
     seen, result = (decision, result) if first is None else _as_seen(call, decision, result, *first)
     if seen.view_copied:
         return follow(op, args, kwargs, _wrapped(cls.copied_view, result, seen, args, kwargs))
@@ -292,6 +300,6 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget all decisions, whatever the policy."""
+    """Forget all decisions, of every policy."""
     for scope in current().alike.values():
         scope.decisions.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,8 @@ def must_run_sequentially(moved: Sequence[tuple[Any, Any]], written: Sequence[in
 
 def run_sequentially(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Run a `foreach` operator on one element of its lists after the other."""
-    count = len(args[0])
-
-    def element(value: Any, i: int) -> Any:
-        return [value[i]] if isinstance(value, list | tuple) and len(value) == count else value
-
-    for i in range(count):
-        op(*[element(value, i) for value in args], **{name: element(value, i) for name, value in kwargs.items()})
+    for i in range(count := len(args[0])):
+        _run_on(op, [i], count, args, kwargs)
 
 
 def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
@@ -52,7 +47,7 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     count = len(next(value for value in values if isinstance(value, list | tuple)))
     lists = [value for value in values if _is_walked(value, count)]
     shared = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-    kinds = [{_kind(cls, v) for v in element if _has_kind(cls, v)} for element in zip(*lists, strict=True)]
+    kinds = [{*_kinds(cls, element)} for element in zip(*lists, strict=True)]
     groups: dict[Any, list[int]] = {None: [], **{kind: [] for own in kinds for kind in own}}
     if shared or any(len(own) > 1 for own in kinds) or len(set().union(*kinds)) < 2:
         return None
@@ -63,8 +58,7 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     def run(*args: Any, **kwargs: Any) -> Any:
         results: list[Any] = [None] * count
         for group in filter(None, groups.values()):
-            chosen = [_chosen(value, group, count) for value in args]
-            result = op(*chosen, **{name: _chosen(value, group, count) for name, value in kwargs.items()})
+            result = _run_on(op, group, count, args, kwargs)
             for i, item in zip(group, result or (), strict=bool(result)):
                 results[i] = item
         return results if op._schema.returns else None
@@ -72,13 +66,13 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     return run
 
 
-def _has_kind(cls: Any, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (isinstance(value, cls) or value.ndim > 0)
-
-
-def _kind(cls: Any, tensor: Any) -> Any:
-    """The mesh of a DTensor; None of a plain tensor."""
-    return tensor._spec.mesh if isinstance(tensor, cls) else None
+def _kinds(cls: Any, tensors: Sequence[Any]) -> Iterator[Any]:
+    """The mesh of each DTensor; None for a plain tensor with dims."""
+    for tensor in tensors:
+        if isinstance(tensor, cls):
+            yield tensor._spec.mesh
+        elif isinstance(tensor, torch.Tensor) and tensor.ndim:
+            yield None
 
 
 def _is_walked(value: Any, count: int) -> bool:
@@ -86,5 +80,10 @@ def _is_walked(value: Any, count: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == count
 
 
-def _chosen(value: Any, indices: Sequence[int], count: int) -> Any:
-    return [value[i] for i in indices] if _is_walked(value, count) else value
+def _run_on(op: OpOverload, indices: Sequence[int], count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator returns for some of the `count` elements of its lists."""
+
+    def chosen(value: Any) -> Any:
+        return [value[i] for i in indices] if _is_walked(value, count) else value
+
+    return op(*map(chosen, args), **{name: chosen(value) for name, value in kwargs.items()})

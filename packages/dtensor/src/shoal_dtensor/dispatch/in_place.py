@@ -18,7 +18,7 @@ from .._torch import OpOverload, change_shape, count_write, is_tracing, view_of
 from ..errors import InPlaceError
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta
-from .results import tensors_in
+from ..rules.language.rule import flatten
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
@@ -79,7 +79,7 @@ def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Let autograd know that these arguments were written to: what it has saved of them is no longer what it was.
+    """Let autograd know that these arguments were written to: what it has saved of them is out of date.
 
     Raises:
         InPlaceError: if a list that autograd records has a tensor twice, or beside a view of it: it would be given one
@@ -103,7 +103,7 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
-    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is no view in place."""
+    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place."""
     view = view_of(op)
     if view is None:
         return None
@@ -138,9 +138,9 @@ class _ViewSource(NamedTuple):
 
 def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
     """What a view operator has returned by copying; its tensors follow the base from here on."""
-    base = next(tensors_in([*args, *kwargs.values()]))
+    base = next(flatten([*args, *kwargs.values()]))
     if not (is_tracing() or base.is_inference()):  # there nothing is written, or nobody counts
-        for item, view in enumerate(tensors_in([views])):
+        for item, view in enumerate(flatten(views)):
             view._source = _ViewSource(op, args, kwargs, item, base, base._spec, base._version)
     return views
 
@@ -168,7 +168,7 @@ def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
             f"take the view again"
         )
     with torch.no_grad():
-        again = [*tensors_in([source.op(*source.args, **source.kwargs)])][source.item]
+        again = [*flatten(source.op(*source.args, **source.kwargs))][source.item]
     view._local_tensor = values = again._local_tensor
     view._source = source._replace(version=base._version)
     return values  # type: ignore[no-any-return]  # a tensor

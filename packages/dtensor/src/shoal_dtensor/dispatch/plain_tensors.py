@@ -66,7 +66,7 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
         candidates: whether this rank takes all of them for candidates.
 
     Raises:
-        MixedTensorError: on every rank, if one of them is no candidate or differs, on any rank.
+        MixedTensorError: on every rank, if one of them is not a candidate or differs, on any rank.
         CommunicationForbiddenError: if the ranks would have to compare them where communication is forbidden.
     """
     if all(tensor.is_meta for tensor in tensors):

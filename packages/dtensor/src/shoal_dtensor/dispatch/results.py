@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +11,10 @@ import torch
 from .._torch import around
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
-from ..layout.tensor_meta import TensorMeta
 from ..redistribute.execution.execute import in_memory_order, memory_order
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
-
-
-_LISTS, _ONE_TENSOR = (list, tuple), (TensorMeta, torch.Size)
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
@@ -26,28 +22,26 @@ def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
     return around(cls, local, spec, False)
 
 
-def wrap_all(cls: Any, result: Any, outputs: Iterator[tuple[Spec, int | None]], originals: Sequence[Any]) -> Any:
-    """Wrap every tensor of a result in order; an output that aliases a written input is that input itself."""
+def mapped(result: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A result with something else in place of each of its tensors, in order."""
     if isinstance(result, torch.Tensor):
-        spec, index = next(outputs)
-        return wrap(cls, result, spec) if index is None else originals[index]
+        return function(result)
     if isinstance(result, list | tuple):
-        wrapped = [wrap_all(cls, item, outputs, originals) for item in result]
-        return wrapped if isinstance(result, list) else tuple(wrapped)
+        items = [mapped(item, function) for item in result]
+        return items if isinstance(result, list) else tuple(items)
     return result
 
 
-def wrap_dynamic(cls: Any, result: Any, originals: Sequence[Any]) -> Any:
+def wrap_dynamic(cls: Any, result: Any, like: Spec) -> Any:
     """Wrap results whose shapes depend on data: every rank has computed the same ones.  Sparse ones stay plain."""
-    if isinstance(result, torch.Tensor) and result.layout is not torch.strided:
-        return result
-    if isinstance(result, torch.Tensor):
-        spec = next(item._spec for item in originals if isinstance(item, cls))
-        everywhere = spec.with_(placements=(Replicate(),) * spec.mesh.ndim)
-        return wrap(cls, result, everywhere.with_(shape=result.shape, stride=result.stride(), dtype=result.dtype))
-    if isinstance(result, list | tuple):
-        return type(result)(wrap_dynamic(cls, item, originals) for item in result)
-    return result
+    everywhere = like.with_(placements=(Replicate(),) * like.mesh.ndim)
+
+    def wrapped(local: torch.Tensor) -> Any:
+        if local.layout is not torch.strided:
+            return local
+        return wrap(cls, local, everywhere.with_(shape=local.shape, stride=local.stride(), dtype=local.dtype))
+
+    return mapped(result, wrapped)
 
 
 def with_kernel_metadata(
@@ -92,20 +86,12 @@ def is_out_of_order(local: torch.Tensor, spec: Spec) -> bool:
     return any(outer < inner for outer, inner in pairwise(steps))
 
 
-def in_order(result: Any, outputs: Iterator[tuple[Spec, int | None]]) -> Any:
+def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]) -> Any:
     """A result, its fresh tensors in the memory order of the global ones."""
-    if isinstance(result, torch.Tensor):
-        spec, alias = next(outputs)
-        return result if alias is not None else in_memory_order(spec)(result)
-    if isinstance(result, list | tuple):
-        return type(result)([in_order(item, outputs) for item in result])
-    return result
+    placed = zip(outputs, aliased, strict=True)
 
+    def ordered(local: torch.Tensor) -> torch.Tensor:
+        spec, alias = next(placed)
+        return local if alias is not None else in_memory_order(spec)(local)
 
-def tensors_in(values: Any) -> Iterator[Any]:
-    """The tensors of a structure, in order."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, _LISTS) and not isinstance(value, _ONE_TENSOR):
-            yield from tensors_in(value)
+    return mapped(result, ordered)

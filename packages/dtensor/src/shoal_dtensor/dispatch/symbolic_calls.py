@@ -1,8 +1,8 @@
 """Deciding calls whose sizes torch.compile keeps as symbols, so that one graph serves every length.
 
 What moves is chosen for the sizes that the compiler traces with: any choice is right, so it needs no guard.  Whether
-the operator may then run on the shards is asked of the rule with the symbols themselves: whatever it compares becomes a
-guard of the graph.  What cannot be answered so is decided for constants, and the next length makes another graph.
+the operator may then run on the shards is asked of the rule with the symbols themselves: each of its comparisons
+becomes a guard of the graph.  What cannot be answered so is decided for constants; the next length is another graph.
 """
 
 from __future__ import annotations
