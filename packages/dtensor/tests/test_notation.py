@@ -106,7 +106,7 @@ def test_pointwise_flags() -> None:
         ("(m k -> m", "brackets do not match"),
         ("m) -> m", "brackets do not match"),
         ("m m -> m", "repeated"),
-        ("m+ -> m", "no factor name"),
+        ("m+ -> m", "not a factor name"),
     ],
 )
 def test_unreadable_patterns_are_named(text: str, message: str) -> None:

@@ -21,8 +21,8 @@ from ..language.index_bounds import adds_up, from_the_front, local_positions, mo
 from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, sharding_axes
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
 from ..language.rule_tables import family
+from .data_dependent import assumed_result_bytes, global_positions, in_global_order
 from .gather_scatter import lookup_partial
-from .gathered_results import assumed_result_bytes, global_positions, in_global_order
 
 aten: Any = torch.ops.aten
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shoal_mesh import all_reduce
 
-from .op_call import LocalCall, LocalFunction, OpCall
-from .rows import P, R, Row, Traffic
+from .op_call import LocalCall, LocalFunction, OpCall, P, R, Row, Traffic
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec

@@ -68,7 +68,7 @@ def _operand(part: str, text: str) -> tuple[Dim, ...]:
         elif token in "()":
             raise NotationError(f"pattern {text!r}: brackets do not match in {part.strip()!r}")
         elif token != ELLIPSIS and not token.isidentifier():
-            raise NotationError(f"pattern {text!r}: {token!r} is no factor name")
+            raise NotationError(f"pattern {text!r}: {token!r} is not a factor name")
         elif group is not None:
             group.append(token)
         else:

@@ -1,11 +1,12 @@
-"""One call of an operator as a rule sees it: global shapes and arguments, and how to write a row about them."""
+"""Rows, one per way to run an operator along one mesh axis, and the calls, of global shapes, that they are about."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -13,13 +14,95 @@ from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload
 from ...errors import ShoalTensorError
-from ...layout.placements import REDUCE_OPS, Partial
+from ...layout.dim_sharding import DimSharding
+from ...layout.placements import REDUCE_OPS, Partial, Replicate
 from ...layout.tensor_meta import TensorMeta
 from .op_schema import OpSchema, schema_of
-from .rows import ANY_NORM, Entry, P, R, Row, Traffic
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
+
+
+ShardingMap = Callable[[DimSharding], DimSharding]
+
+
+@dataclass(frozen=True, slots=True)
+class S:
+    """The axis shards tensor dim `dim`, at multiples of `unit` elements.
+
+    Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
+    of the dim belong to one step of the factor, so all S entries of a row are sharded at the same factor steps.  With
+    `runs`, the dim is so many equal runs, and the factor is what one of them holds (see `StridedDimSharding`).
+
+    Attributes:
+        dim: the tensor dim.
+        unit: elements of the dim per step of the factor.
+        runs: equal runs of the dim that are all sharded alike.
+        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps what it has of the
+            selected range), and for inputs sharded as such outputs: from the factor's sharding to this dim's, over
+            the same axes.  `unit` is not used then.
+    """
+
+    dim: int
+    unit: int = 1
+    runs: int = 1
+    map: ShardingMap | None = None
+
+    def __repr__(self) -> str:
+        extras = [f"unit={self.unit}"] * (self.unit != 1) + [f"runs={self.runs}"] * (self.runs != 1)
+        mapped = [] if self.map is None else [f"map={self.map}"]
+        return f"S({', '.join([str(self.dim), *extras, *mapped])})"
+
+
+R: Final = Replicate()
+P = Partial
+Entry = Replicate | Partial | S
+
+ANY_NORM: Final[Partial] = Partial._intern({"reduce_op": "norm?"})
+"""In a row: a partial p-norm, of the order that the inputs have; `with_norms` puts the orders in its place."""
+
+Traffic = Callable[[int], float]
+"""Bytes that each rank receives in a row's own collectives, given the number of ranks of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to run an operator along one mesh axis; written by `OpCall.row`, with entries by argument name.
+
+    Attributes:
+        inputs: one entry per tensor input, in schema order, lists expanded, None arguments left out.
+        outputs: one entry per tensor output, in order, lists expanded, None outputs left out.
+        even: whether every shard must have the same size.
+        traffic: bytes that each rank receives in the local function's collectives, given the number of ranks; None if
+            it starts none.  The result of a view operator whose row communicates does not alias its input.
+        ordered: whether it matters where along the factor a shard is, in a rule that is `unordered` otherwise.
+    """
+
+    inputs: tuple[Entry, ...]
+    outputs: tuple[Entry, ...]
+    even: bool = False
+    traffic: Traffic | None = None
+    ordered: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the local function starts collectives over the axis."""
+        return self.traffic is not None
+
+
+def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
+    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`."""
+    result: list[Row] = []
+    for row in rows:
+        if ANY_NORM not in (*row.inputs, *row.outputs):
+            result.append(row)
+        for norm in norms if ANY_NORM in (*row.inputs, *row.outputs) else ():
+            inputs, outputs = (
+                tuple(norm if entry is ANY_NORM else entry for entry in entries)
+                for entries in (row.inputs, row.outputs)
+            )
+            result.append(replace(row, inputs=inputs, outputs=outputs))
+    return result
 
 
 class RowError(ShoalTensorError, ValueError):
@@ -133,7 +216,7 @@ class OpCall:
     def updated(self) -> tuple[int, ...]:
         """Indices of the inputs that the operator writes although its schema does not say so: running statistics.
 
-        Their layout is no constraint.  What is not sharded as a row asks is redistributed, written, and sent back.
+        Their layout is not constrained.  What is not sharded as a row asks is redistributed, written, and sent back.
         """
         if not self.get("training", True):
             return ()
@@ -268,7 +351,7 @@ def _partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tenso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalCall:
-    """A call whose sharding is local_call, as seen by the rank that runs it.
+    """A call whose sharding is decided, as seen by the rank that runs it.
 
     Attributes:
         call: the global call.

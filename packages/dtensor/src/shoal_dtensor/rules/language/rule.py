@@ -37,29 +37,22 @@ from typing import Literal
 from shoal_mesh.internal import dataclass
 
 from ..._torch import OpOverload
-from .op_call import LocalCall, LocalFunction, OpCall, RowError, flatten
-from .rows import ANY_NORM, Entry, P, R, Row, S, ShardingMap, Traffic, with_norms
-
-__all__ = [
-    "ANY_NORM",
-    "Entry",
-    "Kind",
-    "LocalCall",
-    "LocalFunction",
-    "OpCall",
-    "P",
-    "R",
-    "Row",
-    "RowError",
-    "Rule",
-    "S",
-    "ShardingMap",
-    "Table",
-    "Traffic",
-    "flatten",
-    "with_norms",
-]
-
+from .op_call import (
+    ANY_NORM as ANY_NORM,
+    Entry as Entry,
+    LocalCall as LocalCall,
+    LocalFunction as LocalFunction,
+    OpCall as OpCall,
+    P as P,
+    R as R,
+    Row as Row,
+    RowError as RowError,
+    S as S,
+    ShardingMap as ShardingMap,
+    Traffic as Traffic,
+    flatten as flatten,
+    with_norms as with_norms,
+)
 
 Kind = Literal["plain", "each", "dynamic", "copy"]
 

@@ -110,7 +110,7 @@ def _result(call: OpCall) -> TensorMeta:
 
 
 def _chosen(call: OpCall, first: int, count: int) -> PartialRows:
-    """One of `count` operands from `first` on is chosen for every element, whatever the values."""
+    """One of `count` operands from `first` on is chosen for every element, not by its value."""
     before, after = (R,) * first, (R,) * (len(call.tensors) - first - count)
     rows: PartialRows = []
     chosen = range(first, first + count)
@@ -120,10 +120,6 @@ def _chosen(call: OpCall, first: int, count: int) -> PartialRows:
     for op in IDEMPOTENT:
         rows += [(_only(call, i, op), P(op)) for i in kept[op]]
     return list(dict.fromkeys(rows))
-
-
-def _where(call: OpCall) -> PartialRows:
-    return _chosen(call, 1, len(call.tensors) - 1)
 
 
 def _masked_fill(call: OpCall) -> PartialRows:
@@ -157,10 +153,6 @@ def _filled(call: OpCall) -> PartialRows:
     if len(call.tensors) == 1:
         rows.append(((P("sum"),), P("sum")))
     return rows + _replaced(call)
-
-
-def _zeroed(call: OpCall) -> PartialRows:
-    return [((P(op),), P(op)) for op in REDUCE_OPS if op != "bxor"]
 
 
 def _extremum(op: str) -> Rule:
@@ -238,8 +230,10 @@ _RULES: dict[str, Rule] = {
     "positive": _KEPT,
     "copy_ copy": pointwise(partial=_copied),
     "fill": replace(pointwise(partial=_filled), local=_offset),
-    "zero": pointwise(partial=_zeroed),
-    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_where),
+    "zero": pointwise(partial=lambda call: [((P(op),), P(op)) for op in REDUCE_OPS if op != "bxor"]),
+    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(
+        partial=lambda call: _chosen(call, 1, len(call.tensors) - 1)
+    ),
     "where.Scalar": _PLAIN,
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
     # -- linear

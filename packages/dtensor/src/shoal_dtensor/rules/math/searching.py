@@ -78,7 +78,7 @@ def _bincount(local_call: LocalCall) -> LocalFunction | None:
         top = x.max() + 1 if x.numel() else torch.zeros((), dtype=x.dtype, device=x.device)
         length = max(minlength, int(all_reduced(top.to(torch.int64), spec, axes, "max").item()))
         counts = torch.bincount(x, weights, length)
-        if weights is not None and not x.numel():  # torch counts nothing in integers, whatever the weights
+        if weights is not None and not x.numel():  # torch counts nothing in integers, with any weights
             counts = counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)
         return all_reduced(counts, spec, axes)
 

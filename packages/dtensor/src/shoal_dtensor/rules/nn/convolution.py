@@ -99,7 +99,7 @@ def _on_halos(call: OpCall, halos: Halos, **changes: Any) -> LocalFunction:
 
 
 def _in_global_memory_format(local_call: LocalCall) -> LocalFunction | None:
-    """A result in the memory format of the global one, whatever the shards of the operands suggest to the kernel."""
+    """A result in the memory format of the global one, where the operands' shards suggest another to the kernel."""
     convolve, result = _convolve(local_call), local_call.outputs[0]
     is_contiguous = [spec.stride == contiguous_stride(spec.shape) for spec in (result, *local_call.inputs[:2])]
     if all(is_contiguous) or local_call.call.schema.outs:

@@ -83,10 +83,6 @@ def _divided(local_call: LocalCall) -> LocalFunction:
     return run
 
 
-def loss_backward(call: OpCall) -> Iterator[Row]:
-    yield from pointwise(linear=(0,)).rows(call)
-
-
 # -- losses of one sample each ---------------------------------------------------------------------------------------
 
 
@@ -232,12 +228,14 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
+_LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss_gradient, sizes=())
+
 LOSS: Table = family(
     {
         "mse_loss smooth_l1_loss huber_loss soft_margin_loss": Rule(loss, _loss, sizes=()),
         "binary_cross_entropy binary_cross_entropy_with_logits": Rule(loss, _loss, sizes=()),
-        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": Rule(loss_backward, _loss_gradient, sizes=()),
-        "soft_margin_loss_backward binary_cross_entropy_backward": Rule(loss_backward, _loss_gradient, sizes=()),
+        "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _LOSS_BACKWARD,
+        "soft_margin_loss_backward binary_cross_entropy_backward": _LOSS_BACKWARD,
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
         "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward, sizes=()),
     },

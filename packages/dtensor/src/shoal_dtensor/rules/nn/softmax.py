@@ -35,20 +35,16 @@ def softmax_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_output")
 
 
-def _free_dims(call: OpCall, *names: str) -> Iterator[Row]:
-    """All dims but the normalised one."""
+def free_dims(call: OpCall) -> Iterator[Row]:
+    """All dims but the normalised one, of all operands."""
     for d in range(call.outputs[0].ndim):
         if d != call.dim():
-            entries: dict[str, Any] = dict.fromkeys((*names, "out"), S(d))
+            entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
             yield call.row(**entries)
 
 
-def free_dims(call: OpCall) -> Iterator[Row]:
-    yield from _free_dims(call, "self")
-
-
 def glu_backward(call: OpCall) -> Iterator[Row]:
-    yield from _free_dims(call, "grad_output", "self")
+    yield from free_dims(call)
     yield from call.linear("grad_output")
 
 

@@ -33,7 +33,7 @@ def _is_end(spec: Spec, dim: int) -> tuple[bool, bool]:
 def cat(call: OpCall) -> Iterator[Row]:
     (result,), tensors = call.outputs, call.tensors
     dim = int(call["dim"]) % max(result.ndim, 1)
-    # torch lets 1-D tensors without elements pass, whatever the other shapes.
+    # torch lets 1-D tensors without elements pass beside tensors of any shape.
     joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
     for d in (d for d in range(result.ndim) if d != dim):
         yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
