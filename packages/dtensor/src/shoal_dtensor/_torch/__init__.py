@@ -3,7 +3,6 @@
 May import: nothing.
 """
 
-from .collectives import group_ranks as group_ranks, reduction_name as reduction_name
 from .compiling import (
     eager_only as eager_only,
     is_compiling as is_compiling,
@@ -51,7 +50,9 @@ from .operators import (
     change_shape as change_shape,
     decomposition_of as decomposition_of,
     direct as direct,
+    group_ranks as group_ranks,
     out_of_sight as out_of_sight,
+    reduction_name as reduction_name,
     results_of as results_of,
     shapes_of as shapes_of,
     unmarked_writes as unmarked_writes,

@@ -9,23 +9,13 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch._compile import _disable_dynamo as eager_only
+from torch._compile import _disable_dynamo
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from shoal_mesh.internal import sums_are_in_tree
 
-__all__ = [
-    "eager_only",
-    "is_compiling",
-    "is_tracing",
-    "is_unrecorded",
-    "never_compiled",
-    "not_cached",
-    "raised_as_it_is",
-    "recorder",
-    "whole_when_compiled",
-]
-
+# Decorator: the compiler does not look into the function, which runs between two graphs.
+eager_only = _disable_dynamo
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -10,20 +10,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from .compiling import eager_only, is_compiling
 from .recomputation import checkpoints, recomputed_in
-
-__all__ = [
-    "FunctionMode",
-    "ReplacedAttention",
-    "TorchDispatchMode",
-    "dispatch_modes",
-    "selectively_checkpointed",
-    "unwatched",
-]
 
 # Number of dispatch modes that are active.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -1,4 +1,4 @@
-"""Overloads: their output shapes, cheapest binding, decomposition, and the views that they take in place."""
+"""Overloads: output shapes, cheapest binding, decomposition, views taken in place; groups of collective ones."""
 
 from __future__ import annotations
 
@@ -11,28 +11,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .meta_kernels import as_kernels_make_it, as_meta_kernels_take_it
-
-__all__ = [
-    "Build",
-    "DataDependentError",
-    "OpOverload",
-    "change_shape",
-    "decomposition_of",
-    "direct",
-    "out_of_sight",
-    "results_of",
-    "shapes_of",
-    "unmarked_writes",
-    "view_of",
-]
-
 
 DataDependentError = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -233,3 +219,22 @@ def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
             torch._C._set_meta_in_tls_dispatch_include(included)
     if tensor._is_view():
         torch._C._autograd._set_creation_meta(tensor, torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE)
+
+
+# --- collective operators of torch.distributed ------------------------------------------------------------------------
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""
+    if isinstance(group, str):
+        group = torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]  # a name is a str
+    elif isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def reduction_name(reduction: Any) -> str:
+    """The reduction argument of a collective operator in lower case: `sum`, `avg`, ..."""
+    if isinstance(reduction, str):
+        return reduction.lower()
+    return str(dist.ReduceOp.RedOpType(reduction.op()).name).lower()

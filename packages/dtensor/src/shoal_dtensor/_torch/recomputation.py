@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-__all__ = ["checkpoints", "recomputed_in"]
-
 Enter = Callable[[], AbstractContextManager[object]]
 
 _REENTRANT, _OTHER = CheckpointFunction.forward.__code__, unwrap(checkpoint).__code__

@@ -6,25 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _pytree
 
 from .compiling import is_tracing
 
-__all__ = [
-    "BASE",
-    "TRACED",
-    "FakeTensor",
-    "around",
-    "count_write",
-    "disabled_torch_function",
-    "make_wrapper",
-    "pytree",
-    "shares_memory",
-    "split",
-    "with_conjugates",
-]
+pytree = _pytree
 
 
 make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
