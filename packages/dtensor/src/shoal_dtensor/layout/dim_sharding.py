@@ -4,7 +4,7 @@ A `DimSharding` lists the mesh axes that shard the dim, outermost first, and say
 Whatever the sharding (nested, uneven, ragged, any order of axes), shard `k` is one contiguous interval, so every rank
 holds one box of the global tensor.  Redistribution, random numbers, checkpoints and views all build on that.
 
-Shards of `torch.chunk` are two integers, length and step, whatever the number of ranks: shard `k` is
+Shards of `torch.chunk` are two integers, length and step, for any number of ranks: shard `k` is
 `[k * step, (k + 1) * step)`, as far as the dim reaches.  Only ragged shardings have an entry per shard.
 """
 
@@ -194,7 +194,7 @@ class DimSharding:
         return DimSharding(self.axes, self.axis_sizes, tuple(size * unit for size in self.ragged))
 
     def divided(self, unit: int) -> DimSharding | None:
-        """The same sharding counted in units of `unit` elements; None if a shard is no integer number of units."""
+        """The same sharding counted in units of `unit` elements; None if a shard is not a whole number of units."""
         if unit == 1:
             return self
         if self.ragged is None:

@@ -110,7 +110,7 @@ class Shard(Placement):
         multiple_of: divide only at multiples of so many elements (attention heads, quantisation blocks).
 
     Raises:
-        ArgumentTypeError: if `dim` is no integer.
+        ArgumentTypeError: if `dim` is not an integer.
         PlacementError: if a size is negative, `multiple_of` is below 1, or both are given.
 
     Example:
@@ -268,7 +268,7 @@ class Partial(Placement):
             infinities (extrema). What the ranks hold is not negative, unless all of them but one hold nothing.
 
     Raises:
-        ArgumentTypeError: if it is no string.
+        ArgumentTypeError: if it is not a string.
         PlacementError: if the reduction is unknown.
 
     Example:

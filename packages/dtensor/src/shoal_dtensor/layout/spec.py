@@ -1,7 +1,7 @@
 """`Spec`: everything that is known about a DTensor besides its values.
 
 Specs are immutable and interned: equal specs are the same object, so a cache keyed by specs
-hashes by identity, and whatever follows from a spec (shardings of dims, local shape, ...) is computed once.
+hashes by identity, and all that follows from a spec (shardings of dims, local shape, ...) is computed once.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def takes(**kinds: type | tuple[type, ...]) -> Callable[[Function], Function]:
 
 
 def check_device_mesh(where: str, mesh: object) -> None:
-    """Refuse what is no mesh of shoal: torch's own, or an axis by its name.
+    """Refuse what is not a mesh of shoal: torch's own, or an axis by its name.
 
     Raises:
         LayoutError: naming the ways to a mesh.

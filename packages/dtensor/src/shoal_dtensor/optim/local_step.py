@@ -57,7 +57,7 @@ def local_step(optimizer: O) -> O:
 
     Raises:
         OptimizerError: if its update is not known to be element by element (`ELEMENTWISE`; subclasses may differ) and
-            it is no Muon.
+            it is not a Muon.
 
     Example:
         >>> import torch

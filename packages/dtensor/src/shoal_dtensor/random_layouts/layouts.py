@@ -136,7 +136,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             warnings.simplefilter("ignore")
             given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)), is_leaf=_is_spec)
             return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
-    except Exception as error:  # whatever a function makes of DTensors, what it says is the reason
+    except Exception as error:  # of any type: what the function says of DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
 
 
@@ -244,7 +244,7 @@ def _scaled(spec: Spec, dim: int, out: tuple[int, ...], inferred: int | None) ->
         raise UnknownLayoutError("a sharded dim does not go to one dim of the result")
     target = inferred if inferred in candidates else candidates[0]
     if out[target] * total % size:
-        raise UnknownLayoutError("the sizes of shards are no multiples of it")
+        raise UnknownLayoutError("the sizes of shards are not multiples of it")
     unit = out[target] * total // size
     _require_unique(sizes, total, unit, inferred == target or bool(folded and not exact))
     return target, unit
@@ -254,7 +254,7 @@ def _require_unique(sizes: set[int], total: int, unit: int, inferred: bool) -> N
     """Refuse where on some rank, and so on all, another dim would fit as well."""
     for size in sizes:
         if size * unit % total:
-            raise UnknownLayoutError("the sizes of shards are no multiples of it")
+            raise UnknownLayoutError("the sizes of shards are not multiples of it")
         if not inferred and (size == 1) != (size * unit // total == 1) and size:
             raise UnknownLayoutError("its sizes do not say which dim is sharded; write -1 for that one")
 

@@ -4,7 +4,7 @@
     a = act(h)           so is a
     d = dropout(a)       this rank's shard of the dropout of the DTensor of which a is this rank's shard
 
-Only torch functions that modules call are seen, once each, whatever they consist of; what lowered modules compute is
+Only torch functions that modules call are seen, once each, not the operators in them; what lowered modules compute is
 not.  What a function does to layouts is worked out once per function and layouts (`follow`).
 """
 
@@ -344,7 +344,7 @@ class Watch(FunctionMode):
             spec = self._spec_of(tensor)
             passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
         if passed_by:
-            why = "it comes from code that is no torch function, or from a DTensor of some of the axes"
+            why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
         if why:
             raise LayoutError(
                 f"{name} between styles draws what one device draws, but how its argument of local shape "

@@ -21,7 +21,7 @@ from .memory_order import MemoryOrder, stretches
 
 CHUNK = 1 << 16  # elements; 256 KiB of float32 stay in the second-level cache
 _UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 complex ones
-_PROBE = 83  # elements: several units, and a rest that is no multiple of any
+_PROBE = 83  # elements: several units, and a rest that is not a multiple of any
 
 
 @dataclass(frozen=True, slots=True)

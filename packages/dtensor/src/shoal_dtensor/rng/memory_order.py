@@ -1,6 +1,6 @@
 """The order in which one device fills a global tensor, and the place of a rank's box in it.  Integers only.
 
-torch's random kernels walk a tensor in memory order: dims by descending stride, whatever their names.  The walk is a
+torch's random kernels walk a tensor in memory order: dims by descending stride, not by number.  The walk is a
 flat range; `stretches` says which parts of a stretch of it belong to a box.
 """
 

@@ -84,7 +84,7 @@ def random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> Iterator[None]:
             one device, but the same on every mesh and on CPU and CUDA, at a cost that depends on the shard only.
             "per_axis": every coordinate of `axes` has a stream of its own; over the other axes as on one device.  An
             axis that does not shard a tensor leaves it alone: replicas stay equal.
-            "local": every rank draws its own part from its own generator, whatever the others do; nothing is checked.
+            "local": every rank draws its own part from its own generator, apart from the others; nothing is checked.
         axes: mesh axes for "per_axis", by name or index; a mesh that has none of them draws as on one device.
 
     Raises:
