@@ -64,6 +64,16 @@ def test_a_users_plain_tensor_is_an_error(use: Callable[[Tensor, Tensor], object
             use(x, torch.ones(4))
 
 
+def test_a_plain_tensor_of_compiled_code_opens_no_door() -> None:
+    """Calls hold more references there, so what torch's own tensors have there is not what they have elsewhere."""
+    with fake_world(2):
+        x = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        torch.compile(lambda x: x[[0, 1]], backend="eager")(x)
+        with pytest.raises(MixedTensorError):
+            x + torch.ones(4)
+        x[[0, 1]]
+
+
 def test_the_way_out_is_that_of_the_function_that_calls_the_operator() -> None:
     with fake_world(4):
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))

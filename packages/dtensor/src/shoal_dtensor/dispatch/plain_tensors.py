@@ -13,9 +13,8 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -189,31 +188,34 @@ def _references_of_base() -> int:
 _BASE_REFERENCES = _references_of_base()  # at import: inside a dispatch, views do not tell what they are of
 
 
-@cache
+class _Probe(torch.Tensor):
+    """A tensor that is indexed to count the references to an index of torch's own."""
+
+    __torch_function__ = disabled_torch_function
+    counted: ClassVar[list[int]] = []
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def count(tensor: torch.Tensor) -> None:
+            cls.counted.append(sys.getrefcount(tensor))
+
+        def read(arg: torch.Tensor) -> None:  # as the function that calls `is_candidate`
+            count(arg)
+
+        for index in args[1]:
+            read(index)
+        return args[0]
+
+
 def _references_of_temporary() -> int:
-    """References that `is_candidate` counts to a tensor of torch's own C++; measured: 3.14 counts calls otherwise."""
-    seen: list[int] = []
+    """References that `is_candidate` counts to a tensor of torch's own C++; measured each time, in 8 us.
 
-    def look(tensor: torch.Tensor) -> None:
-        seen.append(sys.getrefcount(tensor))
-
-    def read(arg: torch.Tensor) -> torch.Tensor:  # as the function that calls `is_candidate`
-        look(arg)
-        return arg
-
-    class Probe(torch.Tensor):
-        __torch_function__ = disabled_torch_function
-
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]  # torch's stub describes the bound form without func
-            cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            for index in args[1]:
-                read(index)
-            return args[0]
-
-    make_wrapper(Probe, (2,))[[0]]
-    return seen[0] if seen else -1
+    A Python call holds more of them while torch.compile or a debugger traces, and in Python 3.14.
+    """
+    make_wrapper(_Probe, (2,))[[0]]
+    return _Probe.counted.pop() if _Probe.counted else -1
 
 
 # Modules of torch whose functions compose operators in Python.  They have no modules or optimizers that hold tensors: a
