@@ -227,7 +227,7 @@ def test_meta_kernels_are_asked_only_where_each_shape_counts(monkeypatch: pytest
 
 def test_kernels_are_shown_indices_that_are_in_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """`nll_loss_backward` writes behind the memory of one class where the target is class 1, without a check."""
-    global_outputs._run_on_few.cache_clear()
+    global_outputs.run_on_few.cache_clear()
     shown: list[tuple[Any, int, int]] = []
 
     def kernel(op: Any, build: Any) -> Any:

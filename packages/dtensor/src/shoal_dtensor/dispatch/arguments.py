@@ -18,8 +18,7 @@ from shoal_mesh.internal import dataclass
 from .._torch import OpOverload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta
-from ..rules.language.rule import flatten
+from ..layout.tensor_meta import TensorMeta, flatten
 from .c10d import is_collective
 from .plain_tensors import is_candidate
 

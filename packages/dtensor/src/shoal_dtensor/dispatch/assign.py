@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, product, repeat
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
-from ..layout.dim_sharding import DimSharding, ShardOrder, shard_dim
+from ..layout.dim_sharding import DimSharding, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order
 from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
@@ -107,7 +107,8 @@ def unmoved(
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:
     """The rows for the norms that the problem has, and the one where everything is replicated."""
-    norms = dict.fromkeys(p for spec in (*problem.specs, *problem.outs) for p in spec.placements if _is_norm(p))
+    partials = [p for spec in (*problem.specs, *problem.outs) for p in spec.placements if isinstance(p, Partial)]
+    norms = dict.fromkeys(partial for partial in partials if norm_order(partial.reduce_op) is not None)
     whole = Row((Replicate(),) * len(problem.specs), (Replicate(),) * len(problem.outputs))
     return with_norms(rows, tuple(norms)) if norms else rows, whole
 
@@ -244,7 +245,8 @@ def _operand(index: int, spec: Spec, combination: Sequence[Row], shardings: DimS
         for a, b in zip(entries, spec.placements, strict=True)
     ):
         return spec
-    return spec.with_(placements=placements_of(entries, by_dim), shard_order=_order(by_dim))
+    order = tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
+    return spec.with_(placements=placements_of(entries, by_dim), shard_order=order)
 
 
 def _output(
@@ -253,10 +255,6 @@ def _output(
     entries = [row.outputs[index] for row in combination]
     by_dim = placed(entries, shardings, meta.shape)
     return None if by_dim is None else Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
-
-
-def _order(by_dim: Mapping[int, AnyDimSharding]) -> ShardOrder:
-    return tuple((dim, sharding.axes) for dim, sharding in sorted(by_dim.items()))
 
 
 def placements_of(entries: Sequence[Entry], by_dim: Mapping[int, AnyDimSharding]) -> tuple[Placement, ...]:
@@ -334,10 +332,6 @@ def _keeps(problem: ShardingProblem, inputs: Sequence[Spec], outputs: Sequence[S
         if output is not None and not outputs[output].same_layout(problem.specs[index]):
             return False
     return all(out.same_layout(got) for out, got in zip(problem.outs, outputs, strict=False))
-
-
-def _is_norm(placement: Placement) -> TypeGuard[Partial]:
-    return isinstance(placement, Partial) and norm_order(placement.reduce_op) is not None
 
 
 def _mixes(spec: Spec) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch import OpOverload, count_write, group_ranks, reduction_name
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
-from ..rules.language.rule import flatten
+from ..layout.tensor_meta import flatten
 from .results import wrap
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from .decision import (
     log_decision,
 )
 from .foreach import must_run_sequentially, run_by_kind, run_sequentially
+from .global_outputs import run_on_few
 from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
@@ -300,6 +301,7 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget all decisions, of every policy."""
+    """Forget all decisions, of every policy, and what runs on few elements have shown."""
+    run_on_few.cache_clear()
     for scope in current().alike.values():
         scope.decisions.clear()

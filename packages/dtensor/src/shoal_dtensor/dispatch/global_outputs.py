@@ -88,7 +88,7 @@ def by_few_elements(
 
     by_place = [smaller(name, value) for name, value in zip(schema.positional, args, strict=False)]
     by_name = {name: smaller(name, value) for name, value in kwargs.items()}
-    run = _run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
+    run = run_on_few(op, specs[0].mesh.device_type, *by_place, **by_name)
     size_of = {number: size for size, number in few.items()}
     if run is None or not all(size_of.keys() >= {*shape} for shape, *_ in run.outputs):
         return None
@@ -105,7 +105,7 @@ class _Run(NamedTuple):
 
 
 @lru_cache(maxsize=4096, typed=True)  # typed: 1, 1.0 and True make different dtypes
-def _run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> _Run | None:
+def run_on_few(op: OpOverload, device_type: str, /, *args: Any, **kwargs: Any) -> _Run | None:
     """A run on few elements, of the meta kernel where the CPU's would not do; None if it does not show the outputs."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, TensorMeta)]
     if any(map(_is_of_integers, tensors)) and any(0 in meta.shape for meta in tensors):

@@ -17,8 +17,7 @@ from torch import Tensor
 from .._torch import OpOverload, change_shape, count_write, is_tracing, view_of
 from ..errors import InPlaceError
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta
-from ..rules.language.rule import flatten
+from ..layout.tensor_meta import TensorMeta, flatten
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:

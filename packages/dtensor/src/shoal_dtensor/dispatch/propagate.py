@@ -24,12 +24,13 @@ from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
+from ..rng.modes import draws_at_once
 from ..rules.language.empty_shards import local_function, nothing_of
 from ..rules.language.op_schema import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
-from .assign import Sharding, ShardingProblem, assign
+from .assign import Sharding, ShardingProblem, assign, unmoved
 from .c10d import collective_on_shards, is_collective
 from .communication_policy import notice_of
 from .decision import (
@@ -44,7 +45,7 @@ from .decision import (
 from .global_outputs import by_few_elements, by_meta_kernel
 from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .plain_tensors import instead
-from .symbolic_calls import NeedsConstantsError, constants_of, sharding_of_symbols
+from .symbolic_calls import NeedsConstantsError, constants_of, example_of
 
 
 class Circumstances(NamedTuple):
@@ -145,7 +146,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
     mesh = _common_mesh(call.op, problem.specs + problem.outs)
     if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
-        return sharding_of_symbols(rule, call, problem, mesh, _sharding)
+        return _symbolic_sharding(rule, call, problem, mesh)
     rows = rule.rows_of(call)
     if (
         call.has_data_dependent_shape and rule.kind != "dynamic"
@@ -164,6 +165,33 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
             f"{', '.join(map(repr, problem.specs))} no result can be written there; use the out-of-place form"
         )
     return sharding
+
+
+def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh: DeviceMesh) -> Sharding:
+    """The sharding of a call among whose sizes are symbols.
+
+    Raises:
+        NeedsConstantsError: if the operator cannot run for the symbols as it does for the sizes traced with.
+    """
+    if call.schema.is_random and not draws_at_once(mesh.device_type):
+        raise NeedsConstantsError
+    example = OpCall(call.op, *map(example_of, (call.args, call.kwargs, call.tensors, call.outputs)))
+    specs, outputs, outs = example_of((problem.specs, problem.outputs, problem.outs))
+    chosen = _sharding(rule, example, replace(problem, specs=specs, outputs=outputs, outs=outs))
+    there = [
+        spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
+        for spec, to in zip(problem.specs, chosen.inputs, strict=True)
+    ]
+    rows = [row for row in rule.rows_of(call) if not _has_symbolic_runs(row)]
+    sharding = unmoved(rows, replace(problem, specs=tuple(there)), mesh, communicating=bool(chosen.communicating))
+    if sharding is None:
+        raise NeedsConstantsError
+    return sharding
+
+
+def _has_symbolic_runs(row: Row) -> bool:
+    """Whether a row folds a sharded dim behind one of symbolic size: placements count runs in integers."""
+    return any(isinstance(entry, S) and type(entry.runs) is not int for entry in (*row.inputs, *row.outputs))
 
 
 def _reduced(spec: Spec) -> Spec:

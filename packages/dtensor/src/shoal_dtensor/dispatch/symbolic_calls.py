@@ -8,57 +8,17 @@ becomes a guard of the graph.  What cannot be answered so is decided for constan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shoal_mesh import DeviceMesh
-
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import constant, traced_with
 from ..layout.tensor_meta import TensorMeta
-from ..rng.modes import draws_at_once
-from ..rules.language.rule import OpCall, Row, Rule, S
-from .assign import Sharding, ShardingProblem, unmoved
 
 
 class NeedsConstantsError(Exception):
     """A call cannot be decided for symbols; never seen by users."""
-
-
-def sharding_of_symbols(
-    rule: Rule,
-    call: OpCall,
-    problem: ShardingProblem,
-    mesh: DeviceMesh,
-    choose: Callable[[Rule, OpCall, ShardingProblem], Sharding],
-) -> Sharding:
-    """The sharding of a call among whose sizes are symbols; `choose` gives that of one without.
-
-    Raises:
-        NeedsConstantsError: if the operator cannot run for the symbols as it does for the sizes traced with.
-    """
-    if call.schema.is_random and not draws_at_once(mesh.device_type):
-        raise NeedsConstantsError
-    parts = map(_example_of, (call.args, call.kwargs, call.tensors, call.outputs))
-    specs, outputs, outs = _example_of((problem.specs, problem.outputs, problem.outs))
-    example = replace(problem, specs=specs, outputs=outputs, outs=outs)
-    chosen = choose(rule, OpCall(call.op, *parts), example)
-    placed = [
-        spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
-        for spec, to in zip(problem.specs, chosen.inputs, strict=True)
-    ]
-    rows = [row for row in rule.rows_of(call) if not _has_symbolic_runs(row)]
-    sharding = unmoved(rows, replace(problem, specs=tuple(placed)), mesh, communicating=bool(chosen.communicating))
-    if sharding is None:
-        raise NeedsConstantsError
-    return sharding
-
-
-def _has_symbolic_runs(row: Row) -> bool:
-    """Whether a row folds a sharded dim behind one of symbolic size: placements count runs in integers."""
-    return any(isinstance(entry, S) and type(entry.runs) is not int for entry in (*row.inputs, *row.outputs))
 
 
 def constants_of(value: Any) -> Any:
@@ -66,7 +26,7 @@ def constants_of(value: Any) -> Any:
     return _replaced(value, int, constant)
 
 
-def _example_of(value: Any) -> Any:
+def example_of(value: Any) -> Any:
     """Anything of a call, with the sizes that the compiler traces with in place of symbols."""
     return _replaced(value, lambda n: traced_with((n,))[0], lambda spec: spec.example)
 

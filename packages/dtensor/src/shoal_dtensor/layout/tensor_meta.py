@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expanded; empty for row-major
 
@@ -64,3 +65,12 @@ def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
             stride[dim] = step
             step *= shape[dim] or 1
     return tuple(stride)
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
+    if isinstance(value, Tensor | TensorMeta):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flatten(item)

@@ -8,15 +8,13 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
-
 from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload
 from ...errors import ShoalTensorError
 from ...layout.dim_sharding import DimSharding
 from ...layout.placements import REDUCE_OPS, Partial, Replicate
-from ...layout.tensor_meta import TensorMeta
+from ...layout.tensor_meta import TensorMeta, flatten as flatten
 from .op_schema import OpSchema, schema_of
 
 if TYPE_CHECKING:
@@ -367,12 +365,3 @@ class LocalCall:
         """The spec of the tensor argument `name`."""
         (index,) = self.call.places[name]
         return self.inputs[index]
-
-
-def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
-    if isinstance(value, Tensor | TensorMeta):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from flatten(item)
