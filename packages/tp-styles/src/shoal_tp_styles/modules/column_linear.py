@@ -183,11 +183,16 @@ class ColumnLinear(Lowered):
             weight = bias = None
         if weight is None:
             return self.finish(self.general(input))
-        if torch.is_grad_enabled():
-            return self.product(_column_direct, input, self.comm, weight, bias, None)
-        if type(weight) is not DTensor:
-            check_plain(weight)
-        return linear(input, local_shard(weight), None if bias is None else local_shard(bias))
+        out: Tensor
+        if not torch.is_grad_enabled():
+            if type(weight) is not DTensor:
+                check_plain(weight)
+            out = linear(input, local_shard(weight), None if bias is None else local_shard(bias))
+        elif input.is_leaf:  # not shared with other readers
+            out = _column_direct(input, weight, bias, self.comm, None)
+        else:
+            out = self.product(_column_direct, input, self.comm, weight, bias, None)
+        return out
 
     def product(  # what a product is made of
         self, column: Product, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any
@@ -210,13 +215,13 @@ class ColumnLinear(Lowered):
         else:
             key = (where, None, None)
             alone = input.is_leaf or not grad
+        token = None if alone else find_token(input, key, grad)
+        if token is not None:
+            out = column(token, weight, bias, None, dtype)
+            return out
         chunks = self.chunks if input.ndim > 1 else 1
         if alone:
             out = column(input, weight, bias, where, dtype, False, chunks)
-            return out
-        token = find_token(input, key, grad)
-        if token is not None:
-            out = column(token, weight, bias, None, dtype)
             return out
         out, token = column(input, weight, bias, where, dtype, True, chunks)
         keep_token(input, key, token)
