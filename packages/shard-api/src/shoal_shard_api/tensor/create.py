@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal_dtensor import Shard as ShardPlacement, rand as rand_dtensor, randn as randn_dtensor
-
 from ..arguments import expect
 from ..errors import NotExpressibleError, UnsupportedOpError
-from ..ops import dtensor_conversion
-from ..ranks.process_groups import one_dim_mesh
+from ..ops.via_dtensor import DTensorCall, implicit_reshard
 from ..spec.sharding_spec import ShardingSpec
 from .shard import Shard
 from .sharded_tensor import ShardedTensor
@@ -118,7 +115,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> ShardedT
         >>> rand(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
         tensor([0.4963, 0.7682, 0.0885])
     """
-    return _draw(rand_dtensor, empty(sharding_spec, *size, **properties))
+    return _drawn(empty(sharding_spec, *size, **properties), torch.Tensor.uniform_)
 
 
 @_lists_properties
@@ -134,7 +131,7 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **properties: Any) -> Sharded
         >>> randn(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 3).full_tensor()
         tensor([ 1.5410, -0.2934, -2.1788])
     """
-    return _draw(randn_dtensor, empty(sharding_spec, *size, **properties))
+    return _drawn(empty(sharding_spec, *size, **properties), torch.Tensor.normal_)
 
 
 def init_from_local_shards(
@@ -177,8 +174,8 @@ def _filled(tensor: ShardedTensor, value: Any) -> ShardedTensor:
     return tensor
 
 
-def _draw(factory: Callable[..., Any], tensor: ShardedTensor) -> ShardedTensor:
-    """The tensor filled by a factory of shoal_dtensor, which draws the numbers of one device.
+def _drawn(tensor: ShardedTensor, draw: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensor:
+    """The tensor, filled by the operator with which torch's factory draws; shoal_dtensor draws as one device does.
 
     A layout without placements is drawn as Shard(0) and moved.
     """
@@ -186,13 +183,6 @@ def _draw(factory: Callable[..., Any], tensor: ShardedTensor) -> ShardedTensor:
         raise NotExpressibleError("a random ShardedTensor needs at least one dim: draw a plain tensor")
     if not tensor.dtype.is_floating_point:
         raise UnsupportedOpError(f"random numbers are drawn as floating point numbers, asked for {tensor.dtype}")
-    grid = dtensor_conversion.grid_or_none(tensor)
-    if grid is None:
-        mesh = one_dim_mesh(tensor.process_group, tensor.device.type)
-        placements: Any = (ShardPlacement(0),)
-    else:
-        mesh, placements = dtensor_conversion.mesh_for(tensor, grid), grid.placements
-    dtensor = factory(tuple(tensor.size()), dtype=tensor.dtype, device_mesh=mesh, placements=placements)
-    with torch.no_grad():
-        tensor.copy_(dtensor_conversion.from_dtensor(ShardedTensor, dtensor, like=tensor))
+    with torch.no_grad(), implicit_reshard():
+        DTensorCall(ShardedTensor, draw, [tensor]).run((tensor,), {})
     return tensor
