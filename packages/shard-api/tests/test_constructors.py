@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sharding_cases import FULL, chunk, sharded
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_shard_api import Shard, ShardedTensor, TensorProperties, empty, init_from_local_shards
 from shoal_shard_api.errors import LocalShardError, ShardingSpecError, UnsupportedOpError
 
@@ -31,7 +31,7 @@ def test_the_constructor_allocates_this_ranks_shards() -> None:
     assert "ChunkShardingSpec" in repr(tensor)
 
 
-@on_ranks(4)
+@fake_world(4)
 def test_what_the_constructor_refuses() -> None:
     with pytest.raises(ShardingSpecError, match=r"rank:7/cpu: global rank 7 is not among .*\[0, 1, 2, 3\]"):
         empty(chunk(0, (0, 7)), 4)

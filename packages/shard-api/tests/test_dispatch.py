@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sharding_cases import chunk, enumerable
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_shard_api import (
     ChunkShardingSpec,
     ShardedTensor,
@@ -60,7 +60,7 @@ class OwnSpec(ChunkShardingSpec):
     """A class of specs with overrides of its own."""
 
 
-@on_ranks(4)
+@fake_world(4)
 def test_an_override_of_metadata_does_not_depend_on_other_overrides() -> None:
     custom_sharding_spec_op(OwnSpec, torch.Tensor.element_size)(lambda types, args, kwargs, group: -1)
     assert zeros(OwnSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 8).element_size() == -1

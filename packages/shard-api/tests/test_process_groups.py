@@ -29,8 +29,8 @@ def test_a_pickle_of_another_world_is_refused() -> None:
             raise AssertionError("not reached")
         assert _get_current_process_group() is group
     assert _get_current_process_group() is dist.group.WORLD
-    with pytest.raises(KeyError), load_with_process_group(group):
-        raise KeyError
+    with pytest.raises(KeyError, match="mine"), load_with_process_group(group):
+        raise KeyError("mine")
     assert _get_current_process_group() is dist.group.WORLD
     local = ShardedTensor._init_from_local_tensor(
         torch.full((1, 2), float(dist.get_rank())), chunk(0, pair), 2, 2, process_group=group

@@ -69,7 +69,7 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         ValueError,
         r"^rank 3: .*not contiguous",
     ),
-    "no spec": (lambda m: ("weight", "rows"), TypeError, "expected a ShardingSpec of this package, got str"),
+    "no spec": (lambda m: ("weight", "rows"), TypeError, "Linear.weight: the spec must be ShardingSpec, got str"),
     "dim out of range": (lambda m: ("weight", chunk(2)), ValueError, r"Linear.weight: dim 2 .*\(8, 16\)"),
     "rank outside": (lambda m: ("weight", chunk(0, (0, 4))), ValueError, "global rank 4 is not among"),
     "spec with a gap": (
@@ -112,12 +112,12 @@ def test_shard_parameter_refuses_on_all_ranks_and_changes_nothing(case: str) -> 
 @on_ranks(4)
 def test_the_errors_have_their_own_types() -> None:
     linear = nn.Linear(4, 4)
-    with pytest.raises(MissingParameterError):
+    with pytest.raises(MissingParameterError, match="no attribute 'absent'"):
         shard_parameter(linear, "absent", chunk(0))
     shard_parameter(linear, "weight", chunk(0))
     with pytest.raises(ParameterError, match="already"):
         shard_parameter(linear, "weight", chunk(1))
-    with pytest.raises(ProcessGroupError):
+    with pytest.raises(ProcessGroupError, match="src_rank=-1 is not a rank"):
         shard_parameter(linear, "bias", chunk(0), src_rank=-1)
 
 

@@ -7,24 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d
-from torch._C import DisableTorchFunctionSubclass
-from torch.distributed.remote_device import _remote_device as RemoteDevice  # the value of "rank:1/cuda:1"
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+from torch.distributed.remote_device import _remote_device
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves, tree_map as tree_map
 
-__all__ = [
-    "DisableTorchFunctionSubclass",
-    "RemoteDevice",
-    "TorchDispatchMode",
-    "default_group",
-    "has_compatible_shallow_copy_type",
-    "make_wrapper",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-]
-
+RemoteDevice = _remote_device  # the value of "rank:1/cuda:1"
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # decides if a module changes data in place
 
 

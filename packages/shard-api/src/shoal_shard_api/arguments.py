@@ -21,7 +21,7 @@ def expect(
     value: object,
     *types: Any,
     optional: bool = False,
-    error: type[ArgumentTypeError] = ArgumentTypeError,
+    error: type[Exception] = ArgumentTypeError,
 ) -> None:
     """Check the type of an argument.
 
@@ -34,7 +34,7 @@ def expect(
         error: The class of the error.
 
     Raises:
-        ArgumentTypeError: It has another type.
+        ArgumentTypeError: It has another type; or ``error``.
     """
     if optional and value is None:
         return
@@ -44,16 +44,16 @@ def expect(
     raise error(f"{call}: {name} must be {allowed}, got {kind_of(value)}{_hint(value, types)}")
 
 
-def expect_all(call: str, name: str, values: Any, *types: Any) -> None:
+def expect_all(call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError) -> None:
     """Check that an argument is a sequence, no string, whose entries have one of the types.
 
     Raises:
-        ArgumentTypeError: It is not.
+        ArgumentTypeError: It is not; or ``error``.
     """
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise ArgumentTypeError(f"{call}: {name} must be a sequence, got {kind_of(values)}")
+        raise error(f"{call}: {name} must be a sequence, got {kind_of(values)}")
     for index, value in enumerate(values):
-        expect(call, f"{name}[{index}]", value, *types)
+        expect(call, f"{name}[{index}]", value, *types, error=error)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -21,8 +21,7 @@ from shoal_mesh.internal import agree
 
 from ..arguments import expect, expect_all
 from ..errors import CheckpointError
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import resolve
+from ..ranks.process_groups import agree_on, resolve
 from ..tensor.sharded_tensor_base import ShardedTensorBase
 
 

@@ -1,15 +1,25 @@
-"""Sharding plans as data: specs of parameters and outputs, Sharders of sub-modules."""
+"""Sharding plans as data, and the checks of a plan or one tensor that one rank can make alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from shoal_mesh.internal import dataclass
+from shoal_dtensor import DTensor
+from shoal_mesh.internal import dataclass, kind_of
 
+from ..arguments import expect, expect_all, is_plain
+from ..errors import MissingParameterError, ParameterError, PlanConflictError, PlanTypeError, SharderPathError
+from ..spec.metadata import TensorProperties
 from ..spec.sharding_spec import ShardingSpec
+from ..tensor.assemble import checked_metadata
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 class Sharder(ABC):
@@ -65,3 +75,138 @@ class ShardingPlanner(ABC):
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """The sharding plan of ``module``; the same on every rank."""
+
+
+@dataclass(slots=True)
+class CheckedPlan:
+    """The entries of a plan by kind, after every check that one rank can make."""
+
+    parameters: dict[str, ShardingSpec] = field(default_factory=dict)
+    sharders: dict[str, Sharder] = field(default_factory=dict)
+    outputs: dict[str, ShardingSpec] = field(default_factory=dict)
+    locals_: list[str] = field(default_factory=list)
+
+
+def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> CheckedPlan:
+    """The entries of the plan by kind, after every check that one rank can make."""
+    expect("shard_module", "module", module, nn.Module)
+    expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
+    _check_table("plan", plan.plan, ShardingSpec, Sharder)
+    checked = CheckedPlan()
+    for path, entry in plan.plan.items():
+        if isinstance(entry, ShardingSpec):
+            checked.parameters[path] = entry
+            continue
+        if not path:
+            raise SharderPathError("a Sharder needs the path of a sub-module; '' has no parent to replace it in")
+        submodule(module, path, "plan")
+        checked.sharders[path] = entry
+    _check_ownership(module, checked)
+    for path, spec in checked.parameters.items():
+        _check_parameter(module, path, spec, group)
+    _merge_tied(module, checked)
+    _check_outputs(module, plan, checked)
+    return checked
+
+
+def _check_table(name: str, table: Any, *types: type) -> None:
+    """Raise PlanTypeError unless a table maps paths to entries of these types."""
+    expect("shard_module", name, table, Mapping, error=PlanTypeError)
+    for path, entry in table.items():
+        expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
+        expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
+
+
+def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, group: dist.ProcessGroup) -> None:
+    parent, _, name = path.rpartition(".")
+    owner = submodule(module, parent, "plan")
+    check_shardable(attribute_of(owner, name, path), spec, path, group)
+    if name not in owner._parameters:
+        raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
+
+
+def submodule(module: nn.Module, path: str, where: str) -> nn.Module:
+    """The sub-module at a path.
+
+    Raises:
+        MissingParameterError: There is none; ``where`` says which argument has the path.
+    """
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise MissingParameterError(f"{where}: {type(module).__name__} has no sub-module {path!r} ({error})") from None
+
+
+def _check_ownership(module: nn.Module, checked: CheckedPlan) -> None:
+    """Refuse other entries for the sub-tree of a Sharder, and for parameters tied to one in it."""
+    for sharder in checked.sharders:
+        owned = {id(p): name for name, p in module.get_submodule(sharder).named_parameters(sharder)}
+        for path in (*checked.parameters, *checked.sharders):
+            if path.startswith(f"{sharder}."):
+                raise PlanConflictError(f"{path!r} is in the sub-tree of the Sharder of {sharder!r}")
+        for path in checked.parameters:
+            try:
+                parameter = module.get_parameter(path)
+            except AttributeError:
+                continue  # reported by _check_parameter
+            if id(parameter) in owned:
+                raise PlanConflictError(
+                    f"{path!r} is tied to {owned[id(parameter)]!r}, which belongs to the Sharder of {sharder!r}"
+                )
+
+
+def _merge_tied(module: nn.Module, checked: CheckedPlan) -> None:
+    """Keep one entry for each parameter."""
+    first: dict[int, str] = {}
+    for path, spec in list(checked.parameters.items()):
+        known = first.setdefault(id(module.get_parameter(path)), path)
+        if known != path:
+            if checked.parameters[known] != spec:
+                raise PlanConflictError(
+                    f"{known!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
+                    f"{checked.parameters[known]} and {spec}"
+                )
+            del checked.parameters[path]
+
+
+def _check_outputs(module: nn.Module, plan: ShardingPlan, checked: CheckedPlan) -> None:
+    _check_table("output_plan", plan.output_plan or {}, ShardingSpec)
+    local = plan.return_local_tensor or ()
+    expect_all("shard_module", "return_local_tensor", local, str, error=PlanTypeError)
+    checked.outputs, checked.locals_ = dict(plan.output_plan or {}), list(local)
+    for path in (*checked.outputs, *checked.locals_):
+        if not any(path.startswith(f"{sharder}.") for sharder in checked.sharders):
+            submodule(module, path, "output_plan or return_local_tensor")
+
+
+def attribute_of(module: nn.Module, name: str, where: str) -> Any:
+    """The attribute of a module that is to be sharded.
+
+    Raises:
+        ArgumentTypeError: ``module`` is no module, or ``name`` no string.
+        MissingParameterError: The module has no such attribute.
+    """
+    expect("shard_parameter", "module", module, nn.Module)
+    expect("shard_parameter", "param_name", name, str)
+    if not hasattr(module, name):
+        raise MissingParameterError(f"{type(module).__name__} has no attribute {name!r} (asked for {where!r})")
+    return getattr(module, name)
+
+
+def check_shardable(tensor: Any, spec: Any, where: str, group: dist.ProcessGroup) -> None:
+    """Raise what is wrong with a tensor that is to be sharded, or with its spec."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ParameterError(f"{where} must be a Tensor, got {kind_of(tensor)}")
+    if isinstance(tensor, ShardedTensor):
+        raise ParameterError(f"{where} is a ShardedTensor already: use its reshard()")
+    if isinstance(tensor, DTensor):
+        raise ParameterError(f"{where} is a DTensor already: use ShardedTensor.from_dtensor(), or redistribute it")
+    if tensor.is_meta or not is_plain(tensor):
+        raise ParameterError(f"{where} must be a plain strided tensor with data, got {kind_of(tensor)}: {tensor!r}")
+    if not tensor.is_contiguous():
+        raise ParameterError(f"{where} is not contiguous: size {tuple(tensor.size())}, strides {tensor.stride()}")
+    expect(where, "the spec", spec, ShardingSpec, error=PlanTypeError)
+    try:
+        checked_metadata(spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor)), group)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{where}: {error}") from error

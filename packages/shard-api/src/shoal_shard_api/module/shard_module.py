@@ -6,8 +6,7 @@ nothing has changed, or none does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -15,17 +14,12 @@ from torch import nn
 from shoal_mesh.internal import agree, kind_of
 
 from ..arguments import expect
-from ..errors import (
-    PlanTypeError,
-    UnsupportedOpError,
-)
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import check_rank, resolve
+from ..errors import PlanTypeError, UnsupportedOpError
+from ..ranks.process_groups import agree_on, check_rank, resolve
 from ..spec.chunk_spec import ChunkShardingSpec
 from ..spec.sharding_spec import ShardingSpec
 from ..tensor.sharded_tensor import ShardedTensor
-from .plan import ShardingPlan
-from .plan_check import CheckedPlan, check_plan, submodule
+from .plan import CheckedPlan, ShardingPlan, check_plan, submodule
 
 
 def shard_module(
@@ -76,9 +70,10 @@ def shard_module(
         for path, spec in sorted(checked.parameters.items())
     }
     for path, tensor in sharded.items():
-        _install_tied(module, module.get_parameter(path), tensor)
+        new_parameter = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+        _replace_everywhere(module, "_parameters", module.get_parameter(path), new_parameter)
     for path, new in replacements.items():
-        _replace_everywhere(module, module.get_submodule(path), new)
+        _replace_everywhere(module, "_modules", module.get_submodule(path), new)
     for path, spec in checked.outputs.items():
         _reshard_output(module.get_submodule(path), spec)
     for path in checked.locals_:
@@ -123,26 +118,11 @@ def _run_sharders(module: nn.Module, checked: CheckedPlan, group: dist.ProcessGr
     return new
 
 
-def _install_tied(module: nn.Module, old: nn.Parameter, tensor: ShardedTensor) -> None:
-    """Replace a parameter under each of its names by one new parameter."""
-    new = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is old:
-                owner._parameters[name] = new
-
-
-def _replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a sub-module under each of its names."""
-    for owner, name in list(_places(module, old)):
-        owner._modules[name] = new
-
-
-def _places(module: nn.Module, wanted: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for owner in module.modules():
-        for name, child in owner._modules.items():
-            if child is wanted:
-                yield owner, name
+def _replace_everywhere(module: nn.Module, table: Literal["_parameters", "_modules"], old: Any, new: Any) -> None:
+    """Replace a parameter or a sub-module under each of its names."""
+    for owner in list(module.modules()):
+        entries: dict[str, Any] = getattr(owner, table)
+        entries.update({name: new for name, entry in entries.items() if entry is old})
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:

@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import check_rank, resolve
+from ..ranks.process_groups import agree_on, check_rank, resolve
 from ..spec.sharding_spec import ShardingSpec
 from ..tensor.sharded_tensor import ShardedTensor
-from .plan_check import attribute_of, check_shardable
+from .plan import attribute_of, check_shardable
 
 
 def _shard_tensor(

@@ -25,8 +25,7 @@ from shoal_mesh.internal import kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import comm_of
+from ..ranks.process_groups import agree_on, comm_of
 from ..ranks.reshard import collect, move
 from .dtensor_conversion import from_dtensor
 

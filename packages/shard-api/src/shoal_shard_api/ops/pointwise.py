@@ -74,7 +74,9 @@ def run_shardwise(
             return leaf
 
         results.append(func(*tree_map(local, args), **tree_map(local, kwargs)))
-    return _joined(results, first, known)
+    flat = [tree_leaves(result) for result in results]
+    joined = iter([_one(list(local_tensors), first, known) for local_tensors in zip(*flat, strict=True)])
+    return tree_map(lambda _: next(joined), results[0])
 
 
 def block_for(plain: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
@@ -83,16 +85,8 @@ def block_for(plain: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Te
     return plain[tuple(slice(None) if n == 1 else slice(*span) for n, span in zip(plain.shape, own, strict=True))]
 
 
-def _joined(results: list[Any], first: Any, known: dict[int, Any]) -> Any:
-    """The ShardedTensors of the results per shard; an argument itself if its local tensors are the results."""
-    flat = [tree_leaves(result) for result in results]
-    if isinstance(results[0], torch.Tensor):
-        return _one([leaves[0] for leaves in flat], first, known)
-    joined = iter([_one(list(local_tensors), first, known) for local_tensors in zip(*flat, strict=True)])
-    return tree_map(lambda _: next(joined), results[0])
-
-
 def _one(local_tensors: list[Any], first: Any, known: dict[int, Any]) -> Any:
+    """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
     if not isinstance(local_tensors[0], torch.Tensor):
         return local_tensors[0]
     for tensor in known.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -41,14 +40,12 @@ class ChunkShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, dim: int | str, placements: Sequence[str | RemoteDevice]) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int | str):
-            raise ShardingSpecError(f"ChunkShardingSpec: dim must be an integer or the name of a dim, got {dim!r}")
-        given: Any = placements
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ShardingSpecError(f"ChunkShardingSpec needs a sequence of at least one placement, got {given!r}")
-        parsed = [parse_placement(each) for each in given]
+        expect("ChunkShardingSpec", "dim", dim, int, str, error=ShardingSpecError)
+        expect_all("ChunkShardingSpec", "placements", placements, str, RemoteDevice, error=ShardingSpecError)
+        if not placements:
+            raise ShardingSpecError("ChunkShardingSpec needs at least one placement, got none")
         object.__setattr__(self, "dim", dim)
-        object.__setattr__(self, "placements", parsed)
+        object.__setattr__(self, "placements", [parse_placement(each) for each in placements])
 
     def __hash__(self) -> int:
         return hash((self.dim, tuple(self.placements)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -39,15 +38,11 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        given: Any = self.shards
-        if not isinstance(given, Sequence) or not given:
-            raise ShardingSpecError(f"EnumerableShardingSpec needs a sequence of at least one shard, got {given!r}")
-        for shard in given:
-            if not isinstance(shard, ShardMetadata):
-                raise ShardingSpecError(f"EnumerableShardingSpec needs ShardMetadata of this package, got {shard!r}")
-        shards = list(given)
-        validate_non_overlapping_shards_metadata(shards)
-        object.__setattr__(self, "shards", shards)
+        expect_all("EnumerableShardingSpec", "shards", self.shards, ShardMetadata, error=ShardingSpecError)
+        if not self.shards:
+            raise ShardingSpecError("EnumerableShardingSpec needs at least one shard, got none")
+        validate_non_overlapping_shards_metadata(self.shards)
+        object.__setattr__(self, "shards", list(self.shards))
 
     def __hash__(self) -> int:
         return hash(tuple(self.shards))

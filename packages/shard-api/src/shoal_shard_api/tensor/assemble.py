@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ..arguments import expect, expect_all
 from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import members
+from ..ranks.process_groups import agree_on, members
 from ..spec.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from ..spec.sharding_spec import check_tensor, validate_non_overlapping_shards_metadata
 from .shard import Shard, check_properties

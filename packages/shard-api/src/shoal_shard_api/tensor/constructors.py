@@ -20,7 +20,6 @@ from .assemble import (
     check_ranks,
     checked_metadata,
     describe,
-    empty_local_tensors,
     known_size,
     on_placements,
     refuse_rrefs,
@@ -47,7 +46,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         group = resolve(process_group)
         metadata = checked_metadata(ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group)
         check_layout(metadata.tensor_properties)
-        return cls._wrap(sharding_spec, metadata, empty_local_tensors(metadata), group)
+        return cls._wrap(sharding_spec, metadata, [], group)
 
     @classmethod
     def _init_from_local_shards(
@@ -62,9 +61,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
         group = resolve(process_group)
         metadata, shards = describe(local_shards, global_size, group)
         check_ranks(metadata, group)
-        local_tensors = [shard.tensor for shard in shards] or empty_local_tensors(metadata)
         spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._wrap(spec, metadata, local_tensors, group)
+        return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
 
     @classmethod
     def _init_from_local_tensor(
@@ -102,8 +100,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
                 f"the spec places {len(own)} shards on rank {dist.get_rank()}, one local tensor was given"
             )
         shards = ordered_for([Shard(local_tensor, each) for each in own], metadata)
-        tensors = [shard.tensor for shard in shards] or empty_local_tensors(metadata)
-        return cls._wrap(sharding_spec, metadata, tensors, group)
+        return cls._wrap(sharding_spec, metadata, [shard.tensor for shard in shards], group)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(  # type: ignore[override]  # torch's order of arguments
@@ -137,7 +134,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         check_layout(metadata.tensor_properties)
         shards = ordered_for(local_shards, metadata)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
-        return cls._wrap(spec, metadata, [s.tensor for s in shards] or empty_local_tensors(metadata), group)
+        return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
 
     @classmethod
     def _scatter(

@@ -15,20 +15,19 @@ import torch
 import torch.distributed as dist
 
 from shoal_dtensor import DTensor
+from shoal_dtensor.internal import chunks_of, write_items
 from shoal_mesh import Comm
 from shoal_mesh.internal import kind_of
 
 from ..arguments import expect
-from ..errors import LocalShardError, SpecTypeError, UnsupportedOpError
+from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, dtensor_conversion
 from ..ops.handlers import with_layout_of
-from ..ranks.agreement import agree_on
-from ..ranks.process_groups import ProcessGroupState, check_rank, comm_of, members, resolve
+from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
 from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
 from ..spec.metadata import on_devices
 from ..spec.sharding_spec import ShardingSpec
-from . import dcp_protocol
 from .assemble import checked_metadata, on_placements
 from .constructors import ShardedTensorConstructors
 from .shard import Shard
@@ -358,9 +357,21 @@ class ShardedTensor(ShardedTensorConstructors):
         }
         return load_pickled, (type(self), state)
 
-    __create_write_items__: Callable[..., list[Any]] = dcp_protocol.create_write_items
-    __create_chunk_list__: Callable[..., list[Any]] = dcp_protocol.create_chunk_list
-    __get_tensor_shard__: Callable[..., torch.Tensor] = dcp_protocol.get_tensor_shard
+    def _filled_shards(self) -> list[Shard]:
+        """Shards with elements: an empty shard has the offsets of the next, which a checkpoint's index has once."""
+        return [shard for shard in self._local_shards if shard.tensor.numel() > 0]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[Any]:
+        return write_items(fqn, self.__create_chunk_list__(), self.size(), self._local_tensors[0])
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks_of(shard.metadata.box for shard in self._filled_shards())
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        local = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in self._filled_shards()}
+        if index.offset is None or tuple(index.offset) not in local:
+            raise CheckpointError(f"{index.fqn}: no local shard begins at {index.offset}; they begin at {[*local]}")
+        return local[tuple(index.offset)].detach()  # it is read, or written in place
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002, RUF100  # torch's
         kind = "Parameter containing ShardedTensor" if getattr(self, "_is_param", False) else "ShardedTensor"

@@ -85,9 +85,12 @@ class ShardedTensorBase(torch.Tensor):
     ) -> Self:
         """The tensor of local tensors that fit the metadata; no checks, no communication.
 
-        ``local_tensors`` are this rank's shards in the order of the metadata.  A rank without shards passes one empty
-        tensor, so that it has a node in the autograd graph and takes part in the collectives of backward.
+        ``local_tensors`` are this rank's shards in the order of the metadata; with a group, no tensors means new ones.
+        A rank without shards has one empty tensor, so that it has a node in the autograd graph and takes part in the
+        collectives of backward.
         """
+        if group is not None and not local_tensors:
+            local_tensors = empty_local_tensors(metadata)
         rank = dist.get_rank() if group is not None else None
         own = [shard for shard in metadata.shards_metadata if rank is not None and shard.rank == rank]
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
@@ -211,8 +214,7 @@ def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
     """
     group = resolve(_get_current_process_group())
     state["group"].check(group)
-    local_tensors = [shard.tensor for shard in state["shards"]] or empty_local_tensors(state["metadata"])
-    result = cls._wrap(state["spec"], state["metadata"], local_tensors, group)
+    result = cls._wrap(state["spec"], state["metadata"], [shard.tensor for shard in state["shards"]], group)
     result.requires_grad = state["metadata"].tensor_properties.requires_grad
     result.__dict__.update(state["marks"])
     return result
