@@ -1,6 +1,6 @@
 """What lowered modules keep for the backward, and the peak of a training step, beside the same computation by hand.
 
-Covers: modules/linear_gradients.py, and the memory of the layer as a whole.
+Covers: lowering/parameters.py, and the memory of the layer as a whole.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Covers: plan/parallelize.py, styles/tied.py."""
+"""Covers: plan/parallelize.py, styles/linear.py."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["NormBase", "apply"]
+NormBase = _NormBase
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

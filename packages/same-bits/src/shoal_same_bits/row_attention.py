@@ -92,8 +92,8 @@ def _allowed(mask: Tensor, rows: int) -> list[list[Tensor]]:
 
 def _outputs(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[list[Tensor]]) -> Iterator[Tensor]:
     """Of every block of queries, (H, rows, V)."""
-    for block, own in zip(q, masks, strict=True):
-        scores = [block @ keys.mT + mask for keys, mask in zip(k, own, strict=True)]
+    for block, of_block in zip(q, masks, strict=True):
+        scores = [block @ keys.mT + mask for keys, mask in zip(k, of_block, strict=True)]
         top = torch.stack([each.amax(-1, keepdim=True) for each in scores]).amax(0)
         top = top.masked_fill(top == -torch.inf, 0.0)
         weights = [(each - top).exp() for each in scores]

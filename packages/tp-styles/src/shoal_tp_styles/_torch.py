@@ -7,21 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef as StorageReference
+from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = [
-    "StorageReference",
-    "apply",
-    "autocast_dtype",
-    "autocasting",
-    "direct",
-    "hook_end_of_forward",
-    "split_sizes",
-    "transforming",
-    "use_count",
-    "watching_functions",
-]
-
+StorageReference = StorageWeakRef
 autocasting = torch._C._is_any_autocast_enabled
 
 

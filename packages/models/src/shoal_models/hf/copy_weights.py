@@ -39,10 +39,10 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
         >>> torch.equal(source.weight, target.weight)
         True
     """
-    held: dict[str, list[tuple[Box, Tensor]]] = {}
+    given: dict[str, list[tuple[Box, Tensor]]] = {}
     wanted: dict[str, list[tuple[Box, Tensor]]] = {}
     both = agree(
-        lambda: (describe(source, held) if source else {}, describe(target, wanted) if target else {}),
+        lambda: (describe(source, given) if source else {}, describe(target, wanted) if target else {}),
         error_type=CheckpointError,
         what="copy_weights: cannot describe the models",
     )
@@ -57,7 +57,7 @@ def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_byte
 
     def move(name: str) -> tuple[Blocks, Shards, Shards]:
         blocks = exchange_blocks(rank, _boxes(of_sources, name), _boxes(of_targets, name))
-        return blocks, held.get(name, []), wanted.get(name, [])
+        return blocks, given.get(name, []), wanted.get(name, [])
 
     for names in progress(list(_batches(targets, max_bytes)), "copying weights"):
         with torch.no_grad():

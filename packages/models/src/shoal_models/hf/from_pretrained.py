@@ -195,9 +195,9 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model = make(config, dtype=dtype)
-    kept = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))  # modules that stay in float32
-    for name, param in model.named_parameters() if kept else ():
-        if re.search(rf"(^|\.)({kept})(\.|$)", name):
+    in_float32 = "|".join(re.escape(name) for name in model._get_dtype_plan(dtype))  # modules that stay in float32
+    for name, param in model.named_parameters() if in_float32 else ():
+        if re.search(rf"(^|\.)({in_float32})(\.|$)", name):
             param.data = param.data.float()
     return model
 
@@ -262,14 +262,14 @@ def _untouched(rest: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> l
 def _initialize(module: nn.Module, names: set[str]) -> None:
     """Some tensors of a module, by its own rule; the others keep their values."""
     adapted = any(isinstance(sharding.options, Adapter) for sharding, _ in shardings_of(module))
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    rule = partial(initialize_adapter, module) if adapted else own
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    rule = partial(initialize_adapter, module) if adapted else reset
     if rule is not None:
         tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         with torch.no_grad():
-            kept = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
+            values = {name: tensor.clone() for name, tensor in tensors.items() if name not in names}
             rule()
-            for name, value in kept.items():
+            for name, value in values.items():
                 tensors[name].copy_(value)
 
 

@@ -7,7 +7,7 @@ other batches. Ranks of one tensor axis read the same batches, so every rank is 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +28,11 @@ def single_process() -> Iterator[None]:
     Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything else asks accelerate
     for its state; the mesh exists already.
     """
-    kept = {name: os.environ.pop(name) for name in _WORLD if name in os.environ}
+    removed = {name: os.environ.pop(name) for name in _WORLD if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(kept)
+        os.environ.update(removed)
 
 
 def prepare_accelerator(accelerator: Any) -> Any:
@@ -49,7 +49,12 @@ def prepare_accelerator(accelerator: Any) -> Any:
             f"prepare_accelerator: accelerate has {accelerator.num_processes} processes and would give each rank other "
             "batches; make it inside `with hf.single_process():`, and have each data-parallel row read its own data"
         )
-    accelerator.clip_grad_norm_ = _clipping(accelerator.unscale_gradients)
+
+    def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        accelerator.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    accelerator.clip_grad_norm_ = clip
     return accelerator
 
 
@@ -70,11 +75,3 @@ def prepare_trainer(trainer: Any) -> Any:
     prepare_accelerator(trainer.accelerator)
     checkpoint_shards(trainer)
     return trainer
-
-
-def _clipping(unscale: Callable[[], None]) -> Callable[..., Tensor]:
-    def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        unscale()
-        return clip_grad_norm_(parameters, max_norm, norm_type)
-
-    return clip

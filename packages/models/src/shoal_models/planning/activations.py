@@ -93,9 +93,9 @@ def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, 
         with torch.enable_grad(), storages, ReplacedAttention(_attention):
             out = module(*inputs, **named)
         all_reduce(torch.zeros(1), view.comm(0))  # ranks that have not come as far refer to what this one has sent
-        held = storages.alive(known)
+        nbytes = storages.alive(known)
         del out  # not before: it holds the graph
-        return held
+        return nbytes
 
     with torch.random.fork_rng(devices=()):
         return max(simulate_ranks(mesh, one_rank))

@@ -117,26 +117,27 @@ def propose(
             shape = (ranks // tensor, tensor)
             inputs = _of_one(args, shape[0]), _of_one(kwargs, shape[0])
             try:
-                kept = activation_bytes(model, chosen, abstract_mesh((tensor,)), *inputs)
+                activations = activation_bytes(model, chosen, abstract_mesh((tensor,)), *inputs)
             except Exception as error:  # whatever the user's model raises without values is a finding
-                kept, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
-            found += _candidates(model, chosen, shape, state, kept, *inputs)
+                activations, uncounted = 0, f"{type(error).__name__}: {str(error)[:200]}"
+            found += _candidates(model, chosen, shape, state, activations, *inputs)
     order = sorted(found, key=lambda c: (c.nbytes > bound, c.seconds if c.nbytes <= bound else c.nbytes))
     return Proposal(chosen, bound, tuple(order), uncounted)
 
 
 def _candidates(  # noqa: PLR0913  # all that a candidate depends on
-    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, kept: int, args: Any, kwargs: Any
+    model: nn.Module, plan: Plan, shape: tuple[int, int], state: float, activations: int, args: Any, kwargs: Any
 ) -> Iterator[Candidate]:
     replicas, tensor = shape
     cost = preview(model, plan, abstract_mesh((tensor,)), *args, **kwargs)
-    held = cost.parameter_bytes
+    parameter_bytes = cost.parameter_bytes
     link = topology_of(abstract_mesh((replicas,)))[0]
     for data, (divided, times) in _REPLICAS.items():
         if replicas > 1 or not divided:
-            sizes = [held, held, held * state]
+            sizes = [parameter_bytes, parameter_bytes, parameter_bytes * state]
             nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
-            yield Candidate(shape, data, round(nbytes) + kept, kept, cost.seconds + _ring(link, held * times, replicas))
+            seconds = cost.seconds + _ring(link, parameter_bytes * times, replicas)
+            yield Candidate(shape, data, round(nbytes) + activations, activations, seconds)
 
 
 def _ring(link: Link, nbytes: float, ranks: int) -> float:

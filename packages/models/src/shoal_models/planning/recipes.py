@@ -249,9 +249,9 @@ class _Blocks:
         return entries
 
     def _sharing(self, entries: Entries) -> Entries:
-        held = {id(p) for path in entries for p in self.modules[path]._parameters.values() if p is not None}
+        parameters = {id(p) for path in entries for p in self.modules[path]._parameters.values() if p is not None}
         shared = {
-            path: [name for name, param in module._parameters.items() if id(param) in held]
+            path: [name for name, param in module._parameters.items() if id(param) in parameters]
             for path, module in self.modules.items()
             if path not in entries
         }

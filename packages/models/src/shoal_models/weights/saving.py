@@ -105,11 +105,11 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
         ...     save_sharded(nn.Linear(2, 3), f"{home}/linear")
         Saved(files=('model.safetensors',), bytes_written=36)
     """
-    target, held = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
+    target, boxes = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
     first = not dist.is_initialized() or dist.get_rank() == 0
     failed = "save_sharded: nothing is replaced, cannot"
-    described = agree(lambda: describe(module, held), None, CheckpointError, f"{failed} describe its tensors")
+    described = agree(lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors")
     tensors = merged(described)
     files = _pack(tensors, max_file_bytes)
     try:
@@ -120,7 +120,7 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
             f"{failed} prepare the files",
         )
         unwritten = f"{failed} write to {stage} (is it visible on all ranks?)"
-        mine = agree(lambda: _write(held, tensors, stage), None, CheckpointError, unwritten)
+        mine = agree(lambda: _write(boxes, tensors, stage), None, CheckpointError, unwritten)
         agree(lambda: _publish(stage, target) if first else None, None, CheckpointError, f"{failed} replace {target}")
     finally:
         if first:
@@ -128,14 +128,14 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     return Saved(tuple(files), mine[dist.get_rank() if dist.is_initialized() else 0])
 
 
-def describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
-    """Dtype, shape and this rank's boxes of every entry; the tensors of the boxes go into `held`."""
+def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
+    """Dtype, shape and this rank's boxes of every entry; the tensors of the boxes go into `shards`."""
     described: dict[str, Any] = {}
     for entry in _once(module):
         dtype = entry.tensor.dtype
         if dtype not in _DTYPES:
             raise CheckpointError(f"{entry.source!r} is {dtype}, which safetensors files do not hold")
-        mine = held.setdefault(entry.source, [])
+        mine = shards.setdefault(entry.source, [])
         mine.extend((box, shard) for box, shard in _boxes(entry) if shard.numel() or not prod(entry.source_shape))
         described[entry.source] = (dtype, entry.source_shape, [box for box, _ in mine])
     return described
@@ -144,7 +144,8 @@ def describe(module: nn.Module, held: dict[str, list[tuple[Box, Tensor]]]) -> di
 def _once(module: nn.Module) -> Iterator[Entry]:
     """The entries, shared ones under the name that a tied model's files have."""
     entries = list(entries_of(module))
-    stateful = [name for name, each in module.named_modules() if _has_extra_state(each)]
+    plain = nn.Module.get_extra_state
+    stateful = [name for name, each in module.named_modules() if type(each).get_extra_state is not plain]
     if stateful:
         raise CheckpointError(f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()")
     tied = getattr(module, "all_tied_weights_keys", None) or {}
@@ -157,10 +158,6 @@ def _once(module: nn.Module) -> Iterator[Entry]:
         if entry.source == chosen[key] and key not in written:
             written.add(key)
             yield entry
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
@@ -248,12 +245,12 @@ def _prepare(module: nn.Module, stage: Path, tensors: dict[str, StoredTensor], f
             model.generation_config.save_pretrained(stage)
 
 
-def _write(held: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
+def _write(shards: dict[str, list[tuple[Box, Tensor]]], tensors: dict[str, StoredTensor], stage: Path) -> int:
     """Write the boxes of which this rank is the writer; returns their bytes."""
     rank, written = dist.get_rank() if dist.is_initialized() else 0, 0
     with ExitStack() as stack:
         files: dict[str, int] = {}
-        for name, boxes in progress(held.items(), "saving parameters"):
+        for name, boxes in progress(shards.items(), "saving parameters"):
             tensor = tensors[name]
             for box, shard in boxes:
                 if tensor.writers[box] != rank:

@@ -76,7 +76,8 @@ def complete(module: nn.Module, mesh: DeviceMesh) -> None:
     for path, owner in module.named_modules():
         around = lowered_of(owner)
         open_inside = around is None or (isinstance(around, Boundary) and around.inner is None)
-        if not open_inside or not _computes_on_its_own(owner):
+        computes = isinstance(owner, NormBase) or any(param is not None for param in owner._parameters.values())
+        if not open_inside or not computes:
             continue
         form = _WHOLE.get(type(owner)) or (InvariantTokenwiseWhole if is_norm(owner) else None)
         if form is None:
@@ -98,10 +99,10 @@ def refuse_reduce_dtype(module: nn.Module, computed: torch.dtype | None, reduced
         StyleError: naming the dtypes.
     """
     for param in module.parameters():
-        own = computed or param.dtype
-        if param.is_floating_point() and reduced not in (None, own):
+        dtype = computed or param.dtype
+        if param.is_floating_point() and reduced not in (None, dtype):
             raise StyleError(
-                f"invariant_arithmetic: gradients in {own} are added in it on each rank, and would be over ranks in "
+                f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and would be over ranks in "
                 f"{reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
             )
 
@@ -122,10 +123,6 @@ def refuse_tied(module: nn.Module) -> None:
                     "on each rank before they are summed over data ranks, in another order than on one. Untie them "
                     "(tie_word_embeddings=False), or use one data rank"
                 )
-
-
-def _computes_on_its_own(module: nn.Module) -> bool:
-    return isinstance(module, NormBase) or any(param is not None for param in module._parameters.values())
 
 
 def _without_form(what: str) -> UnsupportedModuleError:

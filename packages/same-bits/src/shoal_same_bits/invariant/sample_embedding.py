@@ -24,19 +24,19 @@ class _Lookup(Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None) -> Tensor:
-        own = tokens - first
-        own = torch.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
-        ctx.save_for_backward(own)
+        local_rows = tokens - first
+        local_rows = torch.where((local_rows >= 0) & (local_rows < table.shape[0]), local_rows, table.shape[0])
+        ctx.save_for_backward(local_rows)
         ctx.table = table.shape[0], -1 if padding is None or not 0 <= padding - first < len(table) else padding - first
-        out = functional.embedding(own.clamp(max=max(len(table) - 1, 0)), table)
-        return out.masked_fill_((own == len(table)).unsqueeze(-1), 0)
+        out = functional.embedding(local_rows.clamp(max=max(len(table) - 1, 0)), table)
+        return out.masked_fill_((local_rows == len(table)).unsqueeze(-1), 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        (own,) = ctx.saved_tensors
+        (local_rows,) = ctx.saved_tensors
         rows, padding = ctx.table
-        tokens, grads = (own.unsqueeze(0), grad.unsqueeze(0)) if own.ndim < 2 else (own, grad)
+        tokens, grads = (local_rows.unsqueeze(0), grad.unsqueeze(0)) if local_rows.ndim < 2 else (local_rows, grad)
         return None, embedding_gradient(grads, tokens, rows, padding), None, None
 
 

@@ -42,9 +42,7 @@ def _samples(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         return [function(*own) for own in zip(*(t.chunk(ranks) for t in tensors), strict=True)]
 
     def over(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return function(*tensors), torch.cat(
-            [function(*s) for s in zip(*(t.chunk(ranks) for t in tensors), strict=True)]
-        )
+        return function(*tensors), torch.cat(of_ranks(function, *tensors))
 
     def total(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor]:
         return function(*tensors), tree_sum(torch.stack(of_ranks(function, *tensors)))
@@ -63,7 +61,7 @@ def _samples(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _features(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     x, grad, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
-    own = BLOCKS // ranks
+    blocks = BLOCKS // ranks
     columns, rows = weight.chunk(ranks), weight.chunk(ranks, 1)
     xs, grads = x.chunk(ranks, -1), grad.chunk(ranks, -1)
 
@@ -73,32 +71,32 @@ def _features(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield (
         "linear, over its output features",
         spread(x, weight, 0, BLOCKS),
-        torch.cat([spread(x, w, 0, own) for w in columns], -1),
+        torch.cat([spread(x, w, 0, blocks) for w in columns], -1),
     )
     yield (
         "gradient of the input of a linear, over its input features",
         spread(grad, weight, 1, BLOCKS),
-        torch.cat([spread(grad, w, 1, own) for w in rows], -1),
+        torch.cat([spread(grad, w, 1, blocks) for w in rows], -1),
     )
     for name, dim, parts, weights, full in (
         ("linear, over its input features", 1, xs, rows, x),
         ("gradient of the input of a linear, over its output features", 0, grads, columns, grad),
     ):
-        shards = torch.stack([summed(pair, dim, own) for pair in pairs(parts, weights)])
+        shards = torch.stack([summed(pair, dim, blocks) for pair in pairs(parts, weights)])
         yield name, summed([(full, weight)], dim, BLOCKS), tree_sum(shards)
-    several = [summed([(g, w), (s, w)], 0, own) for g, s, w in zip(grads, xs, columns, strict=True)]
+    several = [summed([(g, w), (s, w)], 0, blocks) for g, s, w in zip(grads, xs, columns, strict=True)]
     yield (
         "gradient of what several layers read",
         summed([(grad, weight), (x, weight)], 0, BLOCKS),
         tree_sum(torch.stack(several)),
     )
     for dim, operands in ((0, [(g, x) for g in grads]), (1, [(grad, s) for s in xs])):
-        got = torch.cat([weight_gradient(g, s, dim, own) for g, s in operands], dim)
+        got = torch.cat([weight_gradient(g, s, dim, blocks) for g, s in operands], dim)
         yield f"gradient of a weight, over its dim {dim}", weight_gradient(grad, x, dim, BLOCKS), got
     yield (
         "gradient of a bias, over features",
         bias_gradient(grad, BLOCKS),
-        torch.cat([bias_gradient(g, own) for g in grads]),
+        torch.cat([bias_gradient(g, blocks) for g in grads]),
     )
     for function in (functional.silu, functional.gelu, torch.exp, torch.tanh):
         yield function.__name__, function(x), torch.cat([function(part.contiguous()) for part in xs], -1)
@@ -242,10 +240,10 @@ def _differing_sums(comm: Comm, device: str, dtype: torch.dtype) -> list[str]:
         for size in (64, 1 << 18):  # one exchange, and two
             draw = torch.Generator().manual_seed(size)
             terms = torch.randn((comm.size, size), generator=draw).to(device, dtype)
-            want, own = tree_sum(terms), terms[comm.rank].clone()
-            if not torch.equal(all_reduce(own, comm), want):
+            want, term = tree_sum(terms), terms[comm.rank].clone()
+            if not torch.equal(all_reduce(term, comm), want):
                 found.append(f"all_reduce of {size} elements")
-            if not torch.equal(reduce_scatter(own, comm), want.chunk(comm.size)[comm.rank]):
+            if not torch.equal(reduce_scatter(term, comm), want.chunk(comm.size)[comm.rank]):
                 found.append(f"reduce_scatter of {size} elements")
     return found
 

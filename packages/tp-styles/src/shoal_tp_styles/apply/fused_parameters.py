@@ -122,10 +122,10 @@ class _LoadFused:
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         for kind in self.fused.names:
-            full, held = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
-            if isinstance(held, DTensor) and isinstance(full, Tensor) and full.shape == held.shape:
-                state_dict[prefix + kind] = _like(full.detach(), held.spec)
-            elif held is None and full is not None and self.fused.splits(self.mesh.size()):
+            full, param = state_dict.get(prefix + kind), vars(module)["_parameters"].get(kind)
+            if isinstance(param, DTensor) and isinstance(full, Tensor) and full.shape == param.shape:
+                state_dict[prefix + kind] = _like(full.detach(), param.spec)
+            elif param is None and full is not None and self.fused.splits(self.mesh.size()):
                 self.split(state_dict, prefix, kind)
 
     def split(self, state_dict: dict[str, Any], prefix: str, kind: str) -> None:

@@ -85,12 +85,12 @@ class _LinearStatistics(Function):
         ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, q: Tensor | None, task: _Task
     ) -> Any:
         index, inside = own_classes(target, task.vocab)
-        own = []
+        parts = []
         for rows in task.blocks(x.shape[0]):
             z = task.logits(x[rows], w, b)
             total = z.new_zeros(z.shape[0]) if q is None else z @ q.to(z.dtype)
-            own.append(torch.stack([z.logsumexp(-1), pick(z, index[rows], inside[rows]), total]))
-        sums = torch.cat(own, 1) if own else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
+            parts.append(torch.stack([z.logsumexp(-1), pick(z, index[rows], inside[rows]), total]))
+        sums = torch.cat(parts, 1) if parts else x.new_zeros((3, 0), dtype=torch.promote_types(x.dtype, torch.float32))
         peak = all_reduce(sums[0], task.vocab.comm, "max")
         peak = peak.masked_fill_(peak == -torch.inf, 0)  # as on one device, a row of -inf has the log-sum -inf
         sums[0] = (sums[0] - peak).exp_()

@@ -56,9 +56,9 @@ def sample(
     x = x.double() / temperature
     mass = (x - log_sum_exp(x, classes).unsqueeze(-1)).exp_().cumsum(-1)
     rows = x.shape[:-1]
-    own = mass[..., -1] if classes.own else x.new_zeros(rows)
-    ends = all_gather(own.unsqueeze(0), classes.comm, 0).cumsum(0)
-    before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(own)
+    total = mass[..., -1] if classes.own else x.new_zeros(rows)
+    ends = all_gather(total.unsqueeze(0), classes.comm, 0).cumsum(0)
+    before = ends[classes.comm.rank - 1] if classes.comm.rank else torch.zeros_like(total)
     point = x.new_empty(rows).uniform_(generator=generator)  # `rand` takes no symbolic sizes beside a generator
     if classes.comm.rank:
         point.zero_()

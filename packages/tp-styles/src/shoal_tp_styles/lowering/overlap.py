@@ -51,7 +51,9 @@ def gathered_product(
     shape[dim] = shape[dim] * comm.size if sizes is None else sum(sizes)
     blocks = (sizes or x.shape[:1] * comm.size) if along_rows else x.shape[:1]
     # Along the rows, 2 of each of 4 ranks: blocks 2 2 2 2, which start at 0 2 4 6; else all rows are one block.
-    pending, lengths = [], _sizes_per_chunk(blocks, count)
+    # (1, 4, 0, 3) in three chunks, as `tensor_split` makes them: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
+    lengths = [tuple(size // count + (chunk < size % count) for size in blocks) for chunk in range(count)]
+    pending = []
     for part, each in zip(x.tensor_split(count), lengths, strict=True):
         pending.append(gather_dim(part, comm, dim, each if along_rows and sizes else sizes, async_op=True))
     full, product = x.new_empty(shape), x.new_empty([*shape[:-1], weight.shape[0]])
@@ -135,11 +137,3 @@ def _chunks(x: Tensor, where: ShardedDim, chunks: int) -> Iterator[tuple[Tensor,
 def _count(chunks: int, rows: int, sizes: Sizes = None) -> int:
     """The number of chunks, equal on all ranks: of so many rows, or of shards of these sizes."""
     return max(1, min(chunks, rows if sizes is None else max(sizes)))
-
-
-def _sizes_per_chunk(sizes: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
-    """Rows of every block in each chunk, as `tensor_split` makes them.
-
-    (1, 4, 0, 3) in three chunks: (1, 2, 0, 1), (0, 1, 0, 1), (0, 1, 0, 1).
-    """
-    return [tuple(size // count + (chunk < size % count) for size in sizes) for chunk in range(count)]

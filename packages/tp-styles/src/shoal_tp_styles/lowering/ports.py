@@ -162,8 +162,8 @@ def partial_output(
             # Every rank has a shard of the output, so the gradients of the bias are partial sums.
             out, whole = scatter(partial, comm, dim, sizes), _bias(lowered, bias, comm)
             if whole is not None and dim == features:
-                held = sizes or (shape[dim] // comm.size,) * comm.size
-                whole = whole.narrow(0, sum(held[: comm.rank]), held[comm.rank])
+                per_rank = sizes or (shape[dim] // comm.size,) * comm.size
+                whole = whole.narrow(0, sum(per_rank[: comm.rank]), per_rank[comm.rank])
             out = _plus(out, whole, features)
             return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:

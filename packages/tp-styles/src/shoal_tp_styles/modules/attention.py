@@ -92,8 +92,8 @@ class AttentionHeads(FusedLowering):
     def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
         """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
         bias = self.concatenate("in_proj_bias")
-        weight, own = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
-        weights: Any = [*own.values()]  # one each where keys or values have dims of their own
+        weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
+        weights: Any = [*separate.values()]  # one each where keys or values have dims of their own
         width = len(weights[0] if weight is None else weight) // (1 if weight is None else 3)
         if same and weight is not None:
             packed = functional.linear(copy(inputs[0], self.comm), weight, bias)

@@ -33,12 +33,11 @@ from ..lowering.boundary import local_input
 from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks
-from ..lowering.parameters import check_plain
+from ..lowering.parameters import check_plain, note_parameters, save_operands, weight_grads
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
-from .linear_gradients import note_parameters, save_operands, weight_grads
 
 Grads = tuple[Any, ...]
 

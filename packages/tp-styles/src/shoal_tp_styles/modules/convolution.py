@@ -96,24 +96,12 @@ def _with_zeros(tensor: Tensor, dim: int, more: int = 1) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(*tensor.shape[:dim], more, *tensor.shape[dim + 1 :])], dim)
 
 
-def _bilinear(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
-    return functional.bilinear(inputs[0], inputs[1], weight, bias)
-
-
-def _transposed(module: Any, inputs: list[Tensor], weight: Any, bias: Any) -> Tensor:
-    return functional.linear(inputs[0], weight.t(), bias)
-
-
 _COMPUTE: dict[type[nn.Module], Compute] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv),
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _conv),
-    nn.Bilinear: _bilinear,
-    TransposedLinear: _transposed,
+    nn.Bilinear: lambda module, inputs, weight, bias: functional.bilinear(inputs[0], inputs[1], weight, bias),
+    TransposedLinear: lambda module, inputs, weight, bias: functional.linear(inputs[0], weight.t(), bias),
 }
-
-
-def _computation(module: Any) -> Compute:
-    return next(_COMPUTE[known] for known in kinds_of(module) if known in _COMPUTE)
 
 
 class _Channels(Lowered):
@@ -124,7 +112,7 @@ class _Channels(Lowered):
     compute: Compute
 
     def resolve(self) -> None:
-        self.compute = _computation(self.module)
+        self.compute = next(_COMPUTE[known] for known in kinds_of(self.module) if known in _COMPUTE)
 
     def sharded(self) -> tuple[int, Sizes]:
         """Size of the sharded dim of the weight, and of its shards."""
@@ -214,11 +202,11 @@ class ChannelsOfGroups(OwnOptions):
         weight, bias = self.unit * self.rows, self.unit * self.out_of
         return {"weight": Shard(0, multiple_of=weight), "bias": Shard(0, multiple_of=bias)}
 
-    def held(self, ranks: int) -> list[int]:
+    def per_rank(self, ranks: int) -> list[int]:
         """Groups of each rank.
 
         Example:
-            >>> ChannelsOfGroups.of(torch.nn.Conv1d(6, 12, 3, groups=6), 4).held(4)
+            >>> ChannelsOfGroups.of(torch.nn.Conv1d(6, 12, 3, groups=6), 4).per_rank(4)
             [2, 2, 2, 0]
         """
         return shard_sizes(self.groups, Shard(0, multiple_of=self.unit), ranks)
@@ -227,11 +215,11 @@ class ChannelsOfGroups(OwnOptions):
 class GroupedChannels(Lowered):
     """A convolution of which each rank holds some groups."""
 
-    __slots__ = ("held", "options")
+    __slots__ = ("groups", "options")
 
     def resolve(self) -> None:
         self.options: ChannelsOfGroups = self.sharding.options_of(ChannelsOfGroups)
-        self.held: list[int] = self.options.held(self.comm.size)
+        self.groups: list[int] = self.options.per_rank(self.comm.size)
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -239,8 +227,8 @@ class GroupedChannels(Lowered):
         yield from declare_sharded_output(call)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        options, groups = self.options, self.held[self.comm.rank]
-        into, out_of = ([count * size for count in self.held] for size in (options.into, options.out_of))
+        options, groups = self.options, self.groups[self.comm.rank]
+        into, out_of = ([count * size for count in self.groups] for size in (options.into, options.out_of))
         x = sharded_input(self, input, input.ndim + options.dim, tuple(into))
         if x.shape[options.dim] != into[self.comm.rank]:
             raise LayoutError(

@@ -96,15 +96,15 @@ class _OwnRows(Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None, scale: bool) -> Tensor:
         rows = table.shape[0]
-        own = tokens - first
+        local_rows = tokens - first
         # Tokens of other ranks point to the row behind the last one, which exists in the gradient only.
-        own = torch.where((own >= 0) & (own < rows), own, rows)
-        ctx.save_for_backward(own)
+        local_rows = torch.where((local_rows >= 0) & (local_rows < rows), local_rows, rows)
+        ctx.save_for_backward(local_rows)
         ctx.table = rows, -1 if padding is None else padding - first, scale
-        outside = (own == rows).unsqueeze(-1)
+        outside = (local_rows == rows).unsqueeze(-1)
         if rows == 0:
             return table.new_zeros((*tokens.shape, table.shape[1]))
-        looked_up = functional.embedding(own.clamp(max=rows - 1), table)
+        looked_up = functional.embedding(local_rows.clamp(max=rows - 1), table)
         if is_compiling() or selectively_checkpointed():  # which may have saved the rows: they are not written to
             return looked_up.masked_fill(outside, 0)
         return looked_up.masked_fill_(outside, 0)
@@ -112,11 +112,11 @@ class _OwnRows(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
-        (own,) = ctx.saved_tensors
+        (local_rows,) = ctx.saved_tensors
         rows, padding, scale = ctx.table
         if not 0 <= padding < rows:
             padding = -1
-        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), own, rows + 1, padding, scale)[:rows]
+        dense = torch.ops.aten.embedding_dense_backward(grad.contiguous(), local_rows, rows + 1, padding, scale)[:rows]
         return None, dense, None, None, None
 
 
@@ -180,10 +180,10 @@ class _Bags:
         """The ranks' own bags, rank after rank; their numbers and lengths may differ."""
         comm, module, leaving = lowered.comm, lowered.module, lowered.port_out
         last = int(bool(module.include_last_offset))
-        held = [input.shape[dim], offsets.shape[0] - last]
+        counts = [input.shape[dim], offsets.shape[0] - last]
         # Bags of 5 tokens that begin at 0 2 4: this rank says 5 tokens, 3 bags, first offset 0, last offset 4.
-        own = torch.stack([*offsets.new_tensor(held), offsets[:1].sum(), offsets[-1:].sum()])
-        rows: list[list[int]] = all_gather(own, comm).view(-1, 4).tolist()
+        described = torch.stack([*offsets.new_tensor(counts), offsets[:1].sum(), offsets[-1:].sum()])
+        rows: list[list[int]] = all_gather(described, comm).view(-1, 4).tolist()
         outside = [
             rank
             for rank, (tokens, bags, first, end) in enumerate(rows)
@@ -196,7 +196,7 @@ class _Bags:
                 f"{outside} along {'x'.join(comm.axes)}"
             )
         tokens, bags = (tuple(row[column] for row in rows) for column in (0, 1))
-        starts = all_gather_v(offsets[: held[1]] + sum(tokens[: comm.rank]), comm, bags)
+        starts = all_gather_v(offsets[: counts[1]] + sum(tokens[: comm.rank]), comm, bags)
         if last:
             starts = torch.cat([starts, starts.new_tensor([sum(tokens)])])
         whole = None if weights is None else gather_partial(weights, comm, dim, tokens)

@@ -211,7 +211,11 @@ class HiddenUnits(Lowered):
         batch_dim = 1 if single else 0 if module.batch_first else 1
         x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
         given = _tensors(hx) if hx is not None else ()
-        initial = [self.own_units(each.unsqueeze(1) if single else each) for each in given]
+        states_in = [
+            state.unsqueeze(1) if single else state for state in given
+        ]  # (layers and directions, batch, units)
+        port = self.sharding.input_port(1)
+        initial = [sharded_input(self, state, state.ndim - 1, self.sizes, port) for state in states_in]
         outputs, states = self.layers(x, initial)
         if module.batch_first and not single:
             outputs = [each.transpose(0, 1) for each in outputs]
@@ -220,10 +224,6 @@ class HiddenUnits(Lowered):
         out = self.leaving(outputs)
         left = tuple(self.leaving([each]) for each in states)
         return out, left if isinstance(module, nn.LSTM) else left[0]
-
-    def own_units(self, state: Tensor) -> Tensor:
-        """This rank's units of an initial state, (layers and directions, batch, units)."""
-        return sharded_input(self, state, state.ndim - 1, self.sizes, self.sharding.input_port(1))
 
     def leaving(self, parts: list[Tensor]) -> Tensor:
         """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
@@ -253,9 +253,9 @@ class HiddenUnits(Lowered):
                 names = [f"{name}_l{layer}{end}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
                 weights = [local.get(name) for name in names]
                 state = tuple(each[len(last)] for each in initial)
-                own, full, state = self.steps(x.flip(0) if end else x, weights, state, inner)
-                outputs.append(own.flip(0) if end else own)
-                whole.append(full.flip(0) if end and inner else full)
+                of_units, of_all, state = self.steps(x.flip(0) if end else x, weights, state, inner)
+                outputs.append(of_units.flip(0) if end else of_units)
+                whole.append(of_all.flip(0) if end and inner else of_all)
                 last.append(state)
             if inner:
                 x = self.dropped(torch.cat(whole, -1))
@@ -278,29 +278,29 @@ class HiddenUnits(Lowered):
         else:
             state = (x.new_zeros(x.shape[1], units, dtype=drive.dtype),) * (1 + isinstance(self.module, nn.LSTM))
             hidden = x.new_zeros(x.shape[1], sum(self.sizes), dtype=drive.dtype)
-        own, full = [], []
+        of_units, of_all = [], []
         for step, driven in enumerate(drive):
             state = self.cell(driven, linear(hidden, of_state, bias_of_state), state, units)
-            own.append(state[0])
+            of_units.append(state[0])
             if inner or step < len(drive) - 1:
                 hidden = gather_partial(state[0], self.comm, 1, self.sizes)
-                full.append(hidden)
-        return torch.stack(own), torch.stack(full) if inner else own[0], state
+                of_all.append(hidden)
+        return torch.stack(of_units), torch.stack(of_all) if inner else of_units[0], state
 
-    def cell(self, driven: Tensor, kept: Tensor, state: tuple[Tensor, ...], units: int) -> tuple[Tensor, ...]:
+    def cell(self, driven: Tensor, recurrence: Tensor, state: tuple[Tensor, ...], units: int) -> tuple[Tensor, ...]:
         """The next state, from what the gates get from the input and from the state, (batch, gates and units)."""
         module: Any = self.module
         if isinstance(module, nn.LSTM):
-            into, forget, value, out = _gates(driven + kept, units, 4)
+            into, forget, value, out = _gates(driven + recurrence, units, 4)
             memory = forget.sigmoid() * state[1] + into.sigmoid() * value.tanh()
             return out.sigmoid() * memory.tanh(), memory
         if isinstance(module, nn.GRU):
             reset, update, value = _gates(driven, units, 3)
-            kept_reset, kept_update, kept_value = _gates(kept, units, 3)
-            update = (update + kept_update).sigmoid()
-            value = (value + (reset + kept_reset).sigmoid() * kept_value).tanh()
+            state_reset, state_update, state_value = _gates(recurrence, units, 3)
+            update = (update + state_update).sigmoid()
+            value = (value + (reset + state_reset).sigmoid() * state_value).tanh()
             return ((1 - update) * value + update * state[0],)
-        both = driven + kept
+        both = driven + recurrence
         return (both.tanh() if module.nonlinearity == "tanh" else both.relu(),)
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -309,8 +309,8 @@ class HiddenUnits(Lowered):
         if not module.training or not module.dropout:
             return x
         ones = DTensor.from_local(torch.ones_like(x), self.mesh, (Replicate(),), run_check=False)
-        kept: Any = dropout(ones, module.dropout)
-        mask: Tensor = kept.to_local()
+        dropped: Any = dropout(ones, module.dropout)
+        mask: Tensor = dropped.to_local()
         return x * mask
 
 

@@ -42,10 +42,10 @@ from ..lowering.collective_functions import (
 )
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
+from ..lowering.parameters import note_parameters, save_operands, weight_grads
 from ..lowering.ports import declare_partial_output, declare_sharded_input, partial_output, sharded_input
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
-from .linear_gradients import note_parameters, save_operands, weight_grads
 
 Grads = tuple[Any, ...]
 
@@ -159,10 +159,10 @@ class RowLinear(Lowered):
 
     def check_features(self, input: Tensor, spec: Spec) -> None:
         """Raise LayoutError if an input does not hold this rank's features."""
-        held = spec.local_shape[1]
-        if input.ndim == 0 or input.shape[-1] != held:
+        size = spec.local_shape[1]
+        if input.ndim == 0 or input.shape[-1] != size:
             raise LayoutError(
-                f"{self.sharding.style}: a plain input is this rank's shard, with {held} of {spec.shape[1]} features "
+                f"{self.sharding.style}: a plain input is this rank's shard, with {size} of {spec.shape[1]} features "
                 f"in its last dim, got shape {tuple(input.shape)}. Give input_layouts=Replicate() if every rank holds "
                 "all of them, or shard the module before it with ColwiseParallel()"
             )

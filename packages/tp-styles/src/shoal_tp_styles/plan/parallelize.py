@@ -148,8 +148,8 @@ def _local_outputs(owner: nn.Module) -> Iterator[str]:
         for sharding, mesh in shardings_of(module):
             left = sharding.output_port().desired
             if path and sharding.local_outputs and isinstance(left, Shard) and mesh.size() > 1:
-                held = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
-                shapes = [f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}" for n, p in held[:1]]
+                sharded = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
+                shapes = [f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}" for n, p in sharded[:1]]
                 yield f"  {path} ({type(module).__name__}, {sharding.style}): {'; '.join([*shapes, f'output {left}'])}"
 
 

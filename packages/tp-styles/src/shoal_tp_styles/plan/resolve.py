@@ -243,7 +243,7 @@ def resolve(root: nn.Module, plan: Plan) -> Resolved:
 
 def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
     """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
-    from ..styles.tied import style_of_tied  # above the styles, most of which a plan may not need
+    from ..styles.linear import style_of_tied  # above the styles, most of which a plan may not need
 
     asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)}
     for names in shared_parameters(root):

@@ -81,14 +81,16 @@ class FusedBlocks:
 
     def rows(self, ranks: int) -> list[int]:
         """Rows of all blocks on each rank."""
-        held = [0] * ranks  # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share
+        per_rank = [
+            0
+        ] * ranks  # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share
         for heads in self.blocks.values():
             shared = heads.replicated(ranks)
             sizes = (
                 [heads.size] * ranks if shared else shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
             )
-            held = [rows + size for rows, size in zip(held, sizes, strict=True)]
-        return held
+            per_rank = [rows + size for rows, size in zip(per_rank, sizes, strict=True)]
+        return per_rank
 
 
 @dataclass(frozen=True, slots=True)

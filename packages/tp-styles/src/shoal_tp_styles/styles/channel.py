@@ -75,15 +75,15 @@ def sharded_groups(
     Raises:
         UnsupportedModuleError: if the module has a forward of its own.
     """
-    name, own = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
+    name, channels = type(style).__name__, ChannelsOfGroups.of(module, style.multiple_of)
     if not any(keeps_forward(module, kind) for kind in CONVOLUTIONS):
         raise unsupported(name, module, CONVOLUTIONS)
     return ModuleSharding(
         name,
-        own.parameters,
-        inputs=(Port(arriving or own.input, own.input),),
-        outputs=(Port(own.output, leaving or own.output),),
+        channels.parameters,
+        inputs=(Port(arriving or channels.input, channels.input),),
+        outputs=(Port(channels.output, leaving or channels.output),),
         lowering=GroupedChannels,
-        options=own,
+        options=channels,
         local_outputs=getattr(style, "use_local_output", True),
     )

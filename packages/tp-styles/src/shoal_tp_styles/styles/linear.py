@@ -1,4 +1,4 @@
-"""`ColwiseParallel` and `RowwiseParallel`: output features sharded, or input features.
+"""`ColwiseParallel` and `RowwiseParallel`: output features sharded, or input features; and those of tied weights.
 
 One table per style: module type -> the sharded dims of its parameters, the dims of input and output that hold the
 sharded features, and the lowering that computes it.
@@ -7,7 +7,7 @@ sharded features, and the lowering that computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Self
 
 from torch import nn
@@ -16,6 +16,7 @@ from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_mesh.internal import dataclass
 
+from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
 from ..modules.column_linear import ColumnLinear
 from ..modules.convolution import ColumnChannels, RowChannels
@@ -24,7 +25,7 @@ from ..modules.fused_linear import FusedColumn
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.row_linear import RowLinear
 from ..sharding.heads import Heads, HeadShard
-from ..sharding.module_kinds import TransposedLinear, is_grouped, keeps_forward, kinds_of
+from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
 from .style import DeclaredStyle, LayoutField, unsupported
 
@@ -306,3 +307,39 @@ class RowwiseParallel(_FeatureStyle):
             lowering=lowering,
             options=self._overlap(module, lowering),
         )
+
+
+@dataclass(unsafe_hash=True, kw_only=True, repr=False)
+class TiedStyle(DeclaredStyle):
+    """The style `of`, until a later call gives the module one of its own.
+
+    Replicated inputs and outputs: to the rest of the model the module does what it did.
+    """
+
+    of: DeclaredStyle
+
+    def sharding(self, module: nn.Module) -> ModuleSharding:
+        return replace(self.of.sharding(module), style=TIED)
+
+
+def style_of_tied(module: nn.Module, placement: Placement) -> TiedStyle | None:
+    """The style under which the weight of a Linear or Embedding is placed so; None if there is none.
+
+    Example:
+        >>> style_of_tied(nn.Linear(4, 8), Shard(0))
+        TiedStyle(of=ColwiseParallel(output_layouts=Replicate()))
+    """
+    if (
+        not isinstance(placement, Shard)
+        or placement.sizes is not None
+        or class_of(module) not in (nn.Linear, nn.Embedding)
+    ):
+        return None
+    columns = (placement.dim == 0) == isinstance(module, nn.Linear)
+    whole = Replicate()
+    style: DeclaredStyle
+    if columns:
+        style = ColwiseParallel(output_layouts=whole)
+    else:
+        style = RowwiseParallel(input_layouts=whole, output_layouts=whole)
+    return TiedStyle(of=style.aligned(placement.multiple_of))
