@@ -31,5 +31,5 @@ def test_wrong_arguments(call: str) -> None:
     for wrong in WRONG:
         if isinstance(wrong, ALLOWED.get(call, ())):
             continue
-        with fake_world(2), pytest.raises(StyleError):
+        with fake_world(2), pytest.raises(StyleError, match=call):
             CALLS[call](init_device_mesh("cpu", (2,)), wrong)

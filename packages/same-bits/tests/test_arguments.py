@@ -46,10 +46,11 @@ def entered(block: AbstractContextManager[object]) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_arguments(call: str) -> None:
     before = copy.deepcopy(MODULE.state_dict())
+    text = rf"{call.partition(',')[0]}: |inside invariant_arithmetic"
     for wrong in WRONG:
         if isinstance(wrong, ALLOWED.get(call, ())):
             continue
-        with fake_world(2), pytest.raises(StyleError):
+        with fake_world(2), pytest.raises(StyleError, match=text):
             CALLS[call](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), wrong)
     assert all(torch.equal(value, before[name]) for name, value in MODULE.state_dict().items())
     assert type(MODULE) is nn.Sequential

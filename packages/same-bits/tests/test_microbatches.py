@@ -139,7 +139,7 @@ def test_what_is_no_tree_is_refused() -> None:
                 accumulate_in_tree(model, x.chunk(4))
             tied: Any = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
             tied[1].weight = tied[0].weight
-            with pytest.raises(TiedWeightError):
+            with pytest.raises(TiedWeightError, match="weight"):
                 accumulate_in_tree(tied, x.chunk(4))
 
 

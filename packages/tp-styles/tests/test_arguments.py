@@ -47,10 +47,11 @@ ALLOWED = {"parallelize_module, plan": (str, ParallelStyle)}
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_arguments(call: str) -> None:
     before = copy.deepcopy(MODULE.state_dict())
+    text = rf"{call.partition(',')[0]}: |plan entry '0': expected"
     for wrong in WRONG:
         if isinstance(wrong, ALLOWED.get(call, ())):
             continue
-        with fake_world(2), pytest.raises(StyleError):
+        with fake_world(2), pytest.raises(StyleError, match=text):
             CALLS[call](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), wrong)
     assert all(torch.equal(value, before[name]) for name, value in MODULE.state_dict().items())
     assert type(MODULE) is nn.Sequential

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Partial, Replicate, Shard
-from shoal_mesh import Comm, all_reduce
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import Comm, all_reduce, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles.lowering import collective_functions as functions
 from shoal_tp_styles.testing import all_ranks
 
@@ -85,8 +85,8 @@ def test_sums_take_one_collective_for_each_dtype() -> None:
     assert torch.equal(tensors[0], torch.ones(2))
 
 
-@on_ranks(4)
+@fake_world(4)
 def test_layouts_that_need_dtensor_have_no_sharded_dim() -> None:
-    comm = all_ranks().comm(0)
+    comm = init_device_mesh("cpu", (4,)).comm(0)
     assert functions.sharded_dim(Shard(1, sizes=(1, 1, 1, 1)), comm) == (comm, 1, (1, 1, 1, 1))
     assert all(functions.sharded_dim(each, comm) is None for each in (Replicate(), Partial(), Shard(0, multiple_of=2)))

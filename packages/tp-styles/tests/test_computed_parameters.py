@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -72,9 +73,9 @@ def test_values_and_gradients_are_those_of_one_device(kind: str, plan: str) -> N
         torch.testing.assert_close(grads[name], param.grad)
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_a_result_with_other_placements_is_refused() -> None:
-    layer: Any = parallelize_module(nn.Linear(8, 8), all_ranks(), ColwiseParallel())
+    layer: Any = parallelize_module(nn.Linear(8, 8), init_device_mesh("cpu", (2,)), ColwiseParallel())
     gathered = layer.weight.redistribute(placements=[Replicate()])
     for wrong in (gathered, torch.ones(8, 8)):
         layer._parameters.pop("weight", None)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal_context_parallel import Documents, SequenceLayout
 from shoal_context_parallel.parallel_attention import Method
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     ContextParallel,
@@ -161,12 +161,13 @@ def test_verify_does_not_judge_whole_inputs() -> None:
     assert not found.wrong and "takes a rank's positions" in found.unproven[0]
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_beside_other_styles_on_one_module() -> None:
-    module = parallelize_module(nn.MultiheadAttention(8, 2, batch_first=True), all_ranks(), HeadParallel())
-    parallelize_module(module, all_ranks(), ContextParallel())
+    axis = init_device_mesh("cpu", (2,))
+    module = parallelize_module(nn.MultiheadAttention(8, 2, batch_first=True), axis, HeadParallel())
+    parallelize_module(module, axis, ContextParallel())
     with pytest.raises(LayoutError, match="this rank's"):  # a mask of local columns, not attention of local positions
         x = torch.randn(1, 4, 8)
         module(x, x, x, need_weights=False, attn_mask=torch.zeros(4, 4, dtype=torch.bool))
     with pytest.raises(PlanError, match="already has the style ContextParallel"):
-        parallelize_module(module, all_ranks(), ContextParallel())
+        parallelize_module(module, axis, ContextParallel())

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard, distribute_tensor
-from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -20,31 +21,17 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
-from tp_checks import assert_same_gradients, counts
+from shoal_tp_styles.testing import all_ranks, assert_same_parameters
 
 
 @on_ranks(4)
 def test_bilinear_and_embedding_bag() -> None:
-    single: Any = nn.Bilinear(5, 7, 10).double()
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), ColwiseParallel(output_layouts=Replicate()))
-    full = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
-    theirs = [x.clone().requires_grad_() for x in full]
-    ours = [x.clone().requires_grad_() for x in full]
-    single(*theirs).square().sum().backward()
-    module(*ours).square().sum().backward()
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.grad, other.grad)
-    assert_same_parameters(module, single)
+    pair = [torch.randn(3, 5, dtype=torch.double), torch.randn(3, 7, dtype=torch.double)]
+    as_one_device(nn.Bilinear(5, 7, 10).double(), ColwiseParallel(output_layouts=Replicate()), all_ranks(), pair)
+    bags = [torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])]
     for mode in ("sum", "mean", "max"):
         bag = nn.EmbeddingBag(9, 10, mode=mode).double()
-        parallel = parallelize_module(copy.deepcopy(bag), all_ranks(), ColwiseParallel())
-        tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
-        out = parallel(tokens, offsets)
-        torch.testing.assert_close(out, own_shard(bag(tokens, offsets), 1))
-        out.square().sum().backward()
-        bag(tokens, offsets).square().sum().backward()
-        assert_same_parameters(parallel, bag)
+        as_one_device(bag, ColwiseParallel(), all_ranks(), bags, leaving=Shard(1))
 
 
 @on_ranks(4)
@@ -52,18 +39,12 @@ def test_bilinear_and_embedding_bag() -> None:
 @pytest.mark.parametrize("padding", [None, 4])
 @pytest.mark.parametrize("layout", [Replicate(), Shard(0)])
 def test_embedding_bag_by_rows(mode: str, padding: int | None, layout: Any) -> None:
-    single: Any = nn.EmbeddingBag(9, 5, mode=mode, padding_idx=padding).double()
+    single = nn.EmbeddingBag(9, 5, mode=mode, padding_idx=padding).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
     tokens, offsets = torch.randint(9, (12,)), torch.tensor([0, 5, 5, 9])
     weights = torch.rand(12, dtype=torch.double) if mode == "sum" else None
-    for how in ((tokens, offsets, weights), (tokens.view(4, 3), None, None)):
-        expected, got = single(*how), module(*how)
-        torch.testing.assert_close(got, expected if layout == Replicate() else own_shard(expected, 0))
-        seed = torch.randn_like(expected)
-        expected.backward(seed)
-        got.backward(seed if layout == Replicate() else own_shard(seed, 0))
-    assert_same_parameters(module, single)
+    for inputs in ((tokens, offsets, weights), (tokens.view(4, 3), None, None)):
+        as_one_device(single, style, all_ranks(), inputs, leaving=layout)
 
 
 class OwnForward(nn.EmbeddingBag):
@@ -114,16 +95,11 @@ def test_each_ranks_own_bags(style: Any, lengths: str, last: bool, mode: str, la
 @on_ranks(4)
 @pytest.mark.parametrize("style", [ColwiseParallel(), RowwiseParallel(input_layouts=Replicate())])
 def test_weights_of_replicated_bags_have_gradients(style: Any) -> None:
+    ((tokens, offsets, weights),) = rank_bags([[2, 3]], last=False)
+    weights[1] = 0  # what weighs nothing has a gradient too
+    leaving = Shard(1) if isinstance(style, ColwiseParallel) else Replicate()
     single = nn.EmbeddingBag(9, 6, mode="sum").double()
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
-    ((tokens, offsets, values),) = rank_bags([[2, 3]], last=False)
-    values[1] = 0  # what weighs nothing has a gradient too
-    theirs, ours = values.clone().requires_grad_(), values.clone().requires_grad_()
-    single(tokens, offsets, theirs).square().sum().backward()
-    out = module(tokens, offsets, ours)
-    out.square().sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad)
-    assert_same_parameters(module, single)
+    as_one_device(single, style, all_ranks(), (tokens, offsets, weights), leaving=leaving)
 
 
 @on_ranks(2)
@@ -144,9 +120,9 @@ def test_offsets_that_are_no_bags_of_the_rank_are_refused() -> None:
             each(tokens, offsets=offsets)
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
-    axis = all_ranks()
+    axis = init_device_mesh("cpu", (2,))
     replicated = RowwiseParallel(input_layouts=Replicate())
     with pytest.raises(UnsupportedModuleError, match="mode='max'"):
         parallelize_module(nn.EmbeddingBag(4, 4, mode="max"), axis, replicated)
@@ -159,17 +135,9 @@ def test_unsupported_bags_and_recurrent_modules_are_refused() -> None:
 
 @on_ranks(4)
 def test_colwise_embedding() -> None:
-    axis, single = all_ranks(), nn.Embedding(8, 16, padding_idx=3).double()
-    module: Any = parallelize_module(copy.deepcopy(single), axis, ColwiseParallel())
-    tokens = torch.randint(8, (4, 2))
-    with CommDebugMode() as mode:
-        out = module(tokens)
-        out.backward(own_shard(torch.ones(4, 2, 16, dtype=torch.double), -1))
-    single(tokens).sum().backward()
-    assert counts(mode) == {}
-    assert out.shape == (4, 2, 16 // axis.size())
-    torch.testing.assert_close(out, own_shard(single(tokens), -1))
-    assert_same_gradients(module, single)
+    single, tokens = nn.Embedding(8, 16, padding_idx=3).double(), torch.randint(8, (4, 2))
+    run = as_one_device(single, ColwiseParallel(), all_ranks(), [tokens], leaving=Shard(-1))
+    assert run.forward == run.backward == {}
 
 
 @on_ranks(4)
@@ -182,47 +150,21 @@ def test_colwise_embedding() -> None:
 def test_rowwise_embedding(
     layout: Any, forward: dict[str, int], backward: dict[str, int], vocab: int, scale: bool
 ) -> None:
-    single: Any = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
+    single = nn.Embedding(vocab, 12, padding_idx=2, scale_grad_by_freq=scale).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
-    tokens = torch.randint(vocab, (3, 8))
-    with CommDebugMode() as mode:
-        out = module(tokens)
-    assert counts(mode) == forward
-    expected = single(tokens)
-    place = (lambda t: t) if layout == Replicate() else (lambda t: own_shard(t, 1))
-    torch.testing.assert_close(out, place(expected))
-    seed = torch.randn_like(expected)
-    expected.backward(seed)
-    with CommDebugMode() as mode:
-        out.backward(place(seed))
-    assert counts(mode) == backward
-    assert_same_gradients(module, single)
+    run = as_one_device(single, style, all_ranks(), [torch.randint(vocab, (3, 8))], leaving=layout)
+    assert (run.forward, run.backward) == (forward, backward)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("features", [8, 6, 2])
 @pytest.mark.parametrize("kind", ["embedding", "bag", "conv"])
 def test_rows_reduce_scatter_along_their_features(features: int, kind: str) -> None:
-    tokens = torch.randint(10, (3, 5))
-    dim = -1
+    x, layout = torch.randint(10, (3, 5)), Shard(-1)
     if kind == "conv":  # with a bias, which is added to each rank's own channels
-        single: Any = nn.Conv1d(8, features, 3).double()
-        style, x, dim = (
-            RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-2)),
-            torch.randn(2, 8, 6).double(),
-            -2,
-        )
+        single: nn.Module = nn.Conv1d(8, features, 3).double()
+        x, layout = torch.randn(2, 8, 6, dtype=torch.double), Shard(-2)
     else:
         single = (nn.Embedding if kind == "embedding" else nn.EmbeddingBag)(10, features).double()
-        style, x = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)), tokens
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
-    expected = single(x)
-    with CommDebugMode() as comm:
-        got = module(x)
-    assert counts(comm) == {"reduce_scatter": 1}
-    torch.testing.assert_close(got, own_shard(expected, dim % expected.ndim))
-    seed = torch.randn_like(expected)
-    expected.backward(seed)
-    got.backward(own_shard(seed, dim % expected.ndim))
-    assert_same_parameters(module, single)
+    style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+    assert as_one_device(single, style, all_ranks(), [x], leaving=layout).forward == {"reduce_scatter": 1}

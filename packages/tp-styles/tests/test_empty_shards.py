@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from one_device import as_one_device
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import DeviceMesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     LayoutError,
@@ -24,6 +25,7 @@ from shoal_tp_styles import (
     SequenceParallel,
     parallelize_module,
 )
+from shoal_tp_styles.testing import all_ranks
 
 
 def pair(make: Callable[[], nn.Module], plan: Any) -> tuple[Any, Any, DeviceMesh]:
@@ -43,15 +45,7 @@ def draw(*shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(12,), (3, 12), (2, 4, 12)])
 @on_ranks(4)
 def test_fewer_output_features_than_ranks(shape: tuple[int, ...]) -> None:
-    plain, model, _ = pair(lambda: nn.Linear(12, 2), ColwiseParallel(output_layouts=Replicate()))
-    inputs: list[Any] = [draw(*shape).requires_grad_() for _ in range(2)]
-    outputs = plain(inputs[0]), model(inputs[1])
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        output.square().sum().backward()
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
-    torch.testing.assert_close(model.bias.grad.full_tensor(), plain.bias.grad)
+    as_one_device(nn.Linear(12, 2).double(), ColwiseParallel(output_layouts=Replicate()), all_ranks(), [draw(*shape)])
 
 
 class FeedForward(nn.Module):
@@ -97,12 +91,7 @@ class Gated(nn.Module):
 @on_ranks(4)
 def test_blocks_of_features_are_sharded_as_the_rows_behind_them() -> None:
     plan = {"up": PackedColwiseParallel(blocks={"gate": 9, "value": 9}), "down": RowwiseParallel()}
-    plain, model, _ = pair(Gated, plan)
-    x = draw(2, 4, 6)
-    torch.testing.assert_close(model(x), plain(x))
-    for module in (plain, model):
-        module(x).square().sum().backward()
-    torch.testing.assert_close(model.down.weight.grad.full_tensor(), plain.down.weight.grad)
+    as_one_device(Gated().double(), plan, all_ranks(), [draw(2, 4, 6)])
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
@@ -124,7 +113,7 @@ def test_recurrent_modules_with_fewer_rows_than_ranks(kind: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [(nn.Linear, (8, 8)), (nn.LayerNorm, (8,))])
-@on_ranks(4)
+@fake_world(4)
 def test_the_feature_dim_of_a_token_is_not_a_sequence(kind: Any, sizes: tuple[int, ...]) -> None:
     _, model, _ = pair(lambda: kind(*sizes), SequenceParallel(sequence_dim=0))
     with pytest.raises(LayoutError, match="reads all features of a token"):

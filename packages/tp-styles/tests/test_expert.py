@@ -78,10 +78,10 @@ def test_a_module_holds_shards_in_a_block_and_its_own_again_after_an_error() -> 
     experts: Any = ListedExperts(4)
     before, children = dict(experts.named_parameters()), list(experts)
     local: dict[str, Tensor | None] = {name: param.detach() * 2 for name, param in before.items()}
-    with pytest.raises(ZeroDivisionError), holding(experts, local, 4, range(2, 4)):
+    with pytest.raises(ZeroDivisionError, match="inside"), holding(experts, local, 4, range(2, 4)):
         assert (experts.num_experts, len(experts)) == (2, 2) and experts[0] is children[2]
         assert experts[0].w1.weight is local["2.w1.weight"]
-        raise ZeroDivisionError
+        raise ZeroDivisionError("inside")
     assert experts.num_experts == 4 and list(experts) == children
     assert all(param is before[name] for name, param in experts.named_parameters())
     assert Replicate() == ExpertTensorParallel().sharding(PackedExperts(2)).input_port().desired

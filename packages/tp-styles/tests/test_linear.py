@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shoal_dtensor import Replicate
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -18,12 +19,11 @@ from shoal_tp_styles import (
     parallelize_module,
 )
 from shoal_tp_styles.plan.resolve import resolve
-from shoal_tp_styles.testing import all_ranks
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_unsupported_modules_are_refused_by_name() -> None:
-    axis = all_ranks()
+    axis = init_device_mesh("cpu", (2,))
     with pytest.raises(UnsupportedModuleError, match="max_norm"):
         parallelize_module(nn.Embedding(4, 4, max_norm=1.0), axis, RowwiseParallel(input_layouts=Replicate()))
     with pytest.raises(UnsupportedModuleError, match="sparse gradients"):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from one_device import as_one_device
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
-from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from shoal_mesh import CommDebugMode, init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ChannelParallel,
     ColwiseParallel,
@@ -21,7 +22,7 @@ from shoal_tp_styles import (
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
+from shoal_tp_styles.testing import all_ranks, own_shard
 from tp_checks import assert_same_gradients, counts, global_value
 
 
@@ -45,17 +46,10 @@ class MyRMSNorm(Norm):
 @pytest.mark.parametrize("kind", ["Norm", "MyRMSNorm"])
 def test_norms_of_other_libraries(kind: str) -> None:
     single: Any = {"Norm": Norm, "MyRMSNorm": MyRMSNorm}[kind]()
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), SequenceParallel(use_local_output=True))
-    full = torch.randn(2, 8, 8, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), own_shard(full, 1).clone().requires_grad_()
-    single(x).square().sum().backward()
-    out = module(y)
-    assert type(out) is Tensor
-    total: Any = out.square().sum()
-    total.backward()
-    assert x.grad is not None and isinstance(module.weight, DTensor)
-    torch.testing.assert_close(y.grad, own_shard(x.grad, 1))
-    assert_same_parameters(module, single)
+    style, x = SequenceParallel(use_local_output=True), torch.randn(2, 8, 8, dtype=torch.double)
+    run = as_one_device(single, style, all_ranks(), [x], arriving=Shard(1), leaving=Shard(1))
+    assert type(run.outputs[0]) is Tensor
+    assert isinstance(parallelize_module(single, all_ranks(), style).weight, DTensor)
 
 
 def scrambled(module: nn.Module) -> Any:
@@ -82,20 +76,10 @@ def test_norms_between_convolutions(name: str) -> None:
     norm = dict(NORMS)[name]()
     unit = 12 // norm.num_groups if isinstance(norm, nn.GroupNorm) else 1
     single: Any = scrambled(nn.Sequential(nn.Conv2d(3, 12, 3), norm, nn.ReLU(), nn.Conv2d(12, 5, 3)))
-    module: Any = copy.deepcopy(single)
     columns, rows = ColwiseParallel().aligned(unit), RowwiseParallel().aligned(unit)
-    parallelize_module(module, all_ranks(), {"0": columns, "1": ChannelParallel(), "3": rows})
-    full = torch.randn(4, 3, 7, 7, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
-    expected = single(x)
-    with CommDebugMode() as mode:
-        got = module(y)
-    assert mode.get_total_counts() == 1  # the rows' reduction
-    torch.testing.assert_close(got, expected)
-    expected.square().sum().backward()
-    got.square().sum().backward()
-    torch.testing.assert_close(y.grad, x.grad)
-    assert_same_parameters(module, single)
+    plan = {"0": columns, "1": ChannelParallel(), "3": rows}
+    run = as_one_device(single, plan, all_ranks(), [torch.randn(4, 3, 7, 7, dtype=torch.double)])
+    assert sum(run.forward.values()) == 1  # the rows' reduction
 
 
 @on_ranks(4)
@@ -116,16 +100,17 @@ def test_running_statistics_of_batch_norms(momentum: float | None, compiled: boo
         torch.testing.assert_close(global_value(module.get_buffer(name)), buffer)
 
 
-@on_ranks(4)
+@fake_world(4)
 def test_shards_through_groups_are_refused() -> None:
+    axis = init_device_mesh("cpu", (4,))
     module: Any = nn.Sequential(nn.Conv1d(2, 12, 1), nn.GroupNorm(2, 12))
-    parallelize_module(module, all_ranks(), {"0": ColwiseParallel(), "1": ChannelParallel()})
+    parallelize_module(module, axis, {"0": ColwiseParallel(), "1": ChannelParallel()})
     with pytest.raises(LayoutError, match=r"aligned\(6\)"):
         module(torch.randn(2, 2, 5))
     with pytest.raises(UnsupportedModuleError, match="ChannelParallel has no sharding for LayerNorm"):
-        parallelize_module(nn.LayerNorm(4), all_ranks(), ChannelParallel())
+        parallelize_module(nn.LayerNorm(4), axis, ChannelParallel())
     with pytest.raises(LayoutError, match="expected a tensor as the input, got str"):
-        parallelize_module(nn.LayerNorm(4), all_ranks(), SequenceParallel())("x")
+        parallelize_module(nn.LayerNorm(4), axis, SequenceParallel())("x")
 
 
 @on_ranks(4)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import shoal_tp_styles
+from one_device import as_one_device
 from shoal_context_parallel import context_parallel_attention
 from shoal_dtensor import Replicate, Shard
 from shoal_mesh import abstract_mesh, init_device_mesh
-from shoal_mesh.testing import on_ranks
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     ColwiseParallel,
     HeadParallel,
@@ -43,28 +44,12 @@ MESH = abstract_mesh((4,), ("tp",))
 PREPARE = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
 
 
-def assert_as_one_device(module: nn.Module, single: nn.Module, tokens: torch.Tensor) -> None:
-    """The output and all gradients."""
-    expected, got = single(tokens), module(tokens)
-    torch.testing.assert_close(got, expected)
-    expected.square().mean().backward()
-    got.square().mean().backward()
-    assert_same_gradients(module, single)
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("make", [MLP, StackedMLP])
 @pytest.mark.parametrize("lower", [True, False])
 def test_mlps(make: Any, lower: bool) -> None:
     single: Any = make().double()
-    module: Any = copy.deepcopy(single)
-    parallelize_module(module, all_ranks(), module.plan, lower=lower)
-    full = torch.randn(6, 10, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), full.clone().requires_grad_()
-    single(x).square().sum().backward()
-    module(y).square().sum().backward()
-    torch.testing.assert_close(y.grad, x.grad)
-    assert_same_gradients(module, single)
+    as_one_device(single, single.plan, all_ranks(), [torch.randn(6, 10, dtype=torch.double)], lower=lower)
 
 
 @on_ranks(4)
@@ -77,7 +62,7 @@ def test_transformer(sequence: bool, checkpointed: bool, tied: bool) -> None:
     module: Any = copy.deepcopy(single)
     parallelize_module(module, all_ranks(), transformer_plan(sequence))
     assert (module.output.weight is module.tok_embeddings.weight) is tied
-    assert_as_one_device(module, single, torch.randint(10, (3, 8)))
+    as_one_device(single, transformer_plan(sequence), all_ranks(), [torch.randint(10, (3, 8))])
 
 
 class Tied(nn.Module):
@@ -106,7 +91,7 @@ def test_a_plan_that_names_one_of_two_tied_modules(plan: dict[str, ParallelStyle
     module = parallelize_module(copy.deepcopy(single), all_ranks(), plan, lower=lower)
     assert module.head.weight is module.table.weight
     tokens = torch.randint(10, (3, 8))
-    assert_as_one_device(module, single, tokens)
+    as_one_device(single, plan, all_ranks(), [tokens], lower=lower)
     torch.testing.assert_close(unparallelize_module(module)(tokens), single(tokens))
 
 
@@ -159,7 +144,7 @@ AGAIN: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", AGAIN)
-@on_ranks(2)
+@fake_world(2)
 def test_a_plan_applied_twice_is_refused_before_anything_changes(name: str) -> None:
     plan, again, message = AGAIN[name]
     mesh = init_device_mesh("cpu", (2,))
@@ -180,7 +165,7 @@ def test_a_name_of_torchs_that_is_not_here_says_what_is(name: str) -> None:
     assert not hasattr(shoal_tp_styles, name)
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_a_style_applied_by_hand_twice_is_refused() -> None:
     mesh, module = init_device_mesh("cpu", (2,)), nn.Linear(4, 4)
     ColwiseParallel()._apply(module, mesh)
@@ -273,7 +258,7 @@ class Split(nn.Module):
         if self.fails == "split":
             x, _, _ = self.qkv(x).split(12, dim=2)
         if self.fails == "assert":
-            assert self.q(x).shape == x.shape
+            assert self.q(x).shape == x.shape, "the shape of x"
         if self.fails == "other":
             raise KeyError("nothing of shapes")
         out: torch.Tensor = self.q(x).view(*x.shape[:-1], -1, 4)
@@ -282,16 +267,26 @@ class Split(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("fails", "error", "named"),
+    ("fails", "error", "text", "named"),
     [
-        ("split", ValueError, "qkv (Linear, ColwiseParallel): weight (36, 12), here (18, 12); output S(-1)"),
-        ("heads", RuntimeError, "q (Linear, ColwiseParallel): weight (12, 12), here (6, 12); output S(-1)"),
-        ("assert", AssertionError, "modules of Split return a rank's part"),
-        ("norm", RuntimeError, "0 (Linear, ColwiseParallel): weight (8, 12), here (4, 12)"),
-        ("other", KeyError, ""),
+        (
+            "split",
+            ValueError,
+            "values to unpack",
+            "qkv (Linear, ColwiseParallel): weight (36, 12), here (18, 12); output S(-1)",
+        ),
+        (
+            "heads",
+            RuntimeError,
+            "is invalid for input of size",
+            "q (Linear, ColwiseParallel): weight (12, 12), here (6, 12); output S(-1)",
+        ),
+        ("assert", AssertionError, "the shape of x", "modules of Split return a rank's part"),
+        ("norm", RuntimeError, "normalized_shape", "0 (Linear, ColwiseParallel): weight (8, 12), here (4, 12)"),
+        ("other", KeyError, "nothing of shapes", ""),
     ],
 )
-def test_errors_that_local_tensors_may_cause_have_a_note(fails: str, error: Any, named: str) -> None:
+def test_errors_that_local_tensors_may_cause_have_a_note(fails: str, error: Any, text: str, named: str) -> None:
     block: Any = nn.Sequential(nn.Linear(12, 8), nn.LayerNorm(8)) if fails == "norm" else Split(fails)
     module: Any = nn.Sequential(block, nn.ReLU())
     plan: Any = {"0.0" if fails == "norm" else "0.*": ColwiseParallel()}
@@ -299,7 +294,7 @@ def test_errors_that_local_tensors_may_cause_have_a_note(fails: str, error: Any,
         parallelize_module(module, all_ranks(), plan)
         copied = copy.deepcopy(module)
         for one in (module, copied):
-            with pytest.raises(error) as caught:
+            with pytest.raises(error, match=text) as caught:
                 one(torch.randn(2, 4, 12))
             notes = getattr(caught.value, "__notes__", [])
             assert len(notes) == bool(named)

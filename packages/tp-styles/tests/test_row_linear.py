@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shoal_dtensor import Replicate, Shard
-from shoal_mesh import CommDebugMode
-from shoal_mesh.testing import on_ranks
+from one_device import as_one_device
+from shoal_dtensor import DTensor, Replicate, Shard
+from shoal_mesh import init_device_mesh
+from shoal_mesh.testing import fake_world, on_ranks
 from shoal_tp_styles import (
     LayoutError,
     RowwiseParallel,
     UnsupportedModuleError,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks, assert_same_parameters, own_shard
-from tp_checks import assert_same_gradients, counts
+from shoal_tp_styles.testing import all_ranks
 
 OVERLAPPED: dict[str, tuple[Any, int]] = {  # layout of the output -> chunks of eight rows
     "reduced": (Replicate(), 3),
@@ -47,30 +46,12 @@ def test_only_a_linear_overlaps() -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_overlapped_reduction(layout: str, bias: bool, local: bool) -> None:
     placement, chunks = OVERLAPPED[layout]
-    single: Any = nn.Linear(12, 8, bias=bias).double()
     style = RowwiseParallel(output_layouts=placement, use_local_output=local).overlapped(3)
-    module: Any = parallelize_module(copy.deepcopy(single), all_ranks(), style)
-    full = torch.randn(8, 8, 12, dtype=torch.double)
-    x, y = full.clone().requires_grad_(), own_shard(full, -1).clone().requires_grad_()
-    expected, seed = single(x), torch.randn(8, 8, 8, dtype=torch.double)
-    with CommDebugMode() as mode:
-        got = module(y)
-    assert mode.get_total_counts() == chunks
-    got = got if local else got.to_local()
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        if placement.is_replicate():
-            return tensor
-        sizes = placement.sizes or (tensor.shape[placement.dim] // 4,) * 4
-        start = sum(sizes[: all_ranks().get_rank()])
-        return tensor.narrow(placement.dim, start, sizes[all_ranks().get_rank()])
-
-    torch.testing.assert_close(got, own(expected))
-    expected.backward(seed)
-    got.backward(own(seed))
-    assert x.grad is not None
-    torch.testing.assert_close(y.grad, own_shard(x.grad, -1))
-    assert_same_parameters(module, single)
+    x = torch.randn(8, 8, 12, dtype=torch.double)
+    single = nn.Linear(12, 8, bias=bias).double()
+    run = as_one_device(single, style, all_ranks(), [x], arriving=Shard(-1), leaving=placement)
+    assert sum(run.forward.values()) == chunks
+    assert isinstance(run.outputs[0], DTensor) is not local
 
 
 @on_ranks(4)
@@ -80,32 +61,17 @@ def test_overlapped_reduction(layout: str, bias: bool, local: bool) -> None:
 )
 @pytest.mark.parametrize("local", [True, False])
 def test_rowwise_linear(layout: Any, forward: dict[str, int], backward: dict[str, int], local: bool) -> None:
-    axis, single = all_ranks(), nn.Linear(16, 12).double()
-    module: Any = parallelize_module(
-        copy.deepcopy(single), axis, RowwiseParallel(output_layouts=layout, use_local_output=local)
-    )
-    full = torch.randn(8, 16, dtype=torch.double, requires_grad=True)
-    x = own_shard(full, 1).requires_grad_()
-    with CommDebugMode() as mode:
-        out = module(x)
-    assert counts(mode) == forward
-    expected = single(full)
-    place = (lambda t: t) if layout == Replicate() else (lambda t: own_shard(t, 0))
-    part = out if local else out.to_local()
-    torch.testing.assert_close(part, place(expected))
-    seed = torch.randn(8, 12, dtype=torch.double)
-    expected.backward(seed)
-    with CommDebugMode() as mode:
-        part.backward(place(seed))
-    assert counts(mode) == backward
-    assert full.grad is not None
-    torch.testing.assert_close(x.grad, own_shard(full.grad, 1))
-    assert_same_gradients(module, single)
+    style = RowwiseParallel(output_layouts=layout, use_local_output=local)
+    x = torch.randn(8, 16, dtype=torch.double)
+    single = nn.Linear(16, 12).double()
+    run = as_one_device(single, style, all_ranks(), [x], arriving=Shard(1), leaving=layout)
+    assert (run.forward, run.backward) == (forward, backward)
+    assert isinstance(run.outputs[0], DTensor) is not local
 
 
-@on_ranks(2)
+@fake_world(2)
 def test_an_input_with_all_features_is_told_from_a_shard() -> None:
-    layer: Any = parallelize_module(nn.Linear(6, 4), all_ranks(), RowwiseParallel())
+    layer: Any = parallelize_module(nn.Linear(6, 4), init_device_mesh("cpu", (2,)), RowwiseParallel())
     with pytest.raises(LayoutError, match=r"3 of 6 features.*got shape \(2, 6\).*input_layouts=Replicate"):
         layer(torch.ones(2, 6))
     with pytest.raises(RuntimeError, match="dtype"):  # other errors stay torch's

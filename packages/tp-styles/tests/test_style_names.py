@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_tp_styles import ColwiseParallel, PlanError, RowwiseParallel
+from shoal_dtensor import Partial, Replicate
+from shoal_tp_styles import ColwiseParallel, PlanError, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 from shoal_tp_styles.plan.resolve import resolve
 from shoal_tp_styles.plan.style_names import REFUSED, style_named
 from shoal_tp_styles.testing import MLP
@@ -27,7 +28,19 @@ def test_a_name_counts_where_its_entry_matches() -> None:
     assert len(resolved.uses) == 1 and "'experts' matches no module" in resolved.unmatched[0]
 
 
-def test_names_of_earlier_releases_are_known() -> None:
-    names = "colwise rowwise colwise_rep rowwise_rep local_colwise local_rowwise gather replicate sequence_parallel"
-    for name in names.split():
-        style_named(name)
+EARLIER = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "local_colwise": ColwiseParallel(),
+    "local_rowwise": RowwiseParallel(),
+    "gather": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate()),
+    "replicate": None,
+    "sequence_parallel": SequenceParallel(use_local_output=True),
+}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_names_of_earlier_releases_are_known(name: str) -> None:
+    assert style_named(name) == EARLIER[name]
