@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -67,7 +68,7 @@ class Reduction:
         returned: those whose gradients go to autograd, and not to the leaves.
     """
 
-    __slots__ = ("_in_flight", "_kept", "_present", "_reduced", "group", "returned")
+    __slots__ = ("_flags", "_in_flight", "_kept", "_own", "_reduced", "group", "returned")
 
     def __init__(
         self,
@@ -79,39 +80,45 @@ class Reduction:
     ) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
-        self._reduced: list[Tensor | None] | None = None
+        self._reduced: list[Tensor] | None = None
+        self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
         self._kept: dict[int, Tensor] = {}
         if with_kept:  # otherwise the group goes on keeping it
             self._kept, group.kept = group.kept, {}
-        shards, moves, present = [], [], []
+        shards, moves, own = [], [], []
         for i in group.trained:
             grad, kept = grads.get(i), self._kept.get(i)
             local, spec = group.parameters[i].gradient(grad)
-            present.append(float(grad is not None or kept is not None))
+            own.append(grad is not None or kept is not None)
             shards.append(local if kept is None else local + kept)
             moves.append((spec, group.parameters[i].reduced))
-        self._present: list[float] = present
+        self._own: list[bool] = own
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
         source, target = moves[0]
-        moves.append(_move_of_flags(source, group.axes, len(present), target.dtype))
-        row = torch.tensor(present, dtype=target.dtype, device=shards[0].device)
-        shards.append(row.repeat(group.axes.ranks_of_shards, 1))
+        moves.append(_move_of_flags(source, group.axes, len(own), target.dtype))
+        flags = shards[0].new_ones((group.axes.ranks_of_shards, len(own)), dtype=target.dtype)
+        for at, there in enumerate(own):  # written on the device: the host waits for no copy
+            if not there:
+                flags[:, at].zero_()
+        shards.append(flags)
         with purpose(f"{group.owner} reduces {group.name}"):
             self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
 
-    def wait(self) -> list[Tensor | None]:
-        """The reduced local gradients; None for a parameter that had none on any rank."""
+    def wait(self) -> list[Tensor]:
+        """The reduced local gradients; zeros for a parameter that had none on any rank."""
         if self._reduced is None:
-            *reduced, flags = self._in_flight.wait()
+            *self._reduced, flags = self._in_flight.wait()
             if self.group.divisor != 1:
-                torch._foreach_div_(reduced, self.group.divisor)
-            there = self._present if isinstance(flags, FakeTensor) else flags.reshape(-1, len(reduced))[0].tolist()
-            self._reduced = [grad if count else None for grad, count in zip(reduced, there, strict=True)]
+                torch._foreach_div_(self._reduced, self.group.divisor)
+            # A gradient that this rank has is there: nobody has to look.
+            self._flags = (
+                None if all(self._own) or isinstance(flags, FakeTensor) else flags.reshape(-1, len(self._own))[0]
+            )
         return self._reduced
 
     def poll(self) -> None:
-        """Take the reduced gradients if they are here, so that they hold up no other rank."""
-        if self._reduced is None:
+        """Take the reduced gradients if they are here, so that they hold up no other rank of the host."""
+        if self._reduced is None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
     def give_back(self) -> None:
@@ -119,13 +126,27 @@ class Reduction:
         self.group.kept.update(self._kept)
 
 
+def arrived(reductions: Sequence[Reduction]) -> list[dict[int, Tensor]]:
+    """Of each reduction the gradients by parameter, without those that no rank had.
+
+    The host reads flags from the device only where this rank lacks a gradient: once, those of all reductions.
+    """
+    grads = [reduction.wait() for reduction in reductions]
+    asked = [reduction._flags for reduction in reductions if reduction._flags is not None]
+    counts = torch.cat([flags.to(asked[0].device) for flags in asked]).tolist() if asked else []
+    found, read = [], iter(counts)
+    for reduction, each in zip(reductions, grads, strict=True):
+        there = reduction._own if reduction._flags is None else [*islice(read, len(each))]
+        found.append({i: g for i, g, count in zip(reduction.group.trained, each, there, strict=True) if count})
+    return found
+
+
 @torch.no_grad()
 def deliver(reductions: Sequence[Reduction]) -> None:
     """Add reduced gradients to those of the leaves, when all have arrived."""
-    arrived = [(reduction, reduction.wait()) for reduction in reductions]
-    for reduction, grads in arrived:
-        for i, grad in zip(reduction.group.trained, grads, strict=True):
-            if grad is not None and i not in reduction.returned:
+    for reduction, grads in zip(reductions, arrived(reductions), strict=True):
+        for i, grad in grads.items():
+            if i not in reduction.returned:
                 reduction.group.parameters[i].accumulate(grad)
 
 

@@ -16,7 +16,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import first_order_only, grad_hooked, grad_route, running_pass
 
-from .reduction import Reduction, deliver
+from .reduction import Reduction, arrived, deliver
 from .unit import Forward, Unit
 
 
@@ -87,8 +87,8 @@ class UnitBackward:
         # torch.autograd.grad gets the gradients of this pass alone
         self._reductions.append(Reduction(unit, wanted, returned, with_kept=not captured))
         given: dict[int, Any] = dict.fromkeys(forward.trained)
-        for i, grad in zip(unit.trained, self._reductions[-1].wait(), strict=True) if returned else ():
-            if grad is not None and i in returned:
+        for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
+            if i in returned:
                 leaf: Any = unit.parameters[i].leaf
                 given[i] = DTensor(grad.to(leaf.device, leaf.dtype), leaf.spec)
         return [*given.values()]

@@ -1,0 +1,123 @@
+"""How often the host waits for a device: it reads a number of a tensor; on real gloo ranks.
+
+What is counted here on CPU tensors, each read would be a stall on an accelerator.
+
+Covers: shoal_data_parallel/reduction.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data_parallel_model import batch, loss_of, mesh_of, own, same_gradients, twins, units
+from shoal_data_parallel import fully_shard, replicate
+from shoal_mesh.testing import on_ranks
+
+READS = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """The lines inside the block that read numbers of tensors."""
+    found: list[str] = []
+    before = {name: getattr(Tensor, name) for name in READS}
+
+    def counted(name: str) -> Any:
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            line = traceback.extract_stack()[-2]
+            found.append(f"{line.filename}:{line.lineno} {name}")
+            return before[name](self, *args, **kwargs)
+
+        return read
+
+    for name in READS:
+        setattr(Tensor, name, counted(name))
+    try:
+        yield found
+    finally:
+        for name, method in before.items():
+            setattr(Tensor, name, method)
+
+
+# --- steps of data parallelism ----------------------------------------------------------------------------------------
+
+
+def hybrid(model: Any, mesh: Any) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    return fully_shard(model, mesh)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "HSDP", "replicate", "ZeRO-1"])
+@on_ranks(4)
+def test_no_read_in_a_backward_that_gives_all_gradients(kind: str) -> None:
+    mesh = mesh_of(*((2, 2) if kind == "HSDP" else (4, 1)))
+    plain, model = twins()
+    if kind == "HSDP":
+        hybrid(model, mesh)
+    elif kind == "fully_shard":
+        units(model, mesh["data"])
+    else:
+        replicate(model, mesh["data"], shard_optimizer=kind == "ZeRO-1")
+    ranks = [t.chunk(4)[torch.distributed.get_rank()] for t in batch(0)] if kind == "HSDP" else own(mesh, *batch(0))
+    for step in range(3):
+        loss_of(plain, *batch(0)).backward()
+        model.set_requires_gradient_sync(step != 0)  # gradients of the first are kept, and go with the second's
+        loss = loss_of(model, *ranks)
+        with host_reads() as found:
+            loss.backward()
+        assert found == []
+    same_gradients(plain, model)
+
+
+class Branching(nn.Module):
+    """Three branches: ranks take one of the first two, and nobody the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        out: Tensor = self.branches[branch](x)
+        return out
+
+
+class Branches(nn.Module):
+    """Layers of branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Branching() for _ in range(2))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, branch)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+@on_ranks(4)
+def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = twins(Branches)
+    if kind == "fully_shard":
+        for layer in model.layers:
+            fully_shard(layer, mesh["data"])
+        fully_shard(model, mesh["data"])
+    else:
+        replicate(model, mesh["data"], bucket_bytes=400)
+    rank, x = torch.distributed.get_rank(), torch.ones(1, 6, dtype=torch.float64)
+    for each in range(4):
+        (plain(x * (each + 1), each % 2).sum() / 4).backward()
+    loss = model(x * (rank + 1), rank % 2).sum()
+    with host_reads() as found:
+        loss.backward()
+    assert [line.split()[-1] for line in found] == ["tolist"]
+    same_gradients(plain, model)
