@@ -245,7 +245,7 @@ class GradientBuckets:
                 )
         bucket = Bucket("gradients that were asked for", [self.parameters[at] for at in asked], axes)
         bucket.divisor = self.buckets[0].divisor
-        means = Reduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).wait()
+        means = Reduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
         for at, mean in zip(asked, means, strict=True):
             given: Any = self._given[at][1]
             (local_shard(given) if isinstance(given, DTensor) else given).copy_(mean)

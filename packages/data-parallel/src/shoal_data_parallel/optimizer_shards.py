@@ -28,7 +28,7 @@ from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter
+from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter, shards_of
 
 
 @dataclass(slots=True, eq=False)
@@ -192,7 +192,7 @@ class OptimizerShards:
     def _start(self, group: Sequence[ShardedReplica]) -> Any:
         with purpose("replicate gathers updated parameters"):
             moves = [(replica.sharded.resting, replica.sharded.gathered) for replica in group]
-            return redistribute_shards([replica.sharded.shard() for replica in group], moves)
+            return redistribute_shards(shards_of([replica.sharded for replica in group]), moves)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module, whose replicas are filled at its first forward."""

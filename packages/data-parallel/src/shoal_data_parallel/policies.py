@@ -34,7 +34,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, their gradients and so the optimizer's state are kept in the memory of the host.
 
     Attributes:
-        pin_memory: whether that memory is pinned, where the mesh is of CUDA devices.
+        pin_memory: whether that memory is pinned, where the mesh is of an accelerator's devices; what of a unit is on
+            its way to or from the device is anyway.
     """
 
     pin_memory: bool = True

@@ -5,7 +5,7 @@ May import: sharded_parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
-from shoal_dtensor.internal import FakeTensor, ShardsInFlight, redistribute_shards
+from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
 from .sharded_parameters import DataAxes
@@ -59,6 +59,11 @@ class Group:
         self.kept: dict[int, Tensor] = {}
         self.divisor: float = float(axes.mesh.size())
 
+    @property
+    def on_host(self) -> bool:
+        """Whether leaves are in memory of the host, and their gradients are computed elsewhere."""
+        return False
+
 
 class Reduction:
     """The gradients of a group of parameters on their way to the layout of its leaves.
@@ -68,7 +73,7 @@ class Reduction:
         returned: those whose gradients go to autograd, and not to the leaves.
     """
 
-    __slots__ = ("_flags", "_in_flight", "_kept", "_own", "_reduced", "group", "returned")
+    __slots__ = ("_flags", "_gradients", "_in_flight", "_kept", "_own", "group", "returned")
 
     def __init__(
         self,
@@ -80,7 +85,7 @@ class Reduction:
     ) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
-        self._reduced: list[Tensor] | None = None
+        self._gradients: Callable[[], list[Tensor]] | None = None  # of a reduction that has been waited for
         self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
         self._kept: dict[int, Tensor] = {}
         if with_kept:  # otherwise the group goes on keeping it
@@ -104,21 +109,28 @@ class Reduction:
         with purpose(f"{group.owner} reduces {group.name}"):
             self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> None:
+        """Have what follows on the device come after the reduction; gradients of the host are on their way to it."""
+        if self._gradients is not None:
+            return
+        *reduced, flags = self._in_flight.wait()
+        if self.group.divisor != 1:
+            torch._foreach_div_(reduced, self.group.divisor)
+        del self._in_flight  # which holds the gradients on the device
+        self._gradients = Download(reduced).wait if self.group.on_host else lambda: reduced
+        # A gradient that this rank has is there: nobody has to look.
+        if not all(self._own) and not isinstance(flags, FakeTensor):
+            self._flags = flags.reshape(-1, len(self._own))[0]
+
+    def gradients(self) -> list[Tensor]:
         """The reduced local gradients; zeros for a parameter that had none on any rank."""
-        if self._reduced is None:
-            *self._reduced, flags = self._in_flight.wait()
-            if self.group.divisor != 1:
-                torch._foreach_div_(self._reduced, self.group.divisor)
-            # A gradient that this rank has is there: nobody has to look.
-            self._flags = (
-                None if all(self._own) or isinstance(flags, FakeTensor) else flags.reshape(-1, len(self._own))[0]
-            )
-        return self._reduced
+        self.wait()
+        assert self._gradients is not None, "they are reduced"
+        return self._gradients()
 
     def poll(self) -> None:
         """Take the reduced gradients if they are here, so that they hold up no other rank of the host."""
-        if self._reduced is None and self.group.axes.mesh.device_type == "cpu":
+        if self._gradients is None and self.group.axes.mesh.device_type == "cpu":
             self._in_flight.poll()
 
     def give_back(self) -> None:
@@ -131,13 +143,15 @@ def arrived(reductions: Sequence[Reduction]) -> list[dict[int, Tensor]]:
 
     The host reads flags from the device only where this rank lacks a gradient: once, those of all reductions.
     """
-    grads = [reduction.wait() for reduction in reductions]
+    for reduction in reductions:
+        reduction.wait()
     asked = [reduction._flags for reduction in reductions if reduction._flags is not None]
     counts = torch.cat([flags.to(asked[0].device) for flags in asked]).tolist() if asked else []
     found, read = [], iter(counts)
-    for reduction, each in zip(reductions, grads, strict=True):
-        there = reduction._own if reduction._flags is None else [*islice(read, len(each))]
-        found.append({i: g for i, g, count in zip(reduction.group.trained, each, there, strict=True) if count})
+    for reduction in reductions:
+        there = reduction._own if reduction._flags is None else [*islice(read, len(reduction._own))]
+        each = zip(reduction.group.trained, reduction.gradients(), there, strict=True)
+        found.append({i: grad for i, grad, count in each if count})
     return found
 
 

@@ -31,6 +31,7 @@ from shoal_dtensor.internal import (
     note_replaced,
     redistribute_shards,
     shard_sizes,
+    upload_packed,
 )
 from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.internal import dataclass
@@ -83,11 +84,6 @@ class ShardedParameter:
     inner: Spec | None
     reduced: Spec
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
-
-    def shard(self) -> Tensor:
-        """This rank's shard in the dtype of the computation, on the device of the mesh."""
-        held = local_shard(self.leaf)  # type: ignore[arg-type]  # a Parameter that holds a DTensor
-        return held.detach().to(self.gathered.mesh.device_type, self.resting.dtype)
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
@@ -232,7 +228,7 @@ def shard_parameter(
         shard = _narrowed(held.detach(), gathered, resting)
         shard = shard.contiguous() if view else shard.clone(memory_format=torch.contiguous_format)
         if isinstance(offload, CPUOffloadPolicy):
-            pinned = offload.pin_memory and mesh.device_type == "cuda"
+            pinned = offload.pin_memory and mesh.device_type != "cpu"
             shard = shard.cpu().pin_memory() if pinned else shard.cpu()
         return DTensor(shard, resting)
 
@@ -248,6 +244,17 @@ def shard_parameter(
         resting.with_(dtype=reduce_dtype),
         precision,
     )
+
+
+def shards_of(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    """This rank's shards in the dtypes of the computation, on the device of the mesh: from the host all together."""
+    shards: list[Tensor] = [local_shard(p.leaf).detach() for p in parameters]  # type: ignore[arg-type]  # Parameters that hold DTensors
+    device, dtypes = torch.device(parameters[0].gathered.mesh.device_type), [p.resting.dtype for p in parameters]
+    on_host = [i for i, shard in enumerate(shards) if shard.is_cpu and device.type != "cpu"]
+    sent = upload_packed([shards[i] for i in on_host], device, [dtypes[i] for i in on_host])
+    for i, shard in zip(on_host, sent, strict=True):
+        shards[i] = shard
+    return [shard.to(device, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
 
 
 @torch.no_grad()

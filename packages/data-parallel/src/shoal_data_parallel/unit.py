@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
+from shoal_dtensor.internal import ShardsInFlight, local_shard, redistribute_shards
 from shoal_mesh import purpose
 from shoal_mesh.internal import dataclass
 
 from ._torch import preserving_versions
 from .reduction import Group
-from .sharded_parameters import DataAxes, ShardedParameter
+from .sharded_parameters import DataAxes, ShardedParameter, shards_of
 
 Versions = list[tuple[object, ...]]
 
@@ -152,6 +152,12 @@ class Unit(Group):
     def _trained(self) -> list[int]:
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether leaves are in memory of the host, and their gradients are computed elsewhere."""
+        held = (local_shard(self.parameters[i].leaf) for i in self.trained)  # type: ignore[arg-type]  # Parameters that hold DTensors
+        return self.axes.mesh.device_type != "cpu" and any(shard.is_cpu for shard in held)
+
     # --- gathering ----------------------------------------------------------------------------------------------------
 
     @property
@@ -167,8 +173,8 @@ class Unit(Group):
         if not self.parameters or here or (self._coming is not None and self._coming[1] == versions):
             return
         with purpose(f"fully_shard gathers {self.name}"):
-            shards = [p.shard() for p in self.parameters]
-            self._coming = redistribute_shards(shards, [(p.resting, p.gathered) for p in self.parameters]), versions
+            moves = [(p.resting, p.gathered) for p in self.parameters]
+            self._coming = redistribute_shards(shards_of(self.parameters), moves), versions
 
     def gather(self) -> Gathered:
         """The gathered parameters, filled."""

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, arithmetic, layout, modules, random_layouts, redistribute, tensor.
+May import: _torch, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
 """
 
 from ._torch import (
@@ -27,6 +27,12 @@ from .arithmetic import (
     arithmetic as arithmetic,
     complete_forms as complete_forms,
     current_arithmetic as current_arithmetic,
+)
+from .host_memory import (
+    Download as Download,
+    device_of_numbers as device_of_numbers,
+    upload as upload,
+    upload_packed as upload_packed,
 )
 from .layout.boxes import (
     Box as Box,

@@ -21,6 +21,7 @@ from shoal_mesh.internal import all_reduce_, dataclass, is_observed, sums_are_in
 from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
 from ..errors import MixedTensorError
+from ..host_memory import device_of_numbers
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.coalesce import coalesce
@@ -202,7 +203,11 @@ def _exact_total(own: _Contribution, shards: Sequence[Tensor], gradients: Sequen
 def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -> Tensor:
     if not part.axes:
         return value
-    comm = gradients[part.first].mesh.comm(part.axes)
+    mesh = gradients[part.first].mesh
+    comm = mesh.comm(part.axes)
+    if value.is_cpu and device_of_numbers(comm, mesh.device_type).type != "cpu":
+        # Gradients are kept on the host, whose tensors the backend does not send.
+        return _over_ranks(gradients, part, value.to(mesh.device_type), op).to(value.device)
     if is_tracing():
         return all_reduce(value, comm, op)
     with purpose("clip_grad_norm_") if is_observed() else nullcontext():

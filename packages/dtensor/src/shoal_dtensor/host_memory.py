@@ -1,0 +1,98 @@
+"""Copies between a device and the memory of the host, for which the host does not wait.
+
+They go through pinned memory, which torch hands out again only after the copies out of it are done.  On the CPU they
+are plain copies.
+
+May import: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import Comm
+
+
+def pins(device: torch.device) -> bool:
+    """Whether copies between pinned memory and a device run beside the host."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
+def upload(numbers: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host, as `torch.tensor` takes them, as a tensor on a device.
+
+    Example:
+        >>> upload([[1, 2]], torch.device("cpu"))
+        tensor([[1, 2]])
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=pins(device)).to(device, non_blocking=True)
+
+
+def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Tensors of the host on a device, in other dtypes: one copy for each dtype. The tensors may be written to at once.
+
+    Example:
+        >>> upload_packed([torch.ones(2), torch.ones(1, 1)], torch.device("cpu"), [torch.int64, torch.int64])
+        [tensor([1, 1]), tensor([[1]])]
+    """
+    sent = [*tensors]
+    for members in _alike(dtypes):
+        sizes = [tensors[i].numel() for i in members]
+        staged = torch.empty(sum(sizes), dtype=dtypes[members[0]], pin_memory=pins(device))
+        torch._foreach_copy_(list(torch.split(staged, sizes)), [tensors[i].reshape(-1) for i in members])
+        for i, flat in zip(members, torch.split(staged.to(device, non_blocking=True), sizes), strict=True):
+            sent[i] = flat.view(tensors[i].shape)
+    return sent
+
+
+class Download:
+    """Copies of a device's tensors in memory of the host, under way: one for each dtype.
+
+    Example:
+        >>> Download([torch.ones(2), torch.ones(1, 1)]).wait()
+        [tensor([1., 1.]), tensor([[1.]])]
+    """
+
+    __slots__ = ("_arriving", "_event")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._arriving = [*tensors]
+        for members in _alike([tensor.dtype for tensor in tensors]):
+            packed = torch.cat([tensors[i].reshape(-1) for i in members])
+            staged = torch.empty_like(packed, device="cpu", pin_memory=pins(packed.device))
+            staged.copy_(packed, non_blocking=True)
+            parts = torch.split(staged, [tensors[i].numel() for i in members])
+            for i, flat in zip(members, parts, strict=True):
+                self._arriving[i] = flat.view(tensors[i].shape)
+        self._event = arrival_on(tensors[0].device)
+
+    def wait(self) -> list[Tensor]:
+        """The copies, when all have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._arriving
+
+
+def arrival_on(device: torch.device) -> torch.Event | None:
+    """The event that what a device has been given so far is done; None on the CPU, where it is."""
+    if not pins(device):
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event
+
+
+def device_of_numbers(comm: Comm, device: torch.device | str) -> torch.device:
+    """Where ranks exchange a few numbers of their hosts: in memory of the hosts, where the backend can send that."""
+    return torch.device("cpu" if "cpu:" in comm.backend else device)
+
+
+def _alike(dtypes: Sequence[torch.dtype]) -> list[list[int]]:
+    """Positions of each dtype."""
+    return [[i for i, each in enumerate(dtypes) if each == dtype] for dtype in dict.fromkeys(dtypes)]
