@@ -2,7 +2,7 @@
 
 What is counted here on CPU tensors, each read would be a stall on an accelerator.
 
-Covers: shoal_data_parallel/reduction.py.
+Covers: shoal_data_parallel/reduction.py, experts/{routed_experts,token_route}.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from data_parallel_model import batch, loss_of, mesh_of, own, same_gradients, twins, units
+from moe_models import WIDTH, PackedExperts
 from shoal_data_parallel import fully_shard, replicate
+from shoal_dtensor import Placement, Replicate, Shard
+from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
+from shoal_tp_styles import ExpertParallel, parallelize_module
 
 READS = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
@@ -121,3 +125,21 @@ def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
         loss.backward()
     assert [line.split()[-1] for line in found] == ["tolist"]
     same_gradients(plain, model)
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@on_ranks(4)
+def test_one_read_of_experts(layout: Placement, capacity: float | None) -> None:
+    torch.manual_seed(0)
+    experts = PackedExperts(8)
+    style = ExpertParallel(input_layouts=layout, capacity_factor=capacity)
+    parallelize_module(experts, init_device_mesh("cpu", (4,)), style)
+    x = torch.randn(6, WIDTH, requires_grad=True)
+    chosen, weights = torch.randint(8, (6, 2)), torch.rand(6, 2)
+    with host_reads() as found:
+        experts(x, chosen, weights).sum().backward()
+    assert [line.split()[-1] for line in found] == ["tolist"]

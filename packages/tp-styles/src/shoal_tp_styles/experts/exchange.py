@@ -14,29 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor.internal import first_order_only
-from shoal_mesh import Comm, all_gather, all_to_all_v, differentiable
+from shoal_mesh import Comm, all_to_all_v, differentiable
 from shoal_mesh.internal import Pending, dataclass
 
 from .._torch import apply
-
-
-def gathered_counts(counts: list[int], pairs: int, comm: Comm, device: torch.device) -> tuple[list[list[int]], int]:
-    """The counts of every rank, and the pairs of all ranks together.
-
-    Args:
-        counts: (experts,) rows that this rank has for each expert.
-        pairs: of this rank, those included that no expert computes.
-        comm: the ranks.
-        device: of the rows: the counts are sent by the same backend.
-    """
-    mine = torch.tensor([*counts, pairs], dtype=torch.int64, device=device)
-    every: list[list[int]] = all_gather(mine, comm).view(comm.size, -1).tolist()
-    return [row[:-1] for row in every], sum(row[-1] for row in every)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ of other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from math import prod
 from typing import Any, ClassVar, Literal
 
@@ -21,8 +22,8 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Partial, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import eager_only
-from shoal_mesh import Comm
+from shoal_dtensor.internal import eager_only, upload
+from shoal_mesh import Comm, all_gather
 
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
@@ -32,9 +33,9 @@ from ..sharding.collective import Collective
 from ..sharding.expert_parameters import EXPERTS
 from ..sharding.expert_shards import experts_per_rank
 from ..sharding.module_sharding import Experts, ModuleCall
-from .exchange import Exchange, gathered_counts
+from .exchange import Exchange
 from .own_forward import holding, local_shards
-from .token_route import Route, within_capacity
+from .token_route import Route, counts_of, sorted_choices, within_capacity
 
 
 class RoutedExperts(Lowered):
@@ -78,7 +79,7 @@ class RoutedExperts(Lowered):
             yield from _shared_over(call, prod(sizes))
             return
         routed = nbytes(x) if experts.grouped else nbytes(x) * chosen.shape[-1]
-        yield Collective("all_gather", 8 * (experts.count + 1) * sizes[0], ranks=sizes[0])
+        yield Collective("all_gather", 8 * (experts.count + 2) * sizes[0], ranks=sizes[0])
         yield from (Collective("all_to_all", routed, ranks=sizes[0]) for _ in range(2))
         if call.output.requires_grad:
             yield from (
@@ -113,13 +114,12 @@ class RoutedExperts(Lowered):
         if self.shared is not None:
             weights = copy(weights, self.shared)
         tokens = x.reshape(-1, x.shape[-1])
-        route = Route.of(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
-        counts, pairs = [route.counts], chosen.numel()
-        if self.sharded:
-            counts, pairs = gathered_counts(route.counts, pairs, self.comm, x.device)
+        pairs, bounds = sorted_choices(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
+        every, own = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
+        route, counts = Route.of(pairs, every[own][:-1], chosen.shape[-1]), [counts_of(row[:-1]) for row in every]
         if self.experts.capacity is not None:
-            counts = within_capacity(counts, self.experts.capacity, pairs)
-            route = route.keeping(counts[self.comm.rank if self.sharded else 0])
+            counts = within_capacity(counts, self.experts.capacity, sum(row[-1] for row in every))
+            route = route.keeping(counts[own])
         if not self.sharded:
             route = route.only(self.own)
         rows = self.routed(tokens.index_select(0, route.tokens), counts)
@@ -129,19 +129,29 @@ class RoutedExperts(Lowered):
 
     def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
         """What the experts make of rows that are sorted by expert; partial where all ranks have all rows."""
-        counts: list[int] = sizes.tolist()
-        if len(counts) != self.experts.count or sum(counts) > len(rows):
+        fits = sizes.shape == (self.experts.count,)
+        every = self.read(functional.pad(sizes.cumsum(0), (1, 0)).to(rows.device), len(rows)) if fits else []
+        if not fits or any(row[-2] > row[-1] for row in every):
             raise LayoutError(
                 f"{self.sharding.style}: expected the rows of each of {self.experts.count} experts, {len(rows)} in "
-                f"all, got {counts}"
+                f"all, got {sizes.tolist()}"
             )
-        used = rows.narrow(0, 0, sum(counts))
+        counts = [counts_of(row[:-1]) for row in every]
         if self.sharded:
-            out = self.routed(used, gathered_counts(counts, len(used), self.comm, rows.device)[0])
-            return out if len(used) == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - len(used)))
-        start, size = sum(counts[: self.own.start]), sum(counts[self.own.start : self.own.stop])
-        out = self.routed(used.narrow(0, start, size), [counts])
-        return functional.pad(out, (0, 0, start, len(rows) - start - size))
+            used = every[self.comm.rank][-2]
+            out = self.routed(rows.narrow(0, 0, used), counts)
+            return out if used == len(rows) else functional.pad(out, (0, 0, 0, len(rows) - used))
+        start, end = every[0][self.own.start], every[0][self.own.stop]
+        out = self.routed(rows.narrow(0, start, end - start), counts)
+        return functional.pad(out, (0, 0, start, len(rows) - end))
+
+    def read(self, bounds: Tensor, rows: int) -> list[list[int]]:
+        """Bounds and number of rows of each rank that has tokens of its own: the one time that the host waits."""
+        if not self.sharded:
+            return [[*bounds.tolist(), rows]]
+        own = torch.cat([bounds, bounds.new_full((1,), rows)])
+        every: list[list[int]] = all_gather(own, self.comm).view(self.comm.size, -1).tolist()
+        return every
 
     def routed(self, rows: Tensor, counts: list[list[int]]) -> Tensor:
         """What the experts make of rows.
@@ -173,14 +183,14 @@ class RoutedExperts(Lowered):
             one = [[int(index == 0) for index in range(len(self.own))]]
             padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
             return self.computed(padded, one).narrow(0, 0, 0)
-        ids = _experts_of_rows(counts, rows.device)
+        ids = _experts_of_rows(counts, rows)
         with holding(module, local, self.experts.count, self.own):
             if not self.experts.grouped:
                 ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
                 out: Tensor = type(module).forward(module, rows, ids.unsqueeze(-1), ones)
             else:
                 order = torch.argsort(ids, stable=True)
-                sizes = torch.tensor([sum(column) for column in zip(*counts, strict=True)], device=rows.device)
+                sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
                 out = type(module).forward(module, rows.index_select(0, order), sizes)
                 out = out.index_select(0, torch.argsort(order))
         return out + _anchor(local) if self.experts.listed else out
@@ -194,10 +204,11 @@ def _shared_over(call: ModuleCall, ranks: int) -> Iterator[Collective]:
             yield Collective("all_reduce", nbytes(tensor), backward=True, ranks=ranks)
 
 
-def _experts_of_rows(counts: list[list[int]], device: torch.device) -> Tensor:
+def _experts_of_rows(counts: list[list[int]], rows: Tensor) -> Tensor:
     """(rows,) index among this rank's experts of the expert of each row."""
-    sizes = torch.tensor([size for row in counts for size in row], device=device)
-    return torch.repeat_interleave(torch.arange(len(counts[0]), device=device).repeat(len(counts)), sizes)
+    # 2 0 1 and 1 1 0 rows of three experts end at 2 2 3 and 4 5 5: row 3 is in the fourth part, so of expert 0.
+    ends = upload([*accumulate(size for row in counts for size in row)], rows.device)
+    return torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True) % len(counts[0])
 
 
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:

@@ -11,6 +11,29 @@ from torch import Tensor
 from shoal_mesh.internal import dataclass
 
 
+def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Indices into the flattened choices, those of expert 0 first, and (experts + 1,) bounds: where each one's begin.
+
+    The host waits for neither.
+
+    Args:
+        chosen: (tokens, choices) indices of experts; others count as before the first or behind the last.
+        experts: number of experts.
+
+    Example:
+        >>> sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)  # sorted: 0 1 1 2
+        (tensor([1, 0, 3, 2]), tensor([0, 1, 3, 4]))
+    """
+    flat = chosen.reshape(-1)
+    ordered, pairs = torch.sort(flat, stable=True)
+    return pairs, torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype))
+
+
+def counts_of(bounds: list[int]) -> list[int]:
+    """The pairs of each expert."""
+    return [end - start for start, end in pairwise(bounds)]
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The pairs of token and chosen expert that are computed, those of expert 0 first, each expert's in token order.
@@ -26,31 +49,28 @@ class Route:
     counts: list[int]
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int) -> Route:
+    def of(cls, pairs: Tensor, bounds: list[int], choices: int) -> Route:
         """The route of all tokens.  Choices that are no expert's index are left out.
 
         Args:
-            chosen: (tokens, choices) indices of experts.
-            experts: number of experts.
+            pairs: what `sorted_choices` gives.
+            bounds: likewise, read by the host.
+            choices: of each token.
 
         Example:
-            >>> route = Route.of(torch.tensor([[1, 0], [2, 1]]), 3)
+            >>> pairs, bounds = sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)
+            >>> route = Route.of(pairs, bounds.tolist(), 2)
             >>> route.tokens.tolist(), route.counts
             ([0, 0, 1, 1], [1, 2, 1])
         """
-        # Choices 1 0 2 1 of three experts, sorted: 0 1 1 2, the pairs 1 0 3 2; the experts' bounds are 0 1 3 4.
-        flat = chosen.reshape(-1)
-        ordered, pairs = torch.sort(flat, stable=True)
-        bounds = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=flat.dtype)).tolist()
         pairs = pairs[bounds[0] : bounds[-1]]
-        counts = [end - start for start, end in pairwise(bounds)]
-        return cls(pairs, pairs // max(chosen.shape[-1], 1), counts)
+        return cls(pairs, pairs // max(choices, 1), counts_of(bounds))
 
     def keeping(self, kept: list[int]) -> Route:
         """The route of the first so many pairs of each expert.
 
         Example:
-            >>> Route.of(torch.tensor([[0], [0], [1]]), 2).keeping([1, 1]).tokens.tolist()
+            >>> Route.of(torch.arange(3), [0, 2, 3], 1).keeping([1, 1]).tokens.tolist()
             [0, 2]
         """
         if kept == self.counts:
@@ -62,7 +82,7 @@ class Route:
         """The route to some neighbouring experts.
 
         Example:
-            >>> Route.of(torch.tensor([[0], [2], [1]]), 3).only(range(1, 3)).tokens.tolist()
+            >>> Route.of(torch.tensor([0, 2, 1]), [0, 1, 2, 3], 1).only(range(1, 3)).tokens.tolist()
             [2, 1]
         """
         rows = slice(sum(self.counts[: experts.start]), sum(self.counts[: experts.stop]))
