@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shoal_mesh import ElasticWorld, MeshError, PeerError, all_reduce, init_device_mesh
 from shoal_mesh._torch import TCPStore
-from shoal_mesh.errors import MeshTypeError, RankError
+from shoal_mesh.errors import BackendError, MeshTypeError, RankError
 from shoal_mesh.local_ranks.pool import RankPool
 
 STEPS = 6
@@ -168,5 +168,8 @@ def test_wrong_arguments() -> None:
         ElasticWorld("store", 2)  # type: ignore[arg-type]  # the mistake
     with pytest.raises(MeshError, match="positive"):
         ElasticWorld(store, 0)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        with pytest.raises(BackendError, match="runs over gloo"):
+            ElasticWorld(store, 1, backend=backend)
     with pytest.raises(MeshTypeError, match="function"):
         ElasticWorld(store, 1).run(3)  # type: ignore[arg-type]  # the mistake

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from . import _torch
 from .argument_types import require
 from .collectives.even import all_reduce
-from .errors import MeshError, NewcomerError, PeerError
+from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
 from .groups.world import device_of, require_world
 from .shared_memory.backend_work import settle
@@ -49,7 +49,8 @@ class ElasticWorld:
     Args:
         store: in which ranks meet; it has to outlive them. A TCPStore that a launcher holds, say.
         size: ranks of the first world, which begins when so many have come.
-        backend: of the default group.
+        backend: of the default group: gloo. Others, such as NCCL, do not tell a rank that another is lost, so a host
+            would wait for ever in what it has started.
         at_least: ranks of any later world; with fewer, ranks wait for newcomers.
         patience: seconds that the others wait for a member that is alive, or cannot be seen, and does not come.
         timeout: seconds after which collectives give up.
@@ -60,6 +61,7 @@ class ElasticWorld:
     Raises:
         MeshTypeError: an argument of a wrong type.
         MeshError: a number that is not positive.
+        BackendError: a backend other than gloo.
 
     Example:
         >>> def example() -> list[int]:
@@ -89,6 +91,11 @@ class ElasticWorld:
             require(seconds, int | float, "patience and timeout are numbers of seconds")
         if min(size, at_least, patience, timeout) <= 0:
             raise MeshError(f"sizes and seconds are positive, got {size=} {at_least=} {patience=} {timeout=}")
+        if backend not in {"gloo", "cpu:gloo"}:
+            raise BackendError(
+                f"an elastic world runs over gloo, got the backend {backend!r}: those of accelerators do not end what "
+                "waits for a lost rank. Restart the program from a checkpoint there (torchrun --max-restarts)"
+            )
         self.round: int = -1
         self._store = _torch.PrefixStore("shoal_elastic", store)
         self._size, self._backend, self._at_least = size, backend, at_least
