@@ -25,6 +25,7 @@ from ..shared_memory.backend_work import BackendWork
 from ..shared_memory.channel import Channel
 from ..shared_memory.recorder import record
 from ..transport import Handle, Receive, Transport, as_bytes
+from .local_reductions import ON_BITS, all_reduce_here, reduce_scatter_here
 from .reductions import PLAIN, REDUCE
 
 Options = TypeVar("Options", AllreduceOptions, ReduceScatterOptions)
@@ -52,11 +53,12 @@ def _from(root: int) -> BroadcastOptions:
 class C10dTransport:
     """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete."""
 
-    __slots__ = ("_channel", "_fake", "_gloo", "_group", "_name")
+    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_name", "_size")
 
     def __init__(self, comm: Comm, channel: Channel | None) -> None:
         self._group, self._name, self._channel = comm.group, comm.name, channel
         self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
+        self._backends, self._size = comm.backend, comm.size
 
     def _announce(self, tensor: Tensor, kind: str, count: int, op: str = "", root: int = 0) -> None:
         """Before a call: record it, and of gloo between ranks of one host see that no rank has started another.
@@ -74,7 +76,13 @@ class C10dTransport:
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         return self
 
+    def _moves_only(self, tensor: Tensor, op: str) -> bool:
+        """Whether the tensor's backend does not reduce so: of those for devices, gloo alone has reductions on bits."""
+        return op in ON_BITS and not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
+
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
+        if self._moves_only(tensor, op):
+            return all_reduce_here(tensor, self._size, op, self)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
 
@@ -84,10 +92,12 @@ class C10dTransport:
         return self._watched(call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
+        if self._moves_only(tensor, op):
+            return reduce_scatter_here(tensor, out, self._size, op, self)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         work = call_of(self._group, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])
         # gloo's is never completed before it is waited for, so it cannot be watched.
-        return BackendWork(work, self._group, None) if self._gloo else work
+        return BackendWork(work, self._group, None) if self._gloo and tensor.is_cpu else work
 
     def all_to_all(self, tensor: Tensor, out: Tensor) -> Handle | None:
         self._announce(tensor, "all_to_all", tensor.numel())
