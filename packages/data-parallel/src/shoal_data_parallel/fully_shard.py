@@ -19,6 +19,7 @@ from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import complete_forms, extended, owners_of, refuse_save_pretrained, takes, watch_draws
 from shoal_mesh import DeviceMesh, init_device_mesh
+from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -118,8 +119,7 @@ def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
 
 def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     if mesh is None:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
+        mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
     if not isinstance(mesh, DeviceMesh):
         raise LayoutError(
             f"fully_shard: expected a shoal_mesh.DeviceMesh of one or two data axes, got {type(mesh).__name__}; "

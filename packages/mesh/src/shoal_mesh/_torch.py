@@ -318,7 +318,9 @@ def new_group(
     world = _c10d._get_default_group()
     default_backend, store = _c10d._world.pg_map[world]
     backend = dist.Backend(backend or default_backend)
-    device_id = world.bound_device_id if "nccl" in str(backend) else None
+    device_id = world.bound_device_id
+    if device_id is not None and f"{device_id.type}:gloo" in f"{full_backend_config(str(backend))},":
+        device_id = None
     with _unbound(world):
         group, _ = _c10d._new_process_group_helper(
             len(ranks),

@@ -3,7 +3,7 @@
 `torchrun --nproc-per-node 8 -m shoal_mesh topology --mesh 2x4` measures the machines that torchrun runs on; without
 torchrun, local ranks are started.
 
-May import: __about__, local_ranks, mesh, shared_memory, topology.
+May import: __about__, accelerator, local_ranks, mesh, shared_memory, topology.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .__about__ import __version__
+from .accelerator import accelerator, device_count, module_of
 from .local_ranks.launch import launch
 from .mesh.create import init_device_mesh, measured_order
 from .mesh.rank_order import RankOrder
@@ -79,10 +80,12 @@ def facts() -> dict[str, str]:
             found[name.replace("-", "_")] = "not installed"
     found |= {"torch": torch.__version__, "python": sys.version.split()[0], "platform": platform.platform()}
     found["cores"] = f"{os.cpu_count()}, {torch.get_num_threads()} threads in torch"
-    found["backends"] = ", ".join(name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name))
-    count = torch.cuda.device_count()
-    found["GPUs"] = ", ".join(torch.cuda.get_device_name(index) for index in range(count)) or "none"
-    if count:
+    known = (name for name in dist.Backend.backend_list if name != "undefined")
+    found["backends"] = ", ".join(name for name in known if dist.is_backend_available(name))
+    kind = accelerator()
+    name_of = getattr(module_of(kind or "cpu"), "get_device_name", lambda index: f"{kind} {index}")
+    found["GPUs"] = ", ".join(name_of(index) for index in range(device_count())) or "none"
+    if kind == "cuda":
         found["CUDA"] = f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]  # torch's
     if os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free
@@ -157,7 +160,7 @@ def print_topology(asked: argparse.Namespace) -> int:
 
 
 def _measure(shape: tuple[int, ...], largest: int) -> tuple[tuple[Link, ...], RankOrder]:
-    device = "cuda" if torch.cuda.device_count() >= math.prod(shape) else "cpu"
+    device = (accelerator() if device_count() >= math.prod(shape) else None) or "cpu"
     return measure(init_device_mesh(device, shape), largest=largest).links, measured_order(shape, device)
 
 

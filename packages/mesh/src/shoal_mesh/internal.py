@@ -2,10 +2,12 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, argument_types, collectives, events, facades, groups, observers, shared_memory, topology, values.
+May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers, shared_memory,
+topology, values.
 """
 
 from ._torch import constant_when_compiled as constant_when_compiled
+from .accelerator import accelerator as accelerator, module_of as module_of, own_device as own_device
 from .argument_types import kind_of as kind_of
 from .collectives.blocks import pack_blocks as pack_blocks, unpack_blocks as unpack_blocks
 from .collectives.calls import Along as Along, Pending as Pending

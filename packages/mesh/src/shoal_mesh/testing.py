@@ -9,7 +9,7 @@ Example::
 
 Four gloo ranks start once per session in about two seconds; then a test takes milliseconds.
 
-May import: _torch, argument_types, errors, events, groups, local_ranks, mesh, observers.
+May import: _torch, accelerator, argument_types, errors, events, groups, local_ranks, mesh, observers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from . import _torch
+from .accelerator import accelerator, device_count
 from .argument_types import require, require_each
 from .errors import MeshError
 from .events import Event, observe, unobserve
@@ -163,20 +163,20 @@ def all_ranks() -> DeviceMesh:
 
 
 def device_type() -> str:
-    """`cuda` where there are GPUs, else `cpu`."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """That of the accelerator where there is one (`cuda`, `xpu`, ...), else `cpu`."""
+    return accelerator() or "cpu"
 
 
 def default_world_size() -> int:
-    """Four ranks, or as many as there are GPUs if that is two or three."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return gpus if 1 < gpus < 4 else 4
+    """Four ranks, or as many as there are accelerators if that is two or three."""
+    there = device_count()
+    return there if 1 < there < 4 else 4
 
 
 def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
-    """Skip a test or a class, saying why, where there are fewer GPUs."""
+    """Skip a test or a class, saying why, where there are fewer GPUs, or other accelerators."""
     require(count, int, "skip_unless_gpus takes a number of GPUs")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = device_count()
     return unittest.skipUnless(there >= count, f"needs {count} GPU(s), there are {there}")
 
 

@@ -3,7 +3,7 @@
 The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
 defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
 
-May import: argument_types, collectives, errors, groups, mesh, values.
+May import: accelerator, argument_types, collectives, errors, groups, mesh, values.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .accelerator import module_of, own_device
 from .argument_types import require, require_each
 from .collectives import even
 from .errors import AxisError, MeshError
 from .groups.process_groups import Comm
-from .groups.world import device_of
 from .mesh.device_mesh import DeviceMesh
 from .values import dataclass
 
@@ -110,8 +110,9 @@ class Topology:
 
 
 # Defaults: orders of magnitude of loopback TCP, NVLink with nccl, and one 200 Gbit/s adapter per GPU.
-_LOCAL = {"cpu": Link(60e-6, 1.5e9), "cuda": Link(12e-6, 180e9)}
-_REMOTE = {"cpu": Link(150e-6, 1.0e9), "cuda": Link(25e-6, 22e9)}
+_LOCAL = {"cpu": Link(60e-6, 1.5e9), "accelerator": Link(12e-6, 180e9)}
+_REMOTE = {"cpu": Link(150e-6, 1.0e9), "accelerator": Link(25e-6, 22e9)}
+_ON_A_HOST = 8  # accelerators, where neither the launcher nor this host says how many
 _SET: WeakKeyDictionary[DeviceMesh, Topology] = WeakKeyDictionary()  # set by users; an entry goes with its mesh
 _VERSION = [0]  # how often users set a topology
 
@@ -174,13 +175,18 @@ def topology_version() -> int:
 
 
 def _default(mesh: DeviceMesh) -> Topology:
-    kind = "cpu" if mesh.device_type in {"cpu", "meta"} else "cuda"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (8 if kind == "cuda" else 1 << 30)
+    kind = "cpu" if mesh.device_type in {"cpu", "meta"} else "accelerator"
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (1 << 30 if kind == "cpu" else _devices_of_a_host(mesh))
     links = []
     for axis in range(mesh.ndim):
         hosts = {rank // per_host for rank in mesh.ranks_along(axis, (0,) * mesh.ndim)}
         links.append((_REMOTE if len(hosts) > 1 else _LOCAL)[kind])
     return Topology(tuple(links))
+
+
+def _devices_of_a_host(mesh: DeviceMesh) -> int:
+    module = module_of(mesh.device_type)
+    return int(module.device_count() if module is not None and module.is_available() else 0) or _ON_A_HOST
 
 
 def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> Topology:
@@ -207,14 +213,15 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     require_each((largest, repeats), int, "measure takes a number of bytes and a number of repeats")
     if largest <= 64 or repeats < 1:
         raise MeshError(f"measure needs largest > 64 bytes and repeats >= 1, got {largest} and {repeats}")
-    defaults = _default(mesh)
+    defaults, device = _default(mesh), own_device(mesh.device_type)
     times = []
     for axis in range(mesh.ndim):
         comm = mesh.comm(axis)
-        small, large = (_seconds(comm, nbytes, repeats) for nbytes in (64, largest))
+        small, large = (_seconds(comm, torch.zeros(nbytes // 4, device=device), repeats) for nbytes in (64, largest))
         times.append((small, large))
     everyone = mesh.comm(tuple(range(mesh.ndim)))
-    worst = even.all_reduce(_tensor(times, everyone), everyone, "max").cpu().tolist()
+    # In float32: there are devices without float64.
+    worst = even.all_reduce(torch.tensor(times, device=device), everyone, "max").tolist()
     links = []
     for axis, (small, large) in enumerate(worst):
         steps = mesh.shape[axis] - 1
@@ -227,18 +234,12 @@ def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> To
     return Topology(tuple(links))
 
 
-def _tensor(rows: list[tuple[float, float]], comm: Comm) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float64, device=device_of(comm.group))
-
-
-def _seconds(comm: Comm, nbytes: int, repeats: int) -> float:
-    device = device_of(comm.group)
-    block = torch.zeros(nbytes // 4, device=device)
+def _seconds(comm: Comm, block: torch.Tensor, repeats: int) -> float:
     best = float("inf")
     for _ in range(repeats + 1):  # the first one connects
         begin = time.perf_counter()
         even.all_gather(block, comm)
-        if device.type != "cpu":
+        if block.device.type != "cpu":
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - begin)
     return best

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from .._torch import ProcessGroup, Store
+from ..accelerator import module_of, own_device
 from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
@@ -166,20 +167,15 @@ def _end_world() -> None:
 
 def _set_device(device_type: str, rank: int) -> None:
     """Give each rank of a host its own device, unless the program has chosen one."""
-    module = getattr(torch, device_type, None)
-    if module is None or not module.is_available():
-        return
-    if not module.is_initialized():
+    module = module_of(device_type)
+    if module is not None and module.is_available() and not module.is_initialized():
         module.set_device(int(os.environ.get("LOCAL_RANK", rank)) % module.device_count())
 
 
 def device_of(group: ProcessGroup) -> torch.device:
     """A device whose tensors the group can send: the CPU where it can."""
     kinds = {part.partition(":")[0] for part in _torch.backend_config(group).split(",")}
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    kind = min(kinds)
-    return torch.device(kind, getattr(torch, kind).current_device())
+    return own_device("cpu" if "cpu" in kinds else min(kinds))
 
 
 def check_agreement(description: str) -> None:

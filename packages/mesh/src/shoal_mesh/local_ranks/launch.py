@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.distributed as dist
 
+from ..accelerator import accelerator
 from ..argument_types import require
 from ..errors import MeshError, RankError
 from ..groups.world import all_gather_objects, ensure_world
@@ -56,7 +57,8 @@ def launch(  # type: ignore[misc]  # a function with an argument named backend c
         nprocs: number of local ranks. Under torchrun, or where a default group is up, the ranks exist already: then it
             is their number or None.
         *args: for `fn`, pickled.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, else `gloo`.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of another accelerator
+            likewise, else `gloo`.
         timeout: seconds until ranks that have not returned count as hung; None waits.
         **kwargs: for `fn`, pickled.
 
@@ -117,13 +119,7 @@ def _pool(nprocs: int, backend: str | None) -> AbstractContextManager[RankPool]:
 def _on_present_ranks(
     fn: Callable[..., R], nprocs: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[R]:
-    world = ensure_world("cuda" if _has_gpus() else "cpu")
+    world = ensure_world(accelerator() or "cpu")
     if nprocs is not None and nprocs != world.size():
         raise MeshError(f"launch asked for {nprocs} ranks, but this run has {world.size()} ranks already")
     return all_gather_objects(world, fn(*args, **kwargs))
-
-
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -26,8 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
-import torch
-
+from ..accelerator import default_backend
 from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
 from .fork_server import ForkServer
@@ -45,7 +44,8 @@ class RankPool:
 
     Args:
         size: number of ranks.
-        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, else `gloo`.
+        backend: of the default group; `cpu:gloo,cuda:nccl` when there is a GPU per rank, that of another accelerator
+            likewise, else `gloo`.
         show_output: let the ranks print where the parent does; otherwise what they print is shown with a failure.
         once: a rank ends when it has returned, as under torchrun, so that others which wait for it raise.
 
@@ -65,8 +65,7 @@ class RankPool:
         if size < 1:
             raise MeshError(f"a pool needs at least one rank, got {size}")
         self.size = size
-        gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-        self.backend: str = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
+        self.backend: str = backend or default_backend(size)
         self._show_output, self._once = show_output, once
         self._connections: list[Connection] = []
         self._pids: list[int] = []

@@ -166,16 +166,14 @@ def _ensure_group(job: Job, rank: int, size: int) -> None:
     import torch.distributed as dist
 
     from .._torch import PrefixStore, TCPStore
+    from ..accelerator import set_own_device
     from ..groups.world import meet
 
     if dist.is_initialized():
         return
     port, prefix = job.store
     store = TCPStore("127.0.0.1", port, is_master=False)
-    if "nccl" in job.backend:
-        import torch
-
-        torch.cuda.set_device(rank)
+    set_own_device(rank, job.backend)
     dist.init_process_group(job.backend, store=PrefixStore(prefix, store), rank=rank, world_size=size)
     # A job may end the group at once.
     meet(PrefixStore(f"{prefix}_met", store), range(size), rank, None, "the start of a job")

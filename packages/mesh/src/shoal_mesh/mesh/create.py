@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-import torch
-
 from .._torch import ProcessGroup
+from ..accelerator import own_device
 from ..argument_types import require, require_each
 from ..errors import MeshError
 from ..groups.process_groups import BackendChoice, Comm
@@ -81,7 +80,7 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
 
 def _fastest(shape: tuple[int, ...], device_type: str, world: ProcessGroup) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout of the ranks in measured order; that in rank order with a map of ranks, where no layout says it."""
-    ranks = order_by_costs(shape, measured_costs(world, _device(device_type))).ranks
+    ranks = order_by_costs(shape, measured_costs(world, own_device(device_type))).ranks
     fitting = Layout.fit(shape, ranks)
     return (Layout.dense(shape), ranks) if fitting is None else (fitting, None)
 
@@ -100,13 +99,7 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
     kind, shape = read_device_type(device_type), read_shape(mesh_shape)
     world = ensure_world(kind)
     check_fits(shape, world.size())
-    return order_by_costs(shape, measured_costs(world, _device(kind)))
-
-
-def _device(device_type: str) -> torch.device:
-    """This rank's device of a type."""
-    kind = "cpu" if device_type == "meta" else device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, getattr(torch, kind).current_device())
+    return order_by_costs(shape, measured_costs(world, own_device(kind)))
 
 
 def abstract_mesh(

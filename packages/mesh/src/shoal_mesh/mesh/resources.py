@@ -30,7 +30,7 @@ class _MeshResources:
         """Devices on this host; for the CPU the ranks that the launcher started here."""
         if device_type == "cpu":
             return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(getattr(torch, device_type).device_count())
+        return int(torch.get_device_module(device_type).device_count())
 
     @classmethod
     def num_hosts(cls, device_type: str) -> int:
