@@ -1,8 +1,8 @@
 """Covers: rules/math/random_ops.py: every random operator against the same one on the plain tensor.
 
-On four gloo ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes up to 8 x 8
-without any process group.  The same functions run on CPU and, under the `gpu` marker, on a CUDA device that all ranks
-share.
+On four ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes up to 8 x 8
+without any process group.  The same functions run on CPU and, under the `gpu` marker, on an accelerator, which all
+ranks share if there are fewer than four.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec
+from shoal_dtensor.rng.state import generator_of
 from shoal_mesh import DeviceMesh, abstract_mesh, init_device_mesh
+from shoal_mesh.internal import accelerator
 from shoal_mesh.testing import on_ranks
 
-CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-)
-DEVICES = ["cpu", CUDA]
+ACCELERATOR = accelerator()
+DEVICES = [
+    "cpu",
+    pytest.param(
+        ACCELERATOR or "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(ACCELERATOR is None, reason="needs an accelerator")],
+    ),
+]
 SHAPES = [(8, 6), (5, 7), (3, 2, 9), (0, 4), (33, 33)]
 ON_A_SQUARE = [(5, 7), (3, 2, 9)]
 aten = torch.ops.aten
@@ -110,7 +115,7 @@ def cut(x: Tensor, mesh: DeviceMesh, placements: list[Any], order: Any = None) -
 
 def seeded(passed: bool, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
     """The generator that operators use, and the device's default one; on CPU both hold a spare normal value."""
-    default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index]
+    default = generator_of(device)
     generator = torch.Generator(device)
     for each in (generator, default):
         each.manual_seed(11)
@@ -208,7 +213,7 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Any], Any]] = [
 @pytest.mark.parametrize("name", [name for name in OPS if name not in GATHERING])
 def test_simulated_coordinates_equal_one_device(name: str, device: str) -> None:
     """Even and uneven shardings; on a device, tensors of one round of its generator and of several."""
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    where = torch.device(device) if device == "cpu" else torch.device(device, 0)
     for number, (mesh_shape, placements, order) in enumerate(LAYOUTS):
         for shape in [(33, 33), (33, 20)] + ([(33, 40_000)] if device == "cuda" else []):
             x = values(shape, str(where))

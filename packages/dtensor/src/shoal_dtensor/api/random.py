@@ -13,23 +13,24 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import own_device
 
 from ..argument_types import check_mesh, check_type
 from ..errors import RandomStateError
 from ..layout.spec import Spec
 from ..rng.modes import current_mode, set_random_mode
-from ..rng.state import check_in_step, forget_checks, generator_of
+from ..rng.state import check_in_step, forget_checks, generator_of, has_generators
 
 
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
-    """Whether random operators on tensors of the mesh draw as on one device: CPU and CUDA meshes.
+    """Whether random operators on tensors of the mesh draw as on one device: where torch shows its generators.
 
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> is_rng_supported_mesh(abstract_mesh((2,)))
         True
     """
-    return device_mesh.device_type in ("cpu", "cuda")
+    return has_generators(device_mesh.device_type)
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
@@ -43,7 +44,9 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     check_type("manual_seed", "seed", seed, int, "an int")
     check_mesh("manual_seed", device_mesh)
     if not is_rng_supported_mesh(device_mesh):
-        raise RandomStateError(f"manual_seed: expected a mesh of cpu or cuda devices, got {device_mesh}")
+        raise RandomStateError(
+            f"manual_seed: expected a mesh of devices whose generators torch shows, got {device_mesh}"
+        )
     torch.manual_seed(seed)
     forget_checks()
 
@@ -54,11 +57,7 @@ def check_random_state(device_mesh: DeviceMesh) -> None:
     Raises:
         RandomStateError: if they differ; it names the ranks that agree with each other.
     """
-    check_in_step(device_mesh, generator_of(_device(device_mesh)), always=True)
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    check_in_step(device_mesh, generator_of(own_device(device_mesh.device_type)), always=True)
 
 
 class OffsetBasedRNGTracker:
@@ -94,7 +93,7 @@ class OffsetBasedRNGTracker:
 
     @property
     def _generator(self) -> torch.Generator:
-        return generator_of(_device(self._mesh))
+        return generator_of(own_device(self._mesh.device_type))
 
     def get_seed(self, name: str = "parallel-rng") -> int:
         """The seed that the generator started from."""

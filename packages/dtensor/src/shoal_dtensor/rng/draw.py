@@ -87,10 +87,28 @@ def _fill_stream(
     if memory.whole and memory.arranged(local).is_contiguous() and local.is_contiguous() == memory.contiguous:
         # The box is the tensor, in the global one's memory order: the plain operator does it.
         fill(local, generator, operand)
+    elif local.device.type == "cpu":
+        fill_cpu(local, memory, fill, generator, operand)
     elif local.device.type == "cuda":
         fill_cuda(local, memory, fill, generator, operand)
     else:
-        fill_cpu(local, memory, fill, generator, operand)
+        _fill_whole(local, memory, fill, generator, operand)
+
+
+def _fill_whole(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+) -> None:
+    """Draw the global tensor, in its memory order, and keep the box: right by any law that a device may have."""
+    whole = torch.empty(memory.shape, dtype=local.dtype, device=local.device)
+    own = tuple(slice(start, stop) for start, stop in memory.box)
+    back = memory.restored()
+    odds = None
+    if operand is not None:
+        odds = torch.full_like(whole, 0.5, dtype=operand.dtype)
+        odds[own] = memory.arranged(operand)
+        odds = odds.permute(back)
+    fill(whole.permute(back), generator, odds)
+    memory.arranged(local).copy_(whole[own])
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
@@ -99,10 +117,10 @@ def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Ten
     Args:
         spec: of the mask.
         chance: to drop an element.
-        dtype: of the input; on CUDA torch's kernel depends on it.
+        dtype: of the input; torch's kernels of devices depend on it.
         out: the box.
     """
-    if out.device.type == "cuda" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
+    if out.device.type != "cpu" and 0.0 < chance < 1.0 and current_mode().mode == "single_device":
         draw(spec, Fill("dropout_mask", (chance, dtype), granule=16), out=out)
     else:
         draw(spec, Fill("bernoulli_", (1.0 - chance,)), out=out)
@@ -131,8 +149,7 @@ def empty_local(spec: Spec, device: torch.device | str | None = None) -> Tensor:
     if spec.coordinate is None:
         return torch.empty(0, dtype=spec.dtype, device=place)
     packed = torch.empty([stop - start for start, stop in memory.box], dtype=spec.dtype, device=place)
-    back = sorted(range(len(memory.order)), key=lambda position: memory.order[position])
-    return packed.permute(back)
+    return packed.permute(memory.restored())
 
 
 def _sharding_axes(spec: Spec, asked: tuple[int | str, ...]) -> tuple[int, ...]:

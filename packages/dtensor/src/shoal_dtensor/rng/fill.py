@@ -12,6 +12,8 @@ from torch import Tensor
 
 from shoal_mesh.internal import dataclass
 
+from .state import generator_of
+
 
 @dataclass(frozen=True, slots=True)
 class Fill:
@@ -19,7 +21,7 @@ class Fill:
 
     Attributes:
         name: the method: `uniform_`, `normal_`, `bernoulli_`, `exponential_`, `cauchy_`, `geometric_`, `log_normal_`
-            or `random_`; or `dropout_mask`, what torch's CUDA dropout kernel keeps, with arguments (chance to drop,
+            or `random_`; or `dropout_mask`, what the device's dropout kernel keeps, with arguments (chance to drop,
             dtype of the input).
         args: its arguments before `generator`.
         granule: the kernel may differ by the number of elements modulo this.
@@ -53,7 +55,7 @@ class Fill:
 def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None) -> None:
     """What `native_dropout` keeps of a tensor like `mask`; it takes no generator, so another one is lent its place."""
     source = torch.ones(mask.shape, dtype=dtype, device=mask.device)
-    default = torch.cuda.default_generators[mask.device.index]
+    default = generator_of(mask.device)
     if generator is None or generator is default:
         mask.copy_(torch.native_dropout(source, chance, train=True)[1])
         return

@@ -63,6 +63,10 @@ class MemoryOrder:
         """A view of the rank's local tensor with its dims in walking order."""
         return local.permute(self.order)
 
+    def restored(self) -> list[int]:
+        """Where each of the tensor's dims stands in walking order: what permutes back what `arranged` has permuted."""
+        return sorted(range(len(self.order)), key=lambda position: self.order[position])
+
 
 @remembered(1024)
 def memory_order_of(spec: Spec) -> MemoryOrder:

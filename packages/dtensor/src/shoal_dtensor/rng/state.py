@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from threading import current_thread, main_thread
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -13,26 +14,38 @@ from torch import Tensor
 
 from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.errors import NoGroupError
-from shoal_mesh.internal import in_lockstep
+from shoal_mesh.internal import in_lockstep, module_of
 
 from ..errors import RandomStateError
 from ..rows_of_ranks import one_thread_at_a_time, rows_of_ranks
 
 _MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
+_NO_GENERATORS = (
+    "random numbers on {}: torch's module for it has no default_generators, so ranks cannot agree on a state"
+)
 # The default group under which the ranks of a mesh were last found to agree, by what they compared: in another default
 # group some ranks may be new.
 _in_step: WeakKeyDictionary[DeviceMesh, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cuda":
-        generator: torch.Generator = torch.cuda.default_generators[device.index]  # tensors' devices have an index
-        return generator
+    """The default generator of a device.
+
+    Raises:
+        RandomStateError: torch's module for the device shows none.
+    """
     if device.type == "cpu":
         return torch.default_generator
-    raise RandomStateError(f"random numbers on {device}: shoal knows the generators of cpu and cuda devices only")
+    if not has_generators(device.type):
+        raise RandomStateError(_NO_GENERATORS.format(device))
+    generator: torch.Generator = module_of(device.type).default_generators[device.index]  # tensors' devices have one
+    return generator
+
+
+def has_generators(device_type: str) -> bool:
+    """Whether the generators of a type of device can be seen: of cpu, cuda, xpu and others, not of meta."""
+    return device_type == "cpu" or hasattr(module_of(device_type), "default_generators")
 
 
 def key_of(generator: torch.Generator | None) -> tuple[int, int]:
@@ -44,10 +57,14 @@ def key_of(generator: torch.Generator | None) -> tuple[int, int]:
     if generator is None or generator.device.type == "cpu":
         words = torch.empty(2, dtype=torch.int64).random_(0, 1 << 32, generator=generator).tolist()
         return words[0], words[1]
-    offset = generator.get_offset()
-    generator.set_offset(offset + 4)
-    mixed = hashlib.blake2b(f"{generator.initial_seed()} {offset}".encode(), digest_size=8).digest()
-    number = int.from_bytes(mixed, "little")
+    if generator.device.type == "cuda":
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        state = f"{generator.initial_seed()} {offset}".encode()
+    else:  # a law that is not known here: the state as it is, and one number drawn
+        state = bytes(generator.get_state().tolist())
+        torch.empty(1, device=generator.device).uniform_(generator=generator)
+    number = int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
     return number & _MASK, number >> 32
 
 
@@ -135,28 +152,57 @@ def _describe(mesh: DeviceMesh, prints: Sequence[int], generator: torch.Generato
     )
 
 
-def get_rng_state(device: torch.device | str = "cuda") -> dict[str, Tensor]:
+def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]:
     """The states of the default generators, as plain tensors for a checkpoint.
 
     In the default mode every rank has the same state, so one rank's copy serves any number of ranks.
 
     Args:
-        device: the CUDA device whose state is taken besides the CPU's, where there is one.
+        device: whose state is taken besides the CPU's, under the name of its type; this rank's accelerator when left
+            out, where there is one.
+
+    Raises:
+        RandomStateError: torch's module for the device shows no generator.
     """
     state = {"cpu": torch.default_generator.get_state()}
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    beside = _beside_the_cpu(device)
+    if beside is not None:
+        kind, module = beside
+        state[kind] = module.get_rng_state(kind if device is None else device)
     return state
 
 
-def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str = "cuda") -> None:
-    """Put back what `get_rng_state` returned; a CUDA part is left alone where there is no such device.
+def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> None:
+    """Put back what `get_rng_state` returned; the part of a device that is not here is left alone.
+
+    Args:
+        state: the states by type of device.
+        device: whose state is set besides the CPU's; this rank's accelerator when left out.
 
     Raises:
-        RandomStateError: if the state has no CPU part.
+        RandomStateError: if the state has no CPU part, or torch's module for the device shows no generator.
     """
     if "cpu" not in state:
         raise RandomStateError(f"set_rng_state: expected a state with the key 'cpu', got {sorted(state)}")
     torch.default_generator.set_state(state["cpu"])
-    if "cuda" in state and torch.device(device).type == "cuda" and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"], device)
+    beside = _beside_the_cpu(device)
+    if beside is not None and beside[0] in state:
+        kind, module = beside
+        module.set_rng_state(state[kind], kind if device is None else device)
+
+
+def _beside_the_cpu(device: torch.device | str | None) -> tuple[str, Any] | None:
+    """The type of a device that is here and not the CPU, and torch's module for it.
+
+    Raises:
+        RandomStateError: the module of a device that was asked for shows no generator.
+    """
+    chosen = torch.accelerator.current_accelerator(check_available=True) if device is None else torch.device(device)
+    if chosen is None or chosen.type == "cpu":
+        return None
+    if not has_generators(chosen.type):
+        if device is None:
+            return None
+        raise RandomStateError(_NO_GENERATORS.format(chosen))
+    module = module_of(chosen.type)
+    return (chosen.type, module) if module.is_available() else None
