@@ -211,6 +211,23 @@ def integration(session: nox.Session) -> None:
 
 
 @nox.session
+def device(session: nox.Session) -> None:
+    """The main programs and tests for GPUs on a simulated accelerator; `-- --table` writes docs/device_stalls.md."""
+    install(session, *STACK)
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "integration_tests" / "device" / "autoload")))
+    env = {**RANKS_ENV, "PYTHONPATH": path}
+    try:
+        session.run("python", "-m", "integration_tests.device.simulated", env=env)
+    except CommandFailed:
+        session.skip("the extension of the simulated accelerator needs a C++ compiler and ninja")
+    if "--table" in session.posargs:
+        session.run("python", "-W", "ignore", "-m", "integration_tests.device.stall_table", env=env)
+        return
+    tests = ("integration_tests/device", "packages/dtensor/tests/test_random_ops.py")
+    session.run("python", "-m", "pytest", "-m", "gpu", *tests, *session.posargs, env=env)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, warnings as errors; result in docs/_build/html."""
     install(session, *STACK)

@@ -1,0 +1,121 @@
+"""What the main programs make a device do, beside torch's own stack: writes docs/device_stalls.md.
+
+`nox -s device -- --table` runs it, in a process that has the simulated accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from .every_program import OURS_ALONE, PROGRAMS, measures
+from .layers import LAYERS
+from .operators import OPERATORS
+from .programs import Measure
+from .training import TRAININGS
+
+PAGE = Path(__file__).parents[2] / "docs" / "device_stalls.md"
+HOST = ("H2D", "D2H", "SYNC")
+KINDS = (*HOST, "RACE", "COLLECTIVE")
+HEAD = f"""# What the host waits for
+
+Written by `nox -s device -- --table` with torch {torch.__version__}; do not edit. The main programs on the simulated
+accelerator ([how](accelerators.md)), four ranks, rank 0, warm: the copies to the device (H2D) and from it (D2H) and the
+other synchronisations that the host waited for, mistakes around collectives and copies ("races": something that was
+read, written or freed under them, or never waited for), and collectives. Copies that the host does not wait for are in
+brackets. Beside it the same program on torch's own DTensor, styles, `fully_shard` and `replicate`; "raises" is what
+torch does not run, "-" what it does not have.
+"""
+MEMORY = """
+## Memory of the device
+
+KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward.
+
+| training | shoal live | peak | torch live | peak |
+|---|---|---|---|---|
+"""
+GRAPHS = """
+## CUDA graphs
+
+A step may be captured where, after warm-up, the host neither waits nor asks whether work is done. Which parts of the
+programs above do, and where; nothing of the kind was seen in: {quiet}. Not seen here, but not captured either: sharded
+random operators on CUDA, which move the offset of their generator (all modes but "local"), and a part whose tensors are
+new in each step, unless the allocator of the graph holds them.
+
+| part | what | where |
+|---|---|---|
+"""
+_TITLES = ("H2D", "D2H", "synchronisations", "races", "collectives")
+
+
+def cells(measure: Measure | None) -> list[str]:
+    """The counts of a part, as text."""
+    if measure is None:
+        return ["-"] * len(KINDS)
+    if measure.error:
+        return [f"raises {measure.error}", *[""] * (len(KINDS) - 1)]
+    found = []
+    for kind in KINDS:
+        count = measure.count(kind) + (measure.count("DROPPED") if kind == "RACE" else 0)
+        later = measure.count(f"{kind} later")
+        found.append(f"{count} ({later})" if later else str(count))
+    return found
+
+
+def total(measures: Iterable[Measure]) -> Measure:
+    """Several parts as one."""
+    return Measure(tuple(event for measure in measures for event in measure.events))
+
+
+def rows(name: str) -> list[tuple[str, Measure | None, Measure | None]]:
+    """Of a program: title, what shoal did, what torch did."""
+    ours = measures(name)[0]
+    theirs = {} if name in OURS_ALONE else measures(name, "torch")[0]
+    if name == "operators":
+        ran = [part for part, measure in theirs.items() if not measure.error]
+        title = f"{len(OPERATORS)} operators with a known decision, of which torch runs {len(ran)}"
+        return [(title, total(ours.values()), total(theirs[part] for part in ran))]
+    return [(f"{name}: {part}", ours.get(part), theirs.get(part)) for part in {**ours, **theirs}]
+
+
+def page() -> str:
+    """docs/device_stalls.md."""
+    lines = [
+        HEAD,
+        f"| path | {' | '.join(_TITLES)} | torch: {' | '.join(_TITLES)} |",
+        f"|---|{'---|' * 2 * len(KINDS)}",
+    ]
+    for name in PROGRAMS:
+        for title, ours, theirs in rows(name):
+            lines.append(f"| {' | '.join([title, *cells(ours), *cells(theirs)])} |")
+    lines.append(MEMORY.rstrip("\n"))
+    for name in TRAININGS:
+        numbers = []
+        for library in ("shoal", "torch"):
+            parts = measures(name, library)[0]
+            numbers += [f"{parts['forward'].live / 1024:.0f}", f"{parts['backward'].peak / 1024:.0f}"]
+        lines.append(f"| {name} | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n" + graphs()
+
+
+def graphs() -> str:
+    """Which parts of steps the host takes part in."""
+    quiet, lines = [], []
+    for name in (name for name in (*TRAININGS, *LAYERS) if name != "checkpoint"):
+        seen = {
+            part: sorted({(event.kind, event.line) for event in measure.events if event.kind in (*HOST, "POLL")})
+            for part, measure in measures(name)[0].items()
+        }
+        if not any(seen.values()):
+            quiet.append(name)
+        for part, found in seen.items():
+            if found:
+                kinds, places = ({each[at] for each in found} for at in (0, 1))
+                lines.append(f"| {name}: {part} | {', '.join(sorted(kinds))} | {', '.join(sorted(places))} |\n")
+    return GRAPHS.format(quiet="; ".join(quiet)) + "".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
