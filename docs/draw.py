@@ -40,12 +40,12 @@ def draw_layouts() -> None:
         (rows, rows),
         (whole, Partial()),
     )
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5.4), layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(7.5, 4.8), layout="constrained")
     for axis, placements in zip(axes.flat, cases, strict=True):
         draw_layout(
             Spec(mesh, placements, (8, 6)), axis, f"[{', '.join(repr(p).replace('dim=', '') for p in placements)}]"
         )
-    figure.suptitle("An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=11)
+    figure.suptitle("An 8 x 6 tensor on a mesh (data=2, tensor=2): which ranks hold which elements", fontsize=10)
     save(figure, "layouts")
 
 
@@ -53,7 +53,9 @@ def draw_redistribution() -> None:
     """A plan of several steps, with the layout after each."""
     mesh = abstract_mesh((4, 2), ("data", "tensor"))
     src = Spec(mesh, (Partial(), Replicate()), (1024, 1024))
-    save(draw_plan(explain(src, src.with_(placements=(Replicate(), Replicate()))).chosen), "redistribution")
+    figure = draw_plan(explain(src, src.with_(placements=(Replicate(), Replicate()))).chosen)
+    figure.set_size_inches(8, 2.7)
+    save(figure, "redistribution")
 
 
 def draw_mesh() -> None:
@@ -99,20 +101,33 @@ def draw_stack() -> None:
     save(figure, "stack")
 
 
+IN_A_ROW = 3  # boxes: texts of 8 points are 10 pixels high on a page then
+
+
 def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
-    """Boxes from left to right; the second text of each is what goes on to the next."""
-    figure, axis = plt.subplots(figsize=(2.3 * len(boxes), 1.9), layout="constrained")
+    """Boxes in reading order; the second text of each is what goes on to the next."""
+    rows = -(-len(boxes) // IN_A_ROW)
+    figure, axis = plt.subplots(figsize=(2.3 * IN_A_ROW, 0.5 + 1.5 * rows), layout="constrained")
     for index, (text, goes_on) in enumerate(boxes):
+        row, column = divmod(index, IN_A_ROW)
+        left, bottom = column * 2.3, -1.5 * row
         color = COLORS[1] if text.startswith("*") else COLORS[5]
-        patch = FancyBboxPatch((index * 2.3, 0), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none")
-        axis.add_patch(patch)
-        axis.text(index * 2.3 + 0.75, 0.5, text.lstrip("*"), ha="center", va="center", fontsize=8, color=INK)
-        if index + 1 < len(boxes):
-            start, end = (index * 2.3 + 1.57, 0.5), (index * 2.3 + 2.24, 0.5)
-            axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK})
-            axis.text(index * 2.3 + 1.9, 0.62, goes_on, ha="center", fontsize=7, color=INK)
-    axis.set(xlim=(-0.2, 2.3 * len(boxes) - 0.6), ylim=(-0.15, 1.3))
-    axis.set_title(title, fontsize=9, loc="left")
+        axis.add_patch(
+            FancyBboxPatch((left, bottom), 1.5, 1, boxstyle="round,pad=0.05", facecolor=color, edgecolor="none")
+        )
+        axis.text(left + 0.75, bottom + 0.5, text.lstrip("*"), ha="center", va="center", fontsize=8, color=INK)
+        if index + 1 == len(boxes):
+            break
+        if column + 1 < IN_A_ROW:
+            points, place = [(left + 1.57, bottom + 0.5), (left + 2.24, bottom + 0.5)], (left + 1.9, bottom + 0.6)
+        else:  # down, and back to the left
+            middle = bottom - 0.25
+            axis.plot([left + 0.75, left + 0.75, 0.75], [bottom - 0.06, middle, middle], color=INK, lw=1)
+            points, place = [(0.75, middle), (0.75, bottom - 0.44)], (left / 2 + 0.75, middle + 0.06)
+        axis.annotate("", points[1], points[0], arrowprops={"arrowstyle": "->", "color": INK})
+        axis.text(*place, goes_on, ha="center", fontsize=8, color=INK)
+    axis.set(xlim=(-0.2, 2.3 * IN_A_ROW - 0.6), ylim=(-1.5 * rows + 1.3, 1.15))
+    axis.set_title(fill(title, 70), fontsize=9, loc="left")
     axis.axis("off")
     save(figure, name)
 
@@ -171,7 +186,7 @@ def measured(page: str) -> list[list[str]]:
 
 def draw_benchmarks() -> None:
     """Speeds of the two tables of measurements, relative to the first of each row that was measured."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, page in zip(axes, ("../README.md", "how-to/inference.md"), strict=True):
         header, *rows = measured(page)
         for place, (label, *cells) in enumerate(rows):
@@ -183,13 +198,21 @@ def draw_benchmarks() -> None:
                     height = place + 0.26 * (rival - 1)
                     name = header[1 + rival] if place in (0, len(rows) - 1) else None
                     axis.barh(height, speed, 0.24, color=COLORS[rival], label=name)
-                    axis.text(speed, height, f" {speed:.2f}", va="center", fontsize=8)
-        axis.set_yticks(range(len(rows)), [fill(row[0], 26) for row in rows], fontsize=8)
+                    axis.text(speed, height, f" {speed:.2f}", va="center", fontsize=9)
+        axis.set_yticks(range(len(rows)), [fill(row[0], 24) for row in rows], fontsize=9)
         axis.invert_yaxis()
-        axis.set_xlabel("speed, relative to the first bar of a row; more is better", fontsize=8)
+        axis.set_xlabel("speed relative to the first bar; more is better", fontsize=9)
         named = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
         axis.legend(
-            named.values(), named.keys(), fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False
+            named.values(),
+            named.keys(),
+            fontsize=9,
+            ncols=3,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            frameon=False,
+            columnspacing=0.8,
+            handlelength=1,
         )
         axis.spines[["top", "right"]].set_visible(False)
         axis.margins(x=0.15)
