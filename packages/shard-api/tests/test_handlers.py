@@ -1,4 +1,4 @@
-"""Functions that are computed without DTensors.  Covers: ops/handlers.py."""
+"""Functions that are computed without DTensors.  Covers: ops/dispatch.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise functions in layouts without placements.  Covers: ops/pointwise.py."""
+"""Pointwise functions in layouts without placements.  Covers: ops/via_dtensor.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import nn, optim
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, CheckpointError, ParameterError, UnsupportedOpError
-from ..ops.handlers import with_layout_of
+from ..ops.dispatch import with_layout_of
 from ..tensor.sharded_tensor import ShardedTensor
 
 Named = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

@@ -2,8 +2,8 @@
 
 1. the user's override of the function, ``custom_sharded_op_impl``;
 2. the user's override for the class of the spec, ``custom_sharding_spec_op``;
-3. the table at the end of handlers.py: metadata, work on each shard, refusals;
-4. shard by shard, if the function is pointwise and a layout has no placements;
+3. the table below, HANDLERS: metadata, work on each shard, code of its own, refusals;
+4. shard by shard, if the function is pointwise and a layout has no placements, via_dtensor.py;
 5. embedding and embedding_bag with plain indices, lookup.py;
 6. by way of DTensors, via_dtensor.py.  Results without dims are plain tensors, others ShardedTensors: a replicated or
    partial result is sharded like an argument of its shape, else along dim 0.
@@ -14,15 +14,199 @@ The class ShardedTensor is an argument here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .._torch import tree_leaves
-from ..errors import UnsupportedOpError
+import torch
+
+from shoal_mesh import all_reduce
+
+from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type, tree_leaves
+from ..arguments import expect_plain
+from ..errors import ArgumentTypeError, LocalShardError, UnsupportedOpError
 from ..spec.sharding_spec import CustomOp, override_of, overriding
-from .handlers import HANDLERS
 from .lookup import LOOKUPS, look_up
-from .via_dtensor import DTensorCall
+from .via_dtensor import DTensorCall, block_for
+
+Function = Callable[..., Any]
+Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
+    """The values of ``value`` as local tensors in the layout of ``tensor``; all ranks call it.
+
+    Args:
+        tensor: A ShardedTensor.
+        value: A ShardedTensor of the same size on the same group, which is moved if its layout differs; or a replicated
+            plain tensor that broadcasts to the size.
+
+    Raises:
+        ArgumentTypeError: ``value`` is neither a ShardedTensor nor a plain tensor.
+        LocalShardError: The sizes differ.
+        UnsupportedOpError: ``value`` is on another process group.
+    """
+    if isinstance(value, type(tensor)):
+        if value.shape != tensor.shape:
+            raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not fit {tuple(tensor.shape)}")
+        if value.process_group is not tensor.process_group:
+            raise UnsupportedOpError("the two ShardedTensors are on different process groups")
+        return list(
+            value._local_tensors
+            if value._layout == tensor._layout
+            else value.resharded(tensor.sharding_spec())._local_tensors
+        )
+    expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
+    shape = tuple(tensor.shape)
+    if not _broadcasts(value.shape, shape):
+        raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not broadcast to {shape}")
+    boxes = [shard.metadata.box for shard in tensor.local_shards()]
+    return [block_for(value, box, shape) for box in boxes] or [value.new_empty(0)]
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)
+
+
+def _metadata(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _subject(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The first argument of a function, by position or name, and the other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
+    if name is None:
+        raise ArgumentTypeError(f"the function needs its first argument, got {sorted(kwargs)}")
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _on_shards(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function on every shard; the tensor itself if the function returns its argument for each of them."""
+    tensor, rest, kwargs = _subject(args, kwargs)
+    if not isinstance(tensor, cls):  # plain.type_as(sharded): only dtype and device are used
+        return func(tensor, *(arg._local_tensors[0] if isinstance(arg, cls) else arg for arg in rest), **kwargs)
+    rest = tuple(arg._local_tensors[0] if isinstance(arg, cls) else arg for arg in rest)
+    local_tensors = [func(local, *rest, **kwargs) for local in tensor._local_tensors]
+    if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
+        return tensor
+    return tensor._with(local_tensors)
+
+
+def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``a.copy_(b)``: a sharded b has any layout; a plain a receives the full tensor."""
+    tensor, rest, kwargs = _subject(args, kwargs)
+    source = rest[0] if rest else kwargs.pop("src", kwargs.pop("other", None))
+    if not isinstance(tensor, cls):
+        if not _broadcasts(source.shape, tensor.shape):
+            raise LocalShardError(f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}")
+        return tensor.copy_(source.full_tensor(), *rest[1:], **kwargs)
+    for local, new in zip(tensor._local_tensors, with_layout_of(tensor, source), strict=True):
+        local.copy_(new, *rest[1:], **kwargs)
+    return tensor
+
+
+def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``equal`` and ``allclose``: each rank compares its shards, and the answers are reduced."""
+    a, rest, kwargs = _subject(args, kwargs)
+    rest = rest or (kwargs.pop("other"),)
+    sharded, other = (a, rest[0]) if isinstance(a, cls) else (rest[0], a)
+    if sharded.shape != other.shape:
+        if func in (torch.equal, torch.Tensor.equal):
+            return False
+        raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(rest[0].shape)}")
+    theirs = with_layout_of(sharded, other)
+    pairs = (
+        zip(sharded._local_tensors, theirs, strict=True)
+        if isinstance(a, cls)
+        else zip(theirs, sharded._local_tensors, strict=True)
+    )
+    same = all(func(mine, their, *rest[1:], **kwargs) for mine, their in pairs)
+    verdict = torch.tensor(int(same), device=sharded._local_tensors[0].device)
+    return bool(all_reduce(verdict, sharded._comm, "min").item())
+
+
+def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` of the shards of its arguments."""
+    names = ("outputs", "inputs", "grad_outputs")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    outputs, inputs = (_listed(given.pop(name)) for name in names[:2])
+    grads = _listed(given.pop("grad_outputs", None)) or [None] * len(outputs)
+    flat = [(local, grad) for each, g in zip(outputs, grads, strict=True) for local, grad in _pairs(cls, each, g)]
+    sizes = [len(each._local_tensors) if isinstance(each, cls) else 1 for each in inputs]
+    gradients = iter(
+        func(
+            [local for local, _ in flat],
+            [local for each in inputs for local in (each._local_tensors if isinstance(each, cls) else [each])],
+            [grad for _, grad in flat],
+            **given,
+        )
+    )
+    groups = [[next(gradients) for _ in range(size)] for size in sizes]
+    return tuple(
+        (None if local_tensors[0] is None else each._with(local_tensors)) if isinstance(each, cls) else local_tensors[0]
+        for each, local_tensors in zip(inputs, groups, strict=True)
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, Sequence) else [value]
+
+
+def _pairs(cls: Any, output: Any, grad: Any) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(output, cls):
+        return [(output, grad)]
+    grads = [None] * len(output._local_tensors) if grad is None else with_layout_of(output, grad)
+    return zip(output._local_tensors, grads, strict=True)
+
+
+def _refuse(reason: str) -> Handler:
+    def run(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise UnsupportedOpError(f"{getattr(func, '__name__', func)} on a ShardedTensor: {reason}")
+
+    return run
+
+
+_LOCAL = "its storage is distributed: use local_shards(), local_tensor() or full_tensor()"
+_HOOKS = "the autograd graph has the shards: register the hook on shard.tensor of local_shards()"
+T = torch.Tensor
+
+ATTRIBUTES = [
+    *("shape", "dtype", "layout", "device", "ndim", "itemsize"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version"),
+]
+DESCRIBE: list[Callable[..., Any]] = [
+    *(getattr(T, name).__get__ for name in ATTRIBUTES),
+    *(T.size, T.dim, T.ndimension, T.stride, T.numel, T.nelement, T.element_size, T.__len__, torch.numel),
+    *(T.is_contiguous, T.is_floating_point, T.is_complex, T.is_signed, T.storage_offset, T.is_inference),
+    *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_inference, torch.is_same_size),
+]
+SHARDWISE: list[Callable[..., Any]] = [
+    *(T.clone, torch.clone, T.contiguous, T.detach, torch.detach, T.detach_, torch.detach_, T.requires_grad_),
+    *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type_as, T.type),
+    *(T.zero_, torch.zero_, T.fill_, torch.fill_, torch.nn.init.constant_),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+]
+HOOKED: list[Callable[..., Any]] = [T.register_hook, T.register_post_accumulate_grad_hook, T.retain_grad]
+STORED: list[Callable[..., Any]] = [
+    *(T.numpy, T.tolist, T.data_ptr, T.untyped_storage, T.storage, T.share_memory_, T.pin_memory, T.set_, T.__array__)
+]
+
+HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(DESCRIBE, _metadata),
+    has_compatible_shallow_copy_type: lambda *_: False,  # a module that changes dtype replaces the tensor, not its data
+    **dict.fromkeys(SHARDWISE, _on_shards),
+    T.copy_: _copy,
+    **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], _compare),
+    torch.autograd.grad: _gradients,
+    **dict.fromkeys(HOOKED, _refuse(_HOOKS)),
+    **dict.fromkeys(STORED, _refuse(_LOCAL)),
+}
+
+
+# --- which of them a call is ------------------------------------------------------------------------------------------
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:

@@ -22,7 +22,6 @@ from shoal_mesh.internal import kind_of
 from ..arguments import expect
 from ..errors import CheckpointError, LocalShardError, SpecTypeError, UnsupportedOpError
 from ..ops import dispatch, dtensor_conversion
-from ..ops.handlers import with_layout_of
 from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
 from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
@@ -108,7 +107,7 @@ class ShardedTensor(ShardedTensorConstructors):
     def grad(self, value: ShardedTensor | None) -> None:
         new: list[Any] = [None] * len(self._local_tensors)
         if value is not None:
-            new = with_layout_of(self, value)
+            new = dispatch.with_layout_of(self, value)
         for local, each in zip(self._local_tensors, new, strict=True):
             local.grad = each
 
