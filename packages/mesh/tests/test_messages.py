@@ -1,4 +1,4 @@
-"""Covers: messages.py: packing and unpacking of messages that take several turns, without ranks."""
+"""Covers: messages.py: packing and unpacking of messages that take several rounds, without ranks."""
 
 from __future__ import annotations
 

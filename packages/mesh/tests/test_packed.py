@@ -1,4 +1,4 @@
-"""Covers: packed.py: many tensors in one collective, through shared memory in one turn and many, and through gloo."""
+"""Covers: packed.py: many tensors in one collective, through shared memory in one round and many, and through gloo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rank_values import ORDERS, assert_near, assert_same, comm_of, values_of
-from shared_lanes import shared_and_gloo
+from shared_slots import shared_and_gloo
 from shoal_mesh import (
     Comm,
     CommDebugMode,
@@ -36,10 +36,10 @@ def values(lengths: Sequence[int], rank: int, dtype: torch.dtype) -> list[Tensor
     return [((torch.arange(n) * 3 + 5 * rank + i) % 7).to(dtype) for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("lane_bytes", [64 * 4, 1 << 16])
+@pytest.mark.parametrize("slot_bytes", [64 * 4, 1 << 16])
 @on_ranks(4)
-def test_as_one_tensor_through_gloo(lane_bytes: int) -> None:
-    for comm in shared_and_gloo(4, lane_bytes):
+def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:
+    for comm in shared_and_gloo(4, slot_bytes):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
             sizes = [sum(LENGTHS[rank]) for rank in range(4)]
             rows = got(all_gather_packed(values(LENGTHS[comm.rank], comm.rank, dtype), comm, sizes))
@@ -61,10 +61,10 @@ def test_as_one_tensor_through_gloo(lane_bytes: int) -> None:
                 assert torch.equal(torch.cat(reduced), want)
 
 
-@pytest.mark.parametrize("lane_bytes", [64 * 4, 1 << 16])
+@pytest.mark.parametrize("slot_bytes", [64 * 4, 1 << 16])
 @on_ranks(4)
-def test_matrices_with_a_row_for_each_rank(lane_bytes: int) -> None:
-    for comm in shared_and_gloo(4, lane_bytes):
+def test_matrices_with_a_row_for_each_rank(slot_bytes: int) -> None:
+    for comm in shared_and_gloo(4, slot_bytes):
         matrices = [torch.arange(4.0 * n).view(4, n) for n in (3, 0, 30)]
         (block,) = got(reduce_scatter_packed(matrices, comm, [33] * 4))
         assert torch.equal(block, 4 * torch.cat([matrix[comm.rank] for matrix in matrices]))
@@ -104,7 +104,7 @@ def test_gathers_and_reductions_are_under_way_together_and_counted_once() -> Non
     comm, _ = shared_and_gloo(4, 1 << 10)
     with CommDebugMode() as counted:
         gathers = [all_gather_packed([torch.full((9,), float(comm.rank + i))], comm, [9] * 4) for i in range(3)]
-        reduced = all_reduce_packed([torch.ones(1000)], comm)  # of four turns
+        reduced = all_reduce_packed([torch.ones(1000)], comm)  # of four rounds
         while not gathers[2].is_completed():
             pass
         assert all_gather(torch.ones(1), comm).sum() == 4

@@ -1,4 +1,4 @@
-"""Covers: peers.py: what a rank says that has given up. Ranks that end are in the tests of channels and lanes."""
+"""Covers: peers.py: what a rank says that has given up. Ranks that end are in the tests of channels and streams."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shoal_mesh.errors import CollectiveError
 from shoal_mesh.shared_memory.peers import BROKEN, Peers
-from shoal_mesh.shared_memory.request import request
+from shoal_mesh.shared_memory.recorder import request
 from shoal_mesh.testing import on_ranks
 
 

@@ -52,7 +52,7 @@ def test_the_report_names_the_rank_that_is_lost(transport: str, fault: str, caps
     lines = capsys.readouterr().out.split("\n")
     assert lines[:2] == ["2 of 3 ranks have written", "rank 1 is named by 2; it has written nothing"]
     assert lines[2].startswith("rank 1 has written nothing; last seen: ")
-    assert ("turn 300 of group 0: all_reduce sum of 8 x float32" in lines[2]) == (transport == "shared memory")
+    assert ("round 300 of group 0: all_reduce sum of 8 x float32" in lines[2]) == (transport == "shared memory")
     op = "all_reduce sum of" if transport == "shared memory" else "all_to_all of"  # how gloo takes small sums
     assert sum(f": {op} " in line and "x float32, for the last sum" in line for line in lines) == 3
     assert sum(f": {op} " in line and "x float32, for step 299" in line for line in lines) == 3

@@ -154,6 +154,10 @@ def check_root(index: int, comm: Comm, name: str) -> None:
 class Pending:
     """A collective under way. `wait()` returns its result; waiting again returns the same tensor.
 
+    Attributes:
+        value: what the backend writes to, before it has been passed through functions; the result once it has been
+            waited for.
+
     Example:
         >>> def example() -> list[float]:
         ...     pending = all_reduce(torch.ones(2), comm_over((0, 1)), async_op=True)
@@ -162,10 +166,10 @@ class Pending:
         [[20.0, 20.0], [20.0, 20.0]]
     """
 
-    __slots__ = ("_then", "_value", "_work", "waits")
+    __slots__ = ("_then", "_work", "value", "waits")
 
     def __init__(self, value: Tensor, work: Handle | None, then: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._value, self._work, self._then = value, work, then
+        self.value, self._work, self._then = value, work, then
         self.waits: list[tuple[float, float]] | None = None  # where an observer has asked for them
 
     def wait(self) -> Tensor:
@@ -174,8 +178,8 @@ class Pending:
             wait_noted(self._work, self.waits)
             self._work = None
         if self._then is not None:
-            self._value, self._then = self._then(self._value), None
-        return self._value
+            self.value, self._then = self._then(self.value), None
+        return self.value
 
     def then(self, function: Callable[[Tensor], Tensor]) -> Pending:
         """The same collective, its result passed through `function`; use the returned object from now on."""

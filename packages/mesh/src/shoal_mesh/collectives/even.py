@@ -85,7 +85,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
     def start() -> Pending:
         in_order = tensor.is_contiguous() and (is_compiling() or not tensor.is_neg())  # a compiler cannot trace it
         pending = reduced(tensor if in_order else _not_overlapping(tensor), comm, how, async_op)
-        return pending.then(lambda reduced: tensor if reduced is tensor else tensor.copy_(reduced))
+        return pending if pending.value is tensor else pending.then(tensor.copy_)
 
     return collective("all_reduce", tensor, comm, start, async_op, {"shape": tensor.shape}, op)
 

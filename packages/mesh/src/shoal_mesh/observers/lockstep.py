@@ -253,7 +253,7 @@ class _Watch:
         self._looked = now
         along = f"along {'x'.join(self._comm.axes)}"
         if self._channel is not None:
-            self.text = self._channel.notices.text(self._channel.rank)
+            self.text = self._channel.notices.text(self._channel.peers.rank)
         self._board.say(f"waits {along} in {self.text}")
         said = {rank: self._board.read(rank) for rank in self._comm.ranks if rank != self._board.rank}
         missing = self._missing(said, along)

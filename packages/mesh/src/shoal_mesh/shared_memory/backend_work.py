@@ -100,7 +100,7 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
     if channel is None:
         return PeerError(error + written_down(me, error, culprits, {}), culprits)
-    return channel.fail(error, [positions[rank] for rank in culprits])
+    return channel.peers.fail(error, [positions[rank] for rank in culprits])
 
 
 def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Collectives of many tensors as one message, as steps of a lane.
+"""Collectives of many tensors as one message, as steps of a stream.
 
 Tensors are packed straight into the slots, and read straight from them: no rank has a second copy of the message. Those
 that have been packed are released. Sums are taken in the order of ranks, as those of `exchange`, to the same bits.
@@ -6,17 +6,17 @@ that have been packed are released. Sums are taken in the order of ranks, as tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..transport import Receive
-from .lane import FREE, Lane
-from .request import request
+from .recorder import request
+from .stream import FREE, Steps, Stream
 
 # Of more than this every rank reduces one part and reads the others', which moves less memory and meets twice.
-_ONE_TURN_SUM_BYTES = 1 << 20
+_ONE_ROUND_SUM_BYTES = 1 << 20
 
 _REDUCE = {"min": torch.amin, "max": torch.amax}
 _REDUCE_TWO: dict[str, Callable[..., Tensor]] = {
@@ -77,22 +77,23 @@ class Packer:
             torch.cat(parts, out=slot)
 
 
-def all_gather(lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], receive: Receive) -> Iterator[int]:
+def all_gather(stream: Stream, tensors: Sequence[Tensor], counts: Sequence[int], receive: Receive) -> Steps:
     """Steps: `receive` gets each rank's message, `counts[i]` elements from rank i, to be read while it is called."""
     own, dtype = Packer(tensors), tensors[0].dtype
     del tensors
     what = request("all_gather", dtype, sum(counts))
-    step = lane.slot_bytes // dtype.itemsize
-    whole = [torch.empty(n, dtype=dtype) for n in counts] if max(counts) > step else []
-    for a in range(0, max(*counts, 1), step):
-        yield FREE
-        slots = lane.slots(dtype)
-        own.pack(slots[lane.rank, : max(min(step, own.length - a), 0)])
+    window = stream.slot_bytes // dtype.itemsize
+    whole = [torch.empty(n, dtype=dtype) for n in counts] if max(counts) > window else []
+    for a in range(0, max(*counts, 1), window):
+        if a:
+            yield FREE
+        slots, slot = stream.slots(dtype, min(window, max(counts) - a))
+        own.pack(slot[: max(own.length - a, 0)])
         yield what
         if not whole and len(set(counts)) == 1:
-            receive(slots[:, : counts[0]])
+            receive(slots)
             return
-        rows = [slots[rank, : max(min(step, n - a), 0)] for rank, n in enumerate(counts)]
+        rows = [slots[rank, : max(n - a, 0)] for rank, n in enumerate(counts)]
         if not whole:
             receive(rows)
         for into, row in zip(whole, rows, strict=False):
@@ -101,57 +102,58 @@ def all_gather(lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], rec
         receive(whole)
 
 
-def reduce_scatter(
-    lane: Lane, tensors: Sequence[Tensor], counts: Sequence[int], block: int, op: str, receive: Receive
-) -> Iterator[int]:
+def reduce_scatter(  # what a message is
+    stream: Stream, tensors: Sequence[Tensor], counts: Sequence[int], block: int, op: str, receive: Receive
+) -> Steps:
     """Steps: `receive` gets the reduction of one block of the message, of which block i has `counts[i]` elements."""
     own, dtype = Packer(tensors), tensors[0].dtype
     del tensors
     start, count = sum(counts[:block]), counts[block]
     what = request("reduce_scatter", dtype, own.length, op)
-    step = lane.slot_bytes // dtype.itemsize
+    window = stream.slot_bytes // dtype.itemsize
     out: Tensor | None = None
-    for a in range(0, max(own.length, 1), step):
-        yield FREE
-        slots = lane.slots(dtype)[:, : max(min(step, own.length - a), 0)]
-        own.pack(slots[lane.rank])
+    for a in range(0, max(own.length, 1), window):
+        if a:
+            yield FREE
+        slots, slot = stream.slots(dtype, min(window, own.length - a))
+        own.pack(slot)
         yield what
         out = torch.empty(count, dtype=dtype) if out is None else out
-        low, high = max(a, start), min(a + step, start + count)
+        low, high = max(a, start), min(a + window, start + count)
         if low < high:
             reduce_rows(slots[:, low - a : high - a], op, out[low - start : high - start])
-    assert out is not None, "there is a first turn"
+    assert out is not None, "there is a first round"
     receive([out])
 
 
-def all_reduce(lane: Lane, tensors: Sequence[Tensor], op: str, receive: Receive) -> Iterator[int]:
+def all_reduce(stream: Stream, tensors: Sequence[Tensor], op: str, receive: Receive) -> Steps:
     """Steps: `receive` gets the reduction of every tensor."""
-    sizes, dtype = [tensor.numel() for tensor in tensors], tensors[0].dtype
-    own = Packer(tensors)
+    own, dtype = Packer(tensors), tensors[0].dtype
+    unpacked = Unpacker([tensor.numel() for tensor in tensors], dtype)
     del tensors
-    in_parts = own.length * dtype.itemsize > _ONE_TURN_SUM_BYTES
+    in_parts = own.length * dtype.itemsize > _ONE_ROUND_SUM_BYTES
     what = request("all_reduce_by_parts" if in_parts else "all_reduce", dtype, own.length, op)
-    step = lane.slot_bytes // dtype.itemsize
-    unpacked = Unpacker(sizes, dtype)
-    for a in range(0, max(own.length, 1), step):
-        yield FREE
-        slots = lane.slots(dtype)[:, : max(min(step, own.length - a), 0)]
-        own.pack(slots[lane.rank])
+    window = stream.slot_bytes // dtype.itemsize
+    for a in range(0, max(own.length, 1), window):
+        if a:
+            yield FREE
+        length = min(window, own.length - a)
+        slots, slot = stream.slots(dtype, length)
+        own.pack(slot)
         yield what
-        length = slots.shape[1]
-        part = -(-length // lane.size) if in_parts else length
-        low = min(lane.rank * part, length) if in_parts else 0
+        part = -(-length // stream.size) if in_parts else length
+        low = min(stream.rank * part, length) if in_parts else 0
         high = min(low + part, length)
         reduced = torch.empty(high - low, dtype=dtype)
         reduce_rows(slots[:, low:high], op, reduced)
         if not in_parts:
             unpacked.unpack([reduced])
             continue
-        # Nobody else reads this rank's own part of its slot in this turn, so it takes the result.
-        slots[lane.rank, low:high].copy_(reduced)
+        # Nobody else reads this rank's own part of its slot in this round, so it takes the result.
+        slot[low:high].copy_(reduced)
         del reduced
         yield what
-        unpacked.unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(lane.size)])
+        unpacked.unpack([slots[rank, rank * part : (rank + 1) * part] for rank in range(stream.size)])
     receive(unpacked.tensors)
 
 

@@ -15,8 +15,7 @@ import torch
 from .. import _torch
 from .._torch import ProcessGroup
 from ..errors import LockstepError, PeerError
-from .recorder import dump
-from .request import announcement, describe, describe_announced
+from .recorder import describe, dump, request
 
 LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into one another's
 
@@ -118,7 +117,7 @@ class Peers:
         self.check()
         self._calls += 1
         own, words = self._announced[self.rank], self.words
-        words[own + LINE + self._calls % ANNOUNCED] = announcement(kind, dtype, count, op, root)
+        words[own + LINE + self._calls % ANNOUNCED] = request(kind, dtype, count, op, root)
         words[own] = self._calls
         self._check_calls()
 
@@ -135,7 +134,7 @@ class Peers:
             return
         said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
         if len(set(said.values())) > 1:
-            words = {self.ranks[rank]: describe_announced(call) for rank, call in said.items()}
+            words = {self.ranks[rank]: describe(call) for rank, call in said.items()}
             raise self.fail(different_collectives(words), minority(said))
 
     def check_others(self) -> None:
@@ -214,7 +213,7 @@ def written_down(rank: int, error: str, culprits: Sequence[int], seen: Mapping[i
     """What to add to an error once the recorder has been written to a file; '' where it is not."""
     world = _torch.default_group()
     size = rank + 1 if world is None else world.size()
-    return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen}, describe)
+    return dump({"rank": rank, "world": size, "error": error, "culprits": culprits, "seen": seen})
 
 
 def different_collectives(words: Mapping[int, str]) -> str:

@@ -1,6 +1,7 @@
-"""The recorder: the last collectives that this process has started, always on, written to a file when a rank is lost.
+"""What a collective is, as a number that ranks compare, and the last ones that this process has started.
 
-An entry takes about a fifth of a microsecond. `python -m shoal_mesh postmortem` reads the files of all ranks.
+The recorder is always on: an entry takes about a fifth of a microsecond. When a rank is lost it writes a file;
+`python -m shoal_mesh postmortem` reads those of all ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +12,58 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
+import torch
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "broadcast", "all_reduce_by_parts")
+# First what shared memory carries, then what a backend may be asked for.
+OPS = ("", "sum", "min", "max", "product", "avg", "band", "bor", "bxor")
+CARRIED_OPS = frozenset(OPS[:5])
+DTYPES = (
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64,
+    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+CARRIED_DTYPES = frozenset(DTYPES[:8])
 # Packages whose frames are no lines of the program, by whole names: a program may be in `shoal_experiments`.
 LIBRARIES = r"(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
 # What a collective is for, as the program says it with `purpose`, innermost last.
 PURPOSES: ContextVar[tuple[Text, ...]] = ContextVar("shoal_mesh_purposes", default=())
-# Declared mutable state: time, group, what (a request, or a backend's name of it, dtype, elements, reduction and root)
-# and purposes. A shorter entry is a note.
+# Declared mutable state: time, group, what (a request, or the arguments of one to a backend) and purposes. A shorter
+# entry is a note.
 ENTRIES: deque[tuple[float, str, Any, tuple[Text, ...]] | tuple[str, int]] = deque(maxlen=512)
 
 _append, _now, _purposes = ENTRIES.append, time.monotonic, PURPOSES.get
+
+
+@lru_cache(maxsize=4096)
+def request(kind: str, dtype: torch.dtype, count: int, op: str = "", root: int = 0) -> int:
+    """What a rank is doing: `count` elements of a dtype, reduced with `op` or sent from the group's rank `root`.
+
+    A dtype that has no number of its own counts as any such; of uneven blocks ranks do not know one count.
+    """
+    number = DTYPES.index(dtype) if dtype in DTYPES else 31
+    # 38 bits of the count, 12 of the root, 4 of the reduction, 3 of the kind, 5 of the dtype
+    return (((count * 4096 + root) * 16 + OPS.index(op)) * 8 + KINDS.index(kind)) * 32 + number
+
+
+def describe(number: int) -> str:
+    """What `request` says, for people."""
+    number, dtype = divmod(number, 32)
+    number, kind = divmod(number, 8)
+    number, op = divmod(number, 16)
+    count, root = divmod(number, 4096)
+    return _in_words(KINDS[kind], "another dtype" if dtype == 31 else DTYPES[dtype], count, OPS[op], root)
+
+
+def _in_words(kind: str, dtype: object, count: int, op: str, root: int) -> str:
+    extra = f" {op}" if op else f" from {root}" if kind == "broadcast" else ""
+    how_many = "any number" if kind == "all_to_all_v" else count
+    return f"{kind}{extra} of {how_many} x {str(dtype).removeprefix('torch.')}"
 
 
 def note(said: tuple[str, int]) -> None:
@@ -46,7 +86,7 @@ def record(group: str, what: Any) -> None:
 def last_of_backend(group: str) -> str:
     """The last call of the backend of a group, in words; 'nothing' if it is no longer known."""
     last = next((entry for entry in reversed(ENTRIES) if entry[1] == group and isinstance(entry[2], tuple)), None)
-    return "nothing" if last is None else _of_backend(*last[2])
+    return "nothing" if last is None else _in_words(*last[2])
 
 
 def folder() -> str:
@@ -59,13 +99,12 @@ def folder() -> str:
     return os.path.join(gettempdir(), f"shoal_postmortem_{os.getuid()}_{os.getppid()}")
 
 
-def dump(facts: dict[str, Any], in_words: Callable[[int], str]) -> str:
+def dump(facts: dict[str, Any]) -> str:
     """Write down what this rank did last.
 
     Args:
         facts: `rank` and `world`; `error`, what has happened as far as this rank knows; `culprits`, the ranks that are
             at fault; `seen`, what this one has last seen of others.
-        in_words: what a request says.
 
     Returns:
         What to add to the error: the command that reads the files; '' where nothing was written.
@@ -78,7 +117,7 @@ def dump(facts: dict[str, Any], in_words: Callable[[int], str]) -> str:
     import traceback
 
     last = [
-        (round(now - at, 3), group, in_words(what) if isinstance(what, int) else _of_backend(*what), _joined(texts))
+        (round(now - at, 3), group, describe(what) if isinstance(what, int) else _in_words(*what), _joined(texts))
         for at, group, what, texts in _with_notes()
     ]
     written = {
@@ -111,12 +150,6 @@ def _with_notes() -> Iterator[tuple[float, str, Any, tuple[Text, ...]]]:
         at, group, what, texts = entry
         yield at, group, what, (*texts, said) if left > 0 else texts
         left -= 1
-
-
-def _of_backend(kind: str, dtype: object, count: int, op: str, root: int) -> str:
-    """A call of a backend, in words."""
-    extra = f" {op}" if op else f" from {root}" if kind == "broadcast" else ""
-    return f"{kind}{extra} of {count or 'any number'} x {str(dtype).removeprefix('torch.')}"
 
 
 def _joined(texts: tuple[Text, ...]) -> str:

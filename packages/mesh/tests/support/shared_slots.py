@@ -1,4 +1,4 @@
-"""Communicators whose lanes of shared memory have small slots, so that messages take many turns."""
+"""Communicators whose shared memory has small slots, so that messages in the background take many rounds."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shoal_mesh import Comm
 from shoal_mesh.shared_memory import channel
 
 
-def small_lanes(size: int, lane_bytes: int) -> Comm:
+def small_slots(size: int, slot_bytes: int) -> Comm:
     """A communicator of all ranks with a group of its own, and slots of so many bytes."""
     ranks = tuple(range(size))
     group = dist.new_group(list(ranks))
-    lanes = {name: (depth, lane_bytes) for name, (depth, _) in channel.LANES.items()}
-    with mock.patch.object(channel, "LANES", lanes):
+    slots = {name: (depth, slot_bytes) for name, (depth, _) in channel.BACKGROUND.items()}
+    with mock.patch.object(channel, "BACKGROUND", slots):
         shared = channel.channel_of(group)
     assert shared is not None
-    assert {lane.slot_bytes for lane in shared.lanes.values()} == {lane_bytes}
+    assert {stream.slot_bytes for stream in shared.background.values()} == {slot_bytes}
     return Comm.over(group, ("ranks",), ranks)
 
 
-def shared_and_gloo(size: int, lane_bytes: int) -> tuple[Comm, Comm]:
+def shared_and_gloo(size: int, slot_bytes: int) -> tuple[Comm, Comm]:
     """Communicators of all ranks: through shared memory with small slots, and through gloo."""
-    comm = small_lanes(size, lane_bytes)
+    comm = small_slots(size, slot_bytes)
     return comm, over_gloo(comm)

@@ -1,4 +1,4 @@
-"""Covers: lane.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
+"""Covers: stream.py: who waits for whom, what is under way together, and what ends a wait that cannot end well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared_lanes import small_lanes
+from shared_slots import small_slots
 from shoal_mesh import Comm, launch
 from shoal_mesh.errors import CollectiveError, RankError
 from shoal_mesh.internal import PackedPending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
@@ -30,7 +30,7 @@ def got(pending: PackedPending) -> list[Tensor]:
 
 @on_ranks(4)
 def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_nothing() -> None:
-    comm, late = small_lanes(4, 1 << 10), 0
+    comm, late = small_slots(4, 1 << 10), 0
     for turn in range(40):
         if comm.rank == turn % 4:
             time.sleep(0.003 * (turn % 3))
@@ -44,7 +44,7 @@ def test_a_rank_that_is_late_is_waited_for_and_one_that_is_ahead_overwrites_noth
 
 @on_ranks(2)
 def test_what_is_sent_may_be_released_at_once() -> None:
-    comm = small_lanes(2, 1 << 10)
+    comm = small_slots(2, 1 << 10)
     tensor = torch.ones(200)
     pending = reduce_scatter_packed([tensor], comm, [100, 100])
     tensor.fill_(5)
@@ -53,7 +53,7 @@ def test_what_is_sent_may_be_released_at_once() -> None:
 
 @on_ranks(3)
 def test_different_collectives_raise_on_every_rank_and_from_then_on() -> None:
-    comm = small_lanes(3, 1 << 10)
+    comm = small_slots(3, 1 << 10)
     with pytest.raises(CollectiveError, match=r"rank 1: reduce_scatter sum of 3 x float32|given up"):
         if comm.rank == 1:
             got(reduce_scatter_packed([torch.ones(3)], comm, [1] * 3))
@@ -74,18 +74,18 @@ def test_a_rank_that_does_not_come_ends_the_wait_at_the_timeout() -> None:
     dist.barrier()
     if comm.rank == 1:
         with pytest.raises(CollectiveError, match=r"rank 0 .* has given up"):
-            got(all_gather_packed([torch.ones(1)], comm, [1, 1]))  # another lane of the same memory
+            got(all_gather_packed([torch.ones(1)], comm, [1, 1]))  # another stream of the same memory
 
 
 @on_ranks(2)
 def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
-    comm = small_lanes(2, 1 << 10)
+    comm = small_slots(2, 1 << 10)
 
     def unpack(tensors: object) -> None:
         raise MemoryError("no room")
 
-    pending = all_gather_packed([torch.ones(600)], comm, [600, 600])  # of three turns
-    # Rank 1 may have read the last turn by then, or not; the barrier is before the next collective of both.
+    pending = all_gather_packed([torch.ones(600)], comm, [600, 600])  # of three rounds
+    # Rank 1 may have read the last round by then, or not; the barrier is before the next collective of both.
     expected = pytest.raises(MemoryError) if comm.rank == 0 else contextlib.nullcontext()
     with expected:
         try:
@@ -99,7 +99,7 @@ def test_an_error_while_results_are_taken_is_one_of_every_rank() -> None:
 
 
 def die(how: str, seen: str) -> None:
-    comm = small_lanes(3, 1 << 10)
+    comm = small_slots(3, 1 << 10)
     pending = all_reduce_packed([torch.ones(1000)], comm)
     dist.barrier()
     if comm.rank == 1:
@@ -107,7 +107,7 @@ def die(how: str, seen: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
     try:
-        got(pending)  # rank 1 has shown the first of four turns
+        got(pending)  # rank 1 has shown the first of four rounds
     except CollectiveError as error:
         Path(f"{seen}.{comm.rank}").write_text(str(error))
         raise

@@ -1,0 +1,192 @@
+"""A stream of rounds, in each of which every rank of a group shows the others one slot of memory.
+
+In a round each rank writes its own slot, raises its flag, waits for the flags of the others and reads their slots.
+
+    rank 0:  write slot[0] | flag 7 | wait for 7, 7, 7 | read | write slot[1] | flag 8 | ...
+
+With its flag a rank publishes what it is doing (`request`), and ranks that do different things raise instead of reading
+nonsense. By a second word it says which rounds it has read, and a slot is written again when all have read it. With two
+slots nobody waits for that: who has seen all flags of round t knows that all have read round t - 1. A stream with one
+slot takes half the memory, and waits.
+
+A collective is a generator of steps. It writes its slot and yields its request; what follows reads the slots:
+
+    def all_gather(stream, tensor, out):
+        slots, own = stream.slots(tensor.dtype, tensor.numel())
+        own.copy_(tensor)
+        yield request("all_gather", tensor.dtype, tensor.numel())
+        out.copy_(slots)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ..errors import CollectiveError
+from .peers import BROKEN, Peers
+from .recorder import describe, record
+
+FREE = -1
+"""What steps yield, instead of a request, to wait for their next slot to be free; the first one is when they begin."""
+
+Steps = Iterator[int]
+_MOST_VIEWS = 1024  # of slots, by dtype, length and blocks, kept because making them takes longer than copying 1 KiB
+
+
+class Stream:
+    """One sequence of rounds of a group, seen by one rank.
+
+    Attributes:
+        rank, size: in the group.
+        peers: the ranks.
+        depth: slots of a rank, two or one.
+        slot_bytes: what one rank can show in one round.
+        open: the collective that has been started last, until it is complete.
+    """
+
+    def __init__(self, peers: Peers, flags: Sequence[int], notes: Sequence[Sequence[int]], slots: Tensor) -> None:
+        self.peers = peers
+        self.rank: int = peers.rank
+        self.size: int = peers.size
+        self.depth: int = slots.shape[0]
+        self.slot_bytes: int = slots.shape[2]
+        self.open: Underway | None = None
+        self._slots = slots  # (depth, size, bytes)
+        # Word by rank: the rounds that it has shown, and next to it those that it has read.
+        self._flags = flags
+        self._others = [(flag, rank) for rank, flag in enumerate(flags) if rank != peers.rank]
+        self._notes = notes  # word by parity of the round and rank: the request, and `1 + size` numbers
+        self._round = self._slot = 0
+        self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    def start(self, steps: Steps) -> Underway:
+        """A collective, its first round shown; the one that was open before is completed."""
+        if self.open is not None:
+            self.open.wait()
+        self.peers.check()
+        if self.depth == 1:
+            self.wait(FREE)
+        self.open = work = Underway(self, steps)
+        work.advance()
+        return work
+
+    def slots(self, dtype: torch.dtype, count: int, ways: int = 1) -> tuple[Tensor, Tensor]:
+        """What this rank reads and writes of the first `count` elements of the next slot of every rank.
+
+        Args:
+            dtype: of the elements.
+            count: how many.
+            ways: into how many equal blocks they are divided, of which this rank reads the one with its number.
+
+        Returns:
+            That block of all slots, (size, count // ways), to be read once the round has been met; and the own slot,
+            (count,), free to be written.
+        """
+        views = self._views.get((dtype, count, ways))
+        if views is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            block = count // ways
+            first = block * (self.rank if ways > 1 else 0)
+            views = self._views[dtype, count, ways] = [
+                (slots[:, first : first + block], slots[self.rank, :count]) for slots in self._slots.view(dtype)
+            ]
+        self._slot = (self._slot + 1) % self.depth
+        return views[self._slot]
+
+    def say(self, numbers: Sequence[int]) -> None:
+        """Up to 1 + size numbers that the others can read in the round that is shown next (`said`)."""
+        first = self._notes[self._round + 1 & 1][self.rank] + 1
+        for i, number in enumerate(numbers, first):
+            self.peers.words[i] = number
+
+    def said(self, rank: int, index: int) -> int:
+        """A number that the rank has said in the round that is being read."""
+        return self.peers.words[self._notes[self._round & 1][rank] + 1 + index]
+
+    def show(self, request: int) -> None:
+        """Show the own slot, and what this rank is doing."""
+        record(self.peers.name, request)
+        self._round += 1
+        words = self.peers.words
+        words[self._notes[self._round & 1][self.rank]] = request
+        words[self._flags[self.rank]] = self._round
+
+    def has_read(self) -> None:
+        """Say that this rank has read all rounds that it has shown."""
+        self.peers.words[self._flags[self.rank] + 1] = self._round
+
+    def is_ready(self, awaited: int) -> bool:
+        """Whether `wait` would not."""
+        word, least = (1, self._round + 1 - self.depth) if awaited == FREE else (0, self._round)
+        return all(self.peers.words[flag + word] >= least for flag, _ in self._others)
+
+    def wait(self, awaited: int) -> None:
+        """Until the next slot is free, or all ranks have shown the round; then see that all do the same."""
+        if awaited == FREE:
+            for flag, rank in self._others:
+                self.peers.wait(flag + 1, self._round + 1 - self.depth, rank)
+            return
+        words, shown = self.peers.words, self._round
+        for flag, rank in self._others:
+            if not shown <= words[flag] < BROKEN:
+                self.peers.wait(flag, shown, rank)
+        notes = self._notes[shown & 1]
+        for note in notes:
+            if words[note] != awaited:
+                raise self.peers.differ(self._flags, [words[each] for each in notes])
+
+    def last_seen(self) -> dict[int, str]:
+        """The last round of each rank, by its number in the group."""
+        seen = {}
+        for rank, flag in enumerate(self._flags):
+            last = self.peers.words[flag]
+            what = describe(self.peers.words[self._notes[last & 1][rank]]) if 0 < last < BROKEN else ""
+            shown = f"round {last} of group {self.peers.name}: {what}"
+            seen[rank] = shown if what else "before its first round, or given up"
+        return seen
+
+
+class Underway:
+    """A collective under way, with the interface of c10d's Work."""
+
+    __slots__ = ("_awaited", "_steps", "_stream")
+
+    def __init__(self, stream: Stream, steps: Steps) -> None:
+        self._stream, self._steps = stream, steps
+        self._awaited: int | None = None  # a request, or FREE; None before the first and when it is complete
+
+    def wait(self) -> None:
+        """Until the collective is complete."""
+        while self._awaited is not None:
+            self.advance()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block. What can be done without waiting is done."""
+        while self._awaited is not None and self._stream.is_ready(self._awaited):
+            self.advance()
+        return self._awaited is None
+
+    def advance(self) -> None:
+        """Wait for what the last step has yielded, and take the next one."""
+        stream, awaited = self._stream, self._awaited
+        self._awaited = None  # so it stays if a step raises
+        try:
+            if awaited is not None:
+                stream.wait(awaited)
+            following = _torch.on_plain_kernels(next, self._steps, None)
+        except BaseException as error:
+            if not isinstance(error, CollectiveError):
+                stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [stream.rank])
+            raise
+        if following is None or following == FREE:
+            stream.has_read()
+        else:
+            stream.show(following)
+        if following is None:
+            stream.open = None
+        self._awaited = following
