@@ -47,6 +47,13 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[
     return meeting.rows(mesh, about(), numbers)
 
 
+def in_other_threads(mesh: DeviceMesh) -> bool:
+    """Whether this is a thread that may come in another order than those of other ranks; not so of simulated ranks."""
+    if threading.current_thread() is threading.main_thread():
+        return False
+    return _Meeting.over(mesh.comm(tuple(range(mesh.ndim)))) is not None
+
+
 def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> AbstractContextManager[object]:
     """A block in which one thread of this rank is at a time, for what the first of them does for all."""
     meeting = _Meeting.over(mesh.comm(tuple(range(mesh.ndim))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from threading import current_thread, main_thread
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -17,7 +16,7 @@ from shoal_mesh.errors import NoGroupError
 from shoal_mesh.internal import in_lockstep, module_of
 
 from ..errors import RandomStateError
-from ..rows_of_ranks import one_thread_at_a_time, rows_of_ranks
+from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks
 
 _MASK = 0xFFFFFFFF
 _PURPOSE = "the first draw's check that generators agree: check_random_state(mesh) makes it beforehand"
@@ -91,11 +90,13 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
         RandomStateError: if the states differ; it names the ranks.
         CommunicationForbiddenError: if the check is due inside `communication("forbid")`.
     """
-    about = _about(generator)
-    always = always or in_lockstep()
-    if (_is_checked(mesh, about) and not always) or mesh.get_coordinate() is None or mesh.size() == 1:
+    if mesh.get_coordinate() is None or mesh.size() == 1:
         return
+    always = always or in_lockstep()
     try:
+        about = _about(mesh, generator)
+        if _is_checked(mesh, about) and not always:
+            return
         with purpose(_PURPOSE), one_thread_at_a_time(mesh, lambda: about):
             if _is_checked(mesh, about) and not always:
                 return  # another thread was faster
@@ -111,9 +112,9 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
 _SHARED = "the default generator"
 
 
-def _about(generator: torch.Generator) -> str:
+def _about(mesh: DeviceMesh, generator: torch.Generator) -> str:
     """What the check of a generator is about; empty in the main thread, where one check stands for all."""
-    if current_thread() is main_thread():
+    if not in_other_threads(mesh):
         return ""
     return _SHARED if generator is generator_of(generator.device) else f"a generator of seed {generator.initial_seed()}"
 
