@@ -207,12 +207,12 @@ class Message:
 
     def _copied_rows(self, rows: Tensor, into: Sequence[Tensor | None]) -> list[Tensor]:
         """Tensors that are sharded equally along dim 0, from a matrix that has a row of shards for each member."""
+        size, lengths = self._comm.size, [sizes[0] for sizes in self._arrivals]
         results = [
-            rows.new_empty(_with(leg.shape, 0, leg.shape[0] * len(rows))) if out is None else out
+            rows.new_empty(_with(leg.shape, 0, leg.shape[0] * size)) if out is None else out
             for leg, out in zip(self._legs, into, strict=True)
         ]
-        lengths = [sizes[0] for sizes in self._arrivals]
-        targets = [result.view(len(rows), n) for result, n in zip(results, lengths, strict=True)]
+        targets = [result.view(size, length) for result, length in zip(results, lengths, strict=True)]
         torch._foreach_copy_(targets, list(torch.split(rows, lengths, 1)))
         return results
 
