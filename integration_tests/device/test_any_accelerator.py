@@ -81,6 +81,14 @@ def test_generators_of_the_device_are_compared() -> None:
 
 
 @on_ranks(4)
+def test_the_generator_that_keys_are_taken_from_is_compared() -> None:
+    torch.manual_seed(dist.get_rank())
+    torch.sim.manual_seed(5)  # type: ignore[attr-defined]  # registered as torch is imported
+    with sd.random_mode("counter"), pytest.raises(RandomStateError, match="the cpu generators are out of step"):
+        sd.rand(8, device_mesh=init_device_mesh("sim", (4,)), placements=[Shard(0)])
+
+
+@on_ranks(4)
 def test_modes_draw_on_the_device() -> None:
     x = sd.distribute_tensor(torch.ones(8, 6, device="sim"), mesh(), [Shard(0), Shard(1)])
     before = torch.get_rng_state()

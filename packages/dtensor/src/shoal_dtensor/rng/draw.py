@@ -14,7 +14,7 @@ from .cpu import fill_cpu, skip_words
 from .cuda import fill_cuda
 from .fill import Fill
 from .memory_order import MemoryOrder, memory_order_of
-from .modes import current_mode
+from .modes import RandomMode, current_mode
 from .philox import philox
 from .state import check_in_step, generator_of, key_of
 
@@ -59,7 +59,7 @@ def draw(
     mode = current_mode()
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and not _is_fake(local):
-        check_in_step(spec.mesh, generator_of(local.device) if generator is None else generator)
+        check_in_step(spec.mesh, _source(mode, local.device) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":
             fill(local, generator, operand)
@@ -78,6 +78,11 @@ def draw(
                 memory, generator = _own_stream(spec, memory, axes, local.device, generator)
         _fill_stream(local, memory, fill, generator, operand)
     return local
+
+
+def _source(mode: RandomMode, device: torch.device) -> torch.Generator:
+    """The generator that a draw begins with: the CPU's where a key is taken from it, on every device."""
+    return generator_of(torch.device("cpu") if mode.mode in {"counter", "per_axis"} else device)
 
 
 def _fill_stream(
