@@ -86,8 +86,12 @@ def test_two_data_axes_replicate_over_the_first() -> None:
 def test_checkpointed_units(reentrant: bool) -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh, lambda: Model(recompute=reentrant))
+    runs = [0, 0]
+    for index, module in enumerate((plain, model)):
+        module.blocks[1].norm.register_forward_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
     backward_of_each(plain, model, mesh)
     same_gradients(plain, model)
+    assert runs == [2, 2]  # once more in backward
 
 
 @on_ranks(4)

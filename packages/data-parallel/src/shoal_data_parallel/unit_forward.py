@@ -19,6 +19,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree, unwatched
 from shoal_mesh.internal import dataclass
 
+from ._torch import outer_saved_tensors_hooks
 from .policies import MixedPrecisionPolicy
 from .unit import Forward, Unit
 from .unit_backward import running_backward
@@ -210,6 +211,7 @@ class _OfUnit:
     """A saved tensor that may have no memory."""
 
     tensor: Tensor
+    forward: Forward
 
 
 def _guard(forward: Forward) -> saved_tensors_hooks:
@@ -217,18 +219,20 @@ def _guard(forward: Forward) -> saved_tensors_hooks:
 
     Usually the unit's outputs have seen to that.  What leaves a unit otherwise (an auxiliary loss kept in an
     attribute) or is differentiated in two passes (first to inputs, then to parameters) must not read memory that was
-    given back.
+    given back.  All else goes to the hooks outside, such as those of a checkpoint or an offload around the unit.
     """
-    gathered = forward.gathered
+    gathered, outside = forward.gathered, outer_saved_tensors_hooks()
     own = {t.untyped_storage().data_ptr() for t in gathered.tensors if not isinstance(t, FakeTensor)}
 
-    def pack(tensor: Tensor) -> Tensor | _OfUnit:
+    def pack(tensor: Tensor) -> Any:
         local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
-        return _OfUnit(tensor) if type(local) is Tensor and local.untyped_storage().data_ptr() in own else tensor
+        if type(local) is Tensor and local.untyped_storage().data_ptr() in own:
+            return _OfUnit(tensor, forward)
+        return tensor if outside is None else outside[0](tensor)
 
-    def unpack(saved: Tensor | _OfUnit) -> Tensor:
-        if not isinstance(saved, _OfUnit):
-            return saved
+    def unpack(saved: Any) -> Any:
+        if not isinstance(saved, _OfUnit) or saved.forward is not forward:
+            return saved if outside is None else outside[1](saved)
         if not gathered.filled:
             running_backward().open(forward)
         return saved.tensor
