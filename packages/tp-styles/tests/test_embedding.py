@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from one_device import as_one_device
@@ -168,3 +169,14 @@ def test_rows_reduce_scatter_along_their_features(features: int, kind: str) -> N
         single = (nn.Embedding if kind == "embedding" else nn.EmbeddingBag)(10, features).double()
     style = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
     assert as_one_device(single, style, all_ranks(), [x], leaving=layout).forward == {"reduce_scatter": 1}
+
+
+@on_ranks(2)
+def test_ids_out_of_range_are_refused_on_all_ranks() -> None:
+    style = RowwiseParallel(input_layouts=Shard(0), output_layouts=Shard(0))
+    for table in (nn.Embedding(9, 2), nn.EmbeddingBag(9, 2, mode="sum")):
+        module = parallelize_module(table, all_ranks(), style)
+        for wrong in (9, -1):  # of the last rank alone
+            ids = torch.tensor([[3, wrong if dist.get_rank() else 8]])
+            with pytest.raises(IndexError, match=f"id {wrong} is out of bounds for a table of 9 rows"):
+                module(ids)

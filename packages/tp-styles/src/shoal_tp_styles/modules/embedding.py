@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_dtensor.internal import first_order_only, is_compiling, selectively_checkpointed, whole_when_compiled
+from shoal_dtensor.internal import FakeTensor, first_order_only, is_compiling, selectively_checkpointed, whole_when_compiled
 from shoal_mesh import all_gather, all_gather_v
 from shoal_mesh.internal import dataclass
 
@@ -59,6 +59,16 @@ def replicated_tokens(lowered: Lowered, tokens: Tensor, port: Port | None = None
             gathered: Tensor = gather_dim(tokens.contiguous(), *where)
             return gathered
     return local_input(tokens, port, lowered.mesh, grad=Replicate())
+
+
+def _check_ids(lowered: Lowered, tokens: Tensor) -> None:
+    """Refuse ids that no rank has a row for, on all ranks; they would be zeros. Accelerators report them later."""
+    rows = lowered.spec("weight").shape[0]
+    valid = (tokens >= 0) & (tokens < rows)
+    if is_compiling() or not tokens.is_cpu or isinstance(tokens, FakeTensor):
+        torch.ops.aten._assert_async.msg(valid.all(), f"an id is out of bounds for a table of {rows} rows")
+    elif not valid.all():
+        raise IndexError(f"id {tokens[~valid][0].item()} is out of bounds for a table of {rows} rows")
 
 
 class ColumnEmbedding(Lowered):
@@ -142,6 +152,7 @@ class RowEmbedding(Lowered):
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
         tokens = replicated_tokens(self, input)
+        _check_ids(self, tokens)
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
         return partial_output(
@@ -270,6 +281,7 @@ class RowEmbeddingBag(Lowered):
     ) -> Tensor:
         module: Any = self.module
         bags = _Bags.of(self, input, offsets, per_sample_weights)
+        _check_ids(self, bags.tokens)
         weight: Any = self.local("weight")["weight"]
         rows, own = weight.shape[0], bags.tokens - self.spec("weight").offset(0)
         counted = torch.ones_like(own, dtype=torch.bool)
