@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shoal_mesh import Comm, DeviceMesh, all_gather
+from shoal_mesh import Comm, DeviceMesh, all_gather, all_reduce
 from shoal_mesh.errors import LockstepError
 from shoal_mesh.internal import comm_of_threads
 
@@ -45,6 +45,18 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[
     if meeting is None:
         return _gather(mesh, comm, numbers)
     return meeting.rows(mesh, about(), numbers)
+
+
+def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """`P(min), P(max) -> R`: the lowest and the highest that ranks have of each number; one all-reduce.
+
+    Args and raises as in `rows_of_ranks`.
+    """
+    if in_other_threads(mesh):
+        return [(min(column), max(column)) for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)]
+    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=mesh.device_type)
+    highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
+    return [(-low, high) for high, low in zip(highest[: len(numbers)], highest[len(numbers) :], strict=True)]
 
 
 def in_other_threads(mesh: DeviceMesh) -> bool:

@@ -31,7 +31,7 @@ from .._torch import (
     pytree,
 )
 from ..errors import MixedTensorError, NoRuleError
-from ..rows_of_ranks import rows_of_ranks
+from ..rows_of_ranks import extremes_of_ranks
 from ..rules.language.op_schema import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
@@ -77,16 +77,17 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
         raise MixedTensorError(_mixed(what, shapes))
     if alone:
         return
-    need = f"  an all-gather, in which the ranks compare a plain tensor of shape {shapes} that torch made"
+    need = f"  an all-reduce, in which the ranks compare a plain tensor of shape {shapes} that torch made"
     notice = notice_of(what, [need], current())
     if notice:
         warnings.warn(notice, stacklevel=2)
     with purpose(f"{what}: comparison of plain tensors"):
         about = f"{what} with a plain tensor of shape {shapes}"
-        rows = rows_of_ranks(mesh, lambda: about, [digest_of(tensors), int(candidates)])
-    if not all(row[1] for row in rows):
+        numbers = digest_of(tensors), int(candidates)
+        (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
+    if not accepted:
         raise MixedTensorError(_mixed(what, shapes))
-    if len({row[0] for row in rows}) > 1:
+    if lowest != highest:
         raise MixedTensorError(
             f"{what} got DTensors together with a plain tensor of shape {shapes} whose values differ between the ranks "
             f"of {mesh}, so it is not replicated. {_advice()}"
