@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 
 _C = sys.modules[f"{__package__}.simulated_device"]
-_State = list[bool]
-_set_by_program: _State = [False]
+_set_by_program = [False]
 
 device_count = _C.device_count
 current_device = _C.current_device

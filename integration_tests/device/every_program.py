@@ -12,7 +12,7 @@ from .programs import Measure, Program, measured
 from .training import TRAININGS
 
 RANKS = 4
-# Of programs that torch has: their operators, styles and data parallelism, and its checkpoints.
+# What torch has not, or draws by offsets, which the simulated generator has not.
 OURS_ALONE = {
     "random operators",
     "linear_cross_entropy",

@@ -139,7 +139,7 @@ def watched() -> Iterator[list[Event]]:
 
 def _heard(kind: str, what: str, nbytes: int) -> None:
     if _watching:
-        event = Event(kind, what, nbytes, _line(sys._getframe(1)) if sys._getframe().f_back else "")
+        event = Event(kind, what, nbytes, _line(sys._getframe().f_back))
         for events in _watching:
             events.append(event)
 

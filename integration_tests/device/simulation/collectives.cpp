@@ -162,7 +162,8 @@ struct Backend final : c10d::Backend {
   }
 
   Started exchanged(Begun work, Tensor into, Tensor from, std::vector<int64_t> receive, std::vector<int64_t> send) {
-    if (into.nbytes() || from.nbytes() || !receive.empty()) work->steps.push_back(gloo->alltoall_base(into, from, receive, send, {}));
+    bool any = into.nbytes() || from.nbytes() || !receive.empty();
+    if (any) work->steps.push_back(gloo->alltoall_base(into, from, receive, send, {}));
     return started(work);
   }
 
@@ -214,7 +215,7 @@ struct Backend final : c10d::Backend {
     check(out);
     check(in);
     TORCH_CHECK_TYPE(out.scalar_type() == in.scalar_type(), "output tensor must have the same type as input tensor");
-    TORCH_CHECK_VALUE(out.numel() == in.numel() * getSize(), "output tensor size must be equal to world_size times input tensor size");
+    TORCH_CHECK_VALUE(out.numel() == in.numel() * getSize(), "output size must be equal to world_size times input size");
     auto work = begin("all_gather", in);
     bool in_place = in.is_alias_of(out);  // the own block of the output: written too, so nothing of it is compared
     Tensor rows = gathered(work, in_place ? on_host(in).clone() : work->read(in)), result = work->write(out);
@@ -310,7 +311,7 @@ struct Backend final : c10d::Backend {
     check(in);
     check(options.reduceOp, in);
     TORCH_CHECK_TYPE(in.scalar_type() == out.scalar_type(), "input tensor must be the same type as the output tensor");
-    TORCH_CHECK_VALUE(in.numel() == out.numel() * getSize(), "input tensor must be the same size as output size times world size");
+    TORCH_CHECK_VALUE(in.numel() == out.numel() * getSize(), "input size must be equal to world_size times output size");
     auto work = begin("reduce_scatter", in);
     Tensor sent = work->read(in), rows = at::empty({getSize(), out.numel()}, sent.options()), result = work->write(out);
     work->at_end = [=, op = options.reduceOp] { bytes_of(result).copy_(bytes_of(reduced(rows, op))); };

@@ -54,8 +54,8 @@ static c10::Storage device_storage(const c10::Storage& storage, int device) {
 }
 
 static void check_allocated(const Tensor& tensor, const std::string& name) {
-  size_t end = tensor.storage_offset() * tensor.itemsize();
-  if (tensor.numel()) end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
+  size_t end = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.itemsize(), tensor.storage_offset());
   TORCH_CHECK(!tensor.numel() || end <= tensor.storage().nbytes(), name, " uses freed memory of the device");
 }
 
@@ -78,8 +78,8 @@ struct Call {
       return tensor;
     }
     TORCH_CHECK(
-        device < 0 || device == tensor.device().index(), "Expected all tensors to be on the same device, but found at least two devices, sim:",
-        device, " and ", tensor.device(), " in ", name);
+        device < 0 || device == tensor.device().index(),
+        "Expected all tensors to be on the same device, but found sim:", device, " and ", tensor.device(), " in ", name);
     device = tensor.device().index();
     c10::Storage storage;
     for (auto& [above, below] : partners) {
@@ -132,15 +132,16 @@ static const std::set<std::string> NO_HOST_SCALARS{
     "aten::embedding", "aten::nll_loss_forward", "aten::_fused_adamw_", "aten::_fused_adam_", "aten::_fused_sgd_"};
 
 static bool indexes(const std::string& name) {
-  static const std::set<std::string> names{"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index"};
+  static const std::set<std::string> names{
+      "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
   return names.count(name);
 }
 
 static void check_devices(const Call& call, int host_indices, bool first_on_host) {
   bool allowed = starts(call.name, "aten::_foreach") || (host_indices && !first_on_host);
   TORCH_CHECK(
-      !call.host_arrays || allowed, "Expected all tensors to be on the same device, but found at least two devices, cpu and sim:",
-      call.device, " in ", call.name);
+      !call.host_arrays || allowed, "Expected all tensors to be on the same device, but found cpu and sim:", call.device,
+      " in ", call.name);
   TORCH_CHECK(
       !call.host_scalars || !NO_HOST_SCALARS.count(call.name),
       "Expected all tensors to be on the same device, but found a scalar of the cpu in ", call.name);
@@ -148,7 +149,7 @@ static void check_devices(const Call& call, int host_indices, bool first_on_host
 
 static bool waits_for_values(const std::string& name, const torch::jit::Stack& stack, size_t base) {
   if (name == "aten::repeat_interleave") return stack.back().isNone();  // no output_size
-  if (name == "aten::histc") return stack[base + 2].toScalar().equal(stack[base + 3].toScalar().to<double>());  // no bounds
+  if (name == "aten::histc") return stack[base + 2].toScalar().equal(stack[base + 3].toScalar().to<double>());
   return WAIT_FOR_VALUES.count(name);
 }
 
@@ -215,7 +216,8 @@ static Tensor empty_strided(
   size_t bytes = at::detail::computeStorageNbytes(size, stride, meta.itemsize());
   int index = device && device->index() >= 0 ? device->index() : current_device();
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate(bytes, index), allocator(), true);
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), meta);
+  auto keys = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, meta);
   made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
   return made;
 }
@@ -260,7 +262,8 @@ static Tensor& set_nothing(Tensor& self) {
   return set_storage(self, at::Storage(c10::Storage::use_byte_size_t(), 0, std::move(data), allocator(), true), 0, {0}, {1});
 }
 
-static Tensor as_strided(const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
+static Tensor as_strided(
+    const Tensor& self, c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<int64_t> offset) {
   auto made = over(self, self.storage(), c10::DispatchKey::PrivateUse1);
   made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset.value_or(self.storage_offset()));
   return made;
@@ -322,12 +325,14 @@ static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   Call call{name};
   Tensor g = call.lower(grad), x = call.lower(input), w = call.lower(weight);
   std::vector<int64_t> bias{grad.size(1)};
-  auto [dx, dw, db] = at::convolution_backward(g, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, wanted);
+  auto [dx, dw, db] = at::convolution_backward(
+      g, x, w, bias, stride, padding, dilation, transposed, output_padding, groups, wanted);
   return {call.lift(dx), call.lift(dw), call.lift(db)};
 }
 
-static int64_t math_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
-  return 0;
+static int64_t math_attention(
+    const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
+  return 0;  // no fused kernel
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
