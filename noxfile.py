@@ -225,6 +225,9 @@ def device(session: nox.Session) -> None:
         return
     tests = ("integration_tests/device", "packages/dtensor/tests/test_random_ops.py")
     session.run("python", "-m", "pytest", "-m", "gpu", *tests, *session.posargs, env=env)
+    planned = (f"packages/dtensor/tests/test_{name}.py" for name in ("programs", "reductions_on_ranks"))
+    costs = ("-p", "integration_tests.device.accelerator_costs")  # on the CPU, by the plans of accelerators
+    session.run("python", "-m", "pytest", *costs, "-m", FAST, *planned, *session.posargs, env=env)
 
 
 @nox.session
