@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError, LayoutTypeError
+from shoal_dtensor.internal import device_of_numbers, upload
 from shoal_mesh import Comm, DeviceMesh, all_gather, all_gather_v
 
 from .attention_mask import Documents
@@ -175,8 +176,8 @@ def context_parallel_unshard(
         )
     if not buffers:
         return []
-    lengths = torch.tensor([[x.shape[dim] for x, dim in zip(buffers, seq_dims, strict=True)]], device=buffers[0].device)
-    sizes = all_gather(lengths, comm).tolist()
+    lengths = [x.shape[dim] for x, dim in zip(buffers, seq_dims, strict=True)]
+    sizes = all_gather(upload([lengths], device_of_numbers(comm, buffers[0].device)), comm).tolist()
     layout = load_balancer or next((mode.options.layout for mode in RoutedAttention.active()), "head_tail")
     if isinstance(layout, str):
         layout = getattr(SequenceLayout, layout)(sum(row[0] for row in sizes), comm.size)

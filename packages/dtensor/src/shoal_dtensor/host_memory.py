@@ -3,7 +3,7 @@
 They go through pinned memory, which torch hands out again only after the copies out of it are done.  On the CPU they
 are plain copies.
 
-May import: nothing.
+May import: _torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from torch import Tensor
 
 from shoal_mesh import Comm
 
+from ._torch import is_tracing
+
 
 def pins(device: torch.device) -> bool:
     """Whether copies between pinned memory and a device run beside the host."""
+    if device.type == "cpu" or is_tracing():
+        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 

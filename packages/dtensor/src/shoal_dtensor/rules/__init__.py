@@ -1,6 +1,6 @@
 """What each operator may do on one mesh axis: one table per family, merged in `default`.
 
-May import: _torch, errors, layout, redistribute, rng, scopes.
+May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """
 
 from .language.empty_shards import local_function

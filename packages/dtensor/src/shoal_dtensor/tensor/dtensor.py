@@ -280,20 +280,24 @@ class DTensor(torch.Tensor):
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(with_lists(index, self._replicated) if has_lists(index) else index)
+        return super().__getitem__(self._with_lists(index) if has_lists(index) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if has_lists(index):
-            index = with_lists(index, self._replicated)
+            index = self._with_lists(index)
         slices, value = without_numbers(index, value, self.shape)
         if slices is not index and isinstance(value, DTensor) and shares_memory(value, self):
             value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
         super().__setitem__(slices, value)
 
-    def _replicated(self, whole: torch.Tensor) -> Any:
+    def _with_lists(self, index: Any) -> Any:
         mesh = self._spec.mesh
-        spec = Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype)
-        return wrap(DTensor, whole.to(self._local_tensor.device), spec)
+
+        def replicated(whole: torch.Tensor) -> Any:
+            spec = Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype)
+            return wrap(DTensor, whole, spec)
+
+        return with_lists(index, self._local_tensor.device, replicated)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:

@@ -8,27 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..host_memory import upload
+
 
 def has_lists(index: Any) -> bool:
     """Whether there is a list of numbers in an index."""
     return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
 
 
-def with_lists(index: Any, replicated: Callable[[Tensor], Any]) -> Any:
+def with_lists(index: Any, device: torch.device, replicated: Callable[[Tensor], Any]) -> Any:
     """The index with every list made a tensor; lists are written in the program, so every rank has the same ones.
 
     Args:
         index: with lists in it.
+        device: of the tensor that is indexed.
         replicated: makes a tensor that all ranks have alike one that meets sharded tensors.
     """
     if type(index) is tuple:
-        return tuple(replicated(_as_tensor(entry)) if type(entry) is list else entry for entry in index)
-    return replicated(_as_tensor(index))
+        return tuple(replicated(_as_tensor(entry, device)) if type(entry) is list else entry for entry in index)
+    return replicated(_as_tensor(index, device))
 
 
-def _as_tensor(numbers: list[Any]) -> Tensor:
+def _as_tensor(numbers: list[Any], device: torch.device) -> Tensor:
     """The index tensor that a list means; `[]` means no index, though `torch.tensor([])` has a floating dtype."""
-    result = torch.tensor(numbers)
+    result = upload(numbers, device)
     return result if result.numel() else result.long()
 
 

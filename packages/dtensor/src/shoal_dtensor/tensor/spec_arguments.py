@@ -14,6 +14,7 @@ from shoal_mesh.internal import in_lockstep
 from .._torch import is_tracing, out_of_sight
 from ..argument_types import check_mesh, check_type
 from ..errors import PlacementError
+from ..host_memory import device_of_numbers, upload
 from ..layout.dim_sharding import DimSharding, ShardOrder
 from ..layout.normal_placements import normalize_placements
 from ..layout.partition_spec import Placements, read_placements
@@ -232,9 +233,10 @@ def _compared_shapes(
     Raises:
         PlacementError: if the shapes of the ranks fit no sharding by these placements.
     """
+    comm = mesh.comm(tuple(range(mesh.ndim)))
     with out_of_sight():
-        mine = torch.tensor([shape_row(local)], device=mesh.device_type)
-        rows = all_gather(mine, mesh.comm(tuple(range(mesh.ndim)))).tolist()
+        mine = upload([shape_row(local)], device_of_numbers(comm, mesh.device_type))
+        rows = all_gather(mine, comm).tolist()
     return layout_of_rows(rows, local, mesh, placements, shard_order)
 
 

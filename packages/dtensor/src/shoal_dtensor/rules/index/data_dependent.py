@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal_mesh import all_gather, all_gather_v
 
 from ..._torch import in_backward
+from ...host_memory import device_of_numbers, upload
 from ...layout.spec import Spec
 from ..language.local_ops import sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, Traffic
@@ -24,7 +25,7 @@ from ..language.rule_tables import family
 def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor]:
     """The results of all ranks along mesh axes, one after the other; their number differs from rank to rank."""
     comm = spec.mesh.comm(axes)
-    counts = all_gather(torch.tensor([len(results[0])], device=results[0].device), comm).tolist()
+    counts = all_gather(upload([len(results[0])], device_of_numbers(comm, results[0].device)), comm).tolist()
     return [all_gather_v(tensor.contiguous(), comm, counts) for tensor in results]
 
 
@@ -40,7 +41,7 @@ def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *resul
 
 def global_positions(spec: Spec, positions: Tensor) -> Tensor:
     """Global positions, `(count, ndim)`, from those in the shard."""
-    return positions + torch.tensor(spec.local_offset, dtype=positions.dtype, device=positions.device)
+    return positions + upload(spec.local_offset, positions.device, positions.dtype)
 
 
 def assumed_result_bytes(call: OpCall) -> Traffic:
