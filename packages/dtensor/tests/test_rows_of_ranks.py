@@ -88,6 +88,6 @@ def test_a_thread_that_no_other_rank_has_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "TIMEOUT", 0.2)
     mesh = init_device_mesh("cpu", (2,))
     about = f"rank {dist.get_rank()}"
-    (error,) = in_threads(lambda: rows_of_ranks(mesh, lambda: about, [1]))
+    (error,) = in_threads(lambda: rows_of_ranks(mesh, lambda: about, torch.tensor([1])))
     assert isinstance(error, LockstepError)
     assert f"no thread of ranks [{1 - dist.get_rank()}] has come for {about}" in str(error)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh, all_gather, all_reduce
 from shoal_mesh.errors import LockstepError
@@ -24,7 +25,7 @@ from ._torch import out_of_sight
 TIMEOUT = 1800.0  # seconds that a thread waits for those of other ranks, as long as c10d waits by default
 
 
-def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[int]) -> list[list[int]]:
+def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[list[int]]:
     """`V -> R`: the integers of every rank, by its row-major index in the mesh; one all-gather.
 
     A program's main thread does the same in the same order on all ranks. Other threads may come in another order on
@@ -34,7 +35,7 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[
     Args:
         mesh: with this rank in it.
         about: gives the text that is equal on all ranks whose rows belong together; not called in the main thread.
-        numbers: of this rank, as many on all ranks.
+        numbers: of this rank, (n,) of int64, on a device whose tensors the mesh's groups send.
 
     Raises:
         LockstepError: in a thread, if no thread of some rank has come for the same in half an hour.
@@ -43,20 +44,20 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[
     comm = mesh.comm(tuple(range(mesh.ndim)))
     meeting = _Meeting.over(comm)
     if meeting is None:
-        return _gather(mesh, comm, numbers)
-    return meeting.rows(mesh, about(), numbers)
+        return _gather(comm, numbers)
+    return meeting.rows(about(), numbers)
 
 
-def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Sequence[int]) -> list[tuple[int, int]]:
+def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[tuple[int, int]]:
     """`P(min), P(max) -> R`: the lowest and the highest that ranks have of each number; one all-reduce.
 
     Args and raises as in `rows_of_ranks`.
     """
     if in_other_threads(mesh):
         return [(min(column), max(column)) for column in zip(*rows_of_ranks(mesh, about, numbers), strict=True)]
-    both = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.int64, device=mesh.device_type)
-    highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
-    return [(-low, high) for high, low in zip(highest[: len(numbers)], highest[len(numbers) :], strict=True)]
+    both = torch.stack([-numbers, numbers])
+    lowest, highest = all_reduce(both, mesh.comm(tuple(range(mesh.ndim))), "max").tolist()
+    return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
 def in_other_threads(mesh: DeviceMesh) -> bool:
@@ -72,9 +73,9 @@ def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> Abstract
     return nullcontext() if meeting is None else meeting.lock(about())
 
 
-def _gather(mesh: DeviceMesh, comm: Comm, numbers: Sequence[int]) -> list[list[int]]:
+def _gather(comm: Comm, numbers: Tensor) -> list[list[int]]:
     with out_of_sight():
-        rows: list[list[int]] = all_gather(torch.tensor([[*numbers]], device=mesh.device_type), comm).tolist()
+        rows: list[list[int]] = all_gather(numbers.unsqueeze(0), comm).tolist()
     return rows
 
 
@@ -107,11 +108,11 @@ class _Meeting:
         """What one thread holds at a time."""
         return self._locks.setdefault(about, threading.Lock())
 
-    def rows(self, mesh: DeviceMesh, about: str, numbers: Sequence[int]) -> list[list[int]]:
+    def rows(self, about: str, numbers: Tensor) -> list[list[int]]:
         """What all ranks say, by rank."""
         key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
         with self._changed:
-            for rank, (other, *said) in enumerate(_gather(mesh, self._comm, [key, *numbers])):
+            for rank, (other, *said) in enumerate(_gather(self._comm, torch.cat([numbers.new_tensor([key]), numbers]))):
                 self._rows.setdefault(other, [deque() for _ in range(self._comm.size)])[rank].append(said)
             self._changed.notify_all()
             mine = self._rows[key]

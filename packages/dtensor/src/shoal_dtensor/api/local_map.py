@@ -15,6 +15,7 @@ from .._torch import TRACED, is_tracing, never_compiled, pytree
 from ..argument_types import check_callable, check_mesh, check_type
 from ..dispatch.plain_tensors import digest_of
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
+from ..host_memory import device_of_numbers, upload
 from ..layout.placements import Placement, Replicate
 from ..layout.spec import Spec
 from ..rows_of_ranks import rows_of_ranks
@@ -171,8 +172,14 @@ def _compared(
 ) -> DTensor:
     """An output as a DTensor, of the shapes that all ranks have; refused on all of them if replicas differ."""
     replicated = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1]
-    digest = digest_of([local]) if replicated and not isinstance(local, TRACED) else 0
-    rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", [digest, *shape_row(local)])
+    digest = digest_of([local], mesh.device_type) if replicated and not isinstance(local, TRACED) else None
+    device = (
+        device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type) if digest is None else digest.device
+    )
+    own = upload([0, *shape_row(local)], device)
+    if digest is not None:
+        own[0] = digest
+    rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", own)
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):
         where = tuple(-1 if axis in replicated else at for axis, at in enumerate(coordinate))

@@ -81,9 +81,10 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     notice = notice_of(what, [need], current())
     if notice:
         warnings.warn(notice, stacklevel=2)
+    digest = digest_of(tensors, mesh.device_type)
     with purpose(f"{what}: comparison of plain tensors"):
         about = f"{what} with a plain tensor of shape {shapes}"
-        numbers = digest_of(tensors), int(candidates)
+        numbers = torch.stack([digest, torch.full_like(digest, candidates)])
         (lowest, highest), (accepted, _) = extremes_of_ranks(mesh, lambda: about, numbers)
     if not accepted:
         raise MixedTensorError(_mixed(what, shapes))
@@ -142,15 +143,33 @@ def _mixed(what: str, shapes: str) -> str:
     )
 
 
-def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """A number of 62 bits that depends on shapes, dtypes and every bit of the values."""
-    digest = hashlib.blake2b(digest_size=8)
+def digest_of(tensors: Sequence[torch.Tensor], device: str) -> torch.Tensor:
+    """A number of 62 bits that depends on shapes, dtypes and every bit of the values, made and kept on a device."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-        dense = torch.empty(plain.shape, dtype=plain.dtype).copy_(plain)  # contiguous also where a stride is 0
-        digest.update(f"{tuple(dense.shape)}{dense.dtype}".encode())
-        digest.update(dense.view(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 2
+        dense = plain.resolve_conj().resolve_neg().contiguous()
+        text = hashlib.blake2b(f"{tuple(dense.shape)}{dense.dtype}".encode(), digest_size=7).digest()
+        own = torch.full((), int.from_bytes(text, "little"), device=dense.device)
+        flat = dense.as_strided((dense.numel(),), (1,))  # a dim of one element may have any stride
+        for part in torch.split(flat.view(torch.uint8), _DIGESTED):
+            padded = part.new_zeros(-(-len(part) // 8) * 8)
+            padded[: len(part)] = part
+            words = padded.view(torch.int64)
+            own = _scrambled(own + _scrambled(words + _scrambled(torch.arange(len(words), device=words.device))).sum())
+        total = _scrambled(total + (own if own.device.type == device else own.item()))
+    return total >> 2
+
+
+def _scrambled(x: torch.Tensor) -> torch.Tensor:
+    """Integers of 64 bits, each taken to another one in which every bit depends on all; as splitmix64 does."""
+    x = (x + _GOLDEN) * _FIRST
+    x = (x ^ (x >> 29)) * _SECOND
+    return x ^ (x >> 32)
+
+
+_DIGESTED = 1 << 24  # bytes at once
+_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # odd, as signed numbers
 
 
 # They overwrite their first argument, whose memory torch may have left as it was.
