@@ -119,7 +119,8 @@ def _masked_select(local_call: LocalCall) -> LocalFunction | None:
         return None
 
     def run(x: Tensor, mask: Tensor) -> Tensor:
-        return in_global_order(spec, axes, global_positions(spec, mask.nonzero()), x[mask])[1]
+        found = mask.nonzero()
+        return in_global_order(spec, axes, global_positions(spec, found), x[found.unbind(1)])[1]
 
     return run
 

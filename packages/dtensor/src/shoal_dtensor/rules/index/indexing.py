@@ -109,7 +109,8 @@ def _read_masked(local_call: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         index = indices[0]
         assert index is not None, "the mask is the first index"
-        return in_global_order(mask, axes, global_positions(mask, index.nonzero()), x[index])[1]
+        found = index.nonzero()
+        return in_global_order(mask, axes, global_positions(mask, found), x[found.unbind(1)])[1]
 
     return run
 
@@ -210,7 +211,7 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
         return None
     if _same_everywhere(call, where):
         return _put_one_value(local_call, dims)
-    op, first = call.op, where.first
+    op, first, adds = call.op, where.first, bool(call["accumulate"])
     ndim = spec.ndim - len(dims) + where.ndim
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
@@ -221,13 +222,49 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
             is_local &= is_in_dim
         common = range(first, first + len(shape))
         others = (*range(first), *range(first + len(shape), ndim))
-        chosen = values.expand(*_value_shape(values, ndim, first, shape)).permute(*common, *others)[is_local]
-        target: list[Tensor | None] = [None] * x.ndim
-        for n, d in enumerate(dims):
-            target[d] = positions[n][is_local]
-        return op(x, target, chosen.movedim(0, first) if first else chosen, *args)
+        rows = values.expand(*_value_shape(values, ndim, first, shape)).permute(*common, *others)
+        rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
+        positions, rows = _in_shard(
+            x, dims, [p.reshape(-1) for p in positions], rows, is_local.reshape(-1), first, adds
+        )
+        return op(x, _target(x, dims, positions), rows.movedim(0, first) if first else rows, *args)
 
     return run
+
+
+def _target(x: Tensor, dims: Sequence[int], positions: Sequence[Tensor]) -> list[Tensor | None]:
+    target: list[Tensor | None] = [None] * x.ndim
+    for d, position in zip(dims, positions, strict=True):
+        target[d] = position
+    return target
+
+
+def _in_shard(  # noqa: PLR0913  # all that is written
+    x: Tensor,
+    dims: Sequence[int],
+    positions: list[Tensor],
+    rows: Tensor,
+    is_local: Tensor,
+    first: int,
+    adds: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Positions and rows that write what is local and nothing else; as many as before, for no host knows how many are.
+
+    Others write what the last local one writes, or what is there if none is.  Where rows are added they add nothing,
+    each somewhere else: a device adds equal positions one after another.
+    """
+    if 0 in x.shape or not len(is_local):
+        return [p[:0] for p in positions], rows[:0]
+    column = is_local.view(-1, *[1] * (rows.ndim - 1))
+    if adds:
+        at = torch.arange(len(is_local), device=x.device)
+        spread = [torch.where(is_local, p, at % x.shape[d]) for p, d in zip(positions, dims, strict=True)]
+        return spread, torch.where(column, rows, rows.new_full((), -0.0))  # -0.0 + -0.0 is -0.0
+    last = (is_local * torch.arange(1, len(is_local) + 1, device=x.device)).argmax(0, keepdim=True)
+    there = [p.index_select(0, last) for p in positions]
+    held = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
+    row = torch.where(is_local.any(), rows.index_select(0, last), held)
+    return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
 
 
 def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor]:

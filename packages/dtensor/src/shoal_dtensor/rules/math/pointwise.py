@@ -205,11 +205,13 @@ def equal(call: OpCall) -> Iterator[Row]:
 
 def _equal(local_call: LocalCall) -> LocalFunction:
     """Equal if the shards of every rank are."""
-    op = local_call.call.op
+    exact = local_call.call.op is torch.ops.aten.equal.default
     axes = tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
-    def run(a: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-        same = torch.tensor(int(op(a, *args, **kwargs)), device=a.device)
+    def run(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        if exact and a.shape != b.shape:
+            return False
+        same = (torch.eq(a, b) if exact else torch.isclose(a, b, *args, **kwargs)).all().long()
         return bool(all_reduced(same, local_call.inputs[0], axes, "min").item())
 
     return run

@@ -56,7 +56,8 @@ def _histc(local_call: LocalCall) -> LocalFunction | None:
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         ends = (x.amin(), x.amax()) if x.numel() else (x.new_full((), torch.inf), x.new_full((), -torch.inf))
-        low, high = all_reduced(ends[0], spec, axes, "min").item(), all_reduced(ends[1], spec, axes, "max").item()
+        both = all_reduced(ends[0], spec, axes, "min"), all_reduced(ends[1], spec, axes, "max")
+        low, high = torch.stack(both).tolist()
         # Equal bounds would mean "look them up" again: torch then widens them by one on each side.
         return op(x, bins, low - (low == high), high + (low == high), **kwargs)
 
