@@ -2,29 +2,32 @@
 
 What is counted here on CPU tensors, each read would be a stall on an accelerator.
 
-Covers: shoal_data_parallel/reduction.py, experts/{routed_experts,token_route}.py.
+Covers: shoal_data_parallel/reduction.py, experts/{routed_experts,token_route}.py, rules/index/indexing.py,
+rules/index/gathered_results.py, dispatch/plain_tensors.py, optim/clip_grad.py.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from data_parallel_model import batch, loss_of, mesh_of, own, same_gradients, twins, units
 from moe_models import WIDTH, PackedExperts
+from shoal_context_parallel import SequenceLayout, context_parallel_unshard
 from shoal_data_parallel import fully_shard, replicate
-from shoal_dtensor import Placement, Replicate, Shard
-from shoal_mesh import init_device_mesh
+from shoal_dtensor import Placement, Replicate, Shard, clip_grad_norm_, distribute_tensor, local_map
+from shoal_mesh import DeviceMesh, init_device_mesh, sums_in_tree
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import ExpertParallel, parallelize_module
 
-READS = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__")
+READS = ("tolist", "item", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__getitem__")
 
 
 @contextmanager
@@ -36,7 +39,9 @@ def host_reads() -> Iterator[list[str]]:
     def counted(name: str) -> Any:
         def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
             line = traceback.extract_stack()[-2]
-            found.append(f"{line.filename}:{line.lineno} {name}")
+            masks = [each for each in args if isinstance(each, Tensor) and each.dtype == torch.bool]
+            if type(self) is Tensor and (name != "__getitem__" or masks):
+                found.append(f"{line.filename}:{line.lineno} {name}")
             return before[name](self, *args, **kwargs)
 
         return read
@@ -125,6 +130,62 @@ def test_one_read_at_the_end_where_a_gradient_is_missing(kind: str) -> None:
         loss.backward()
     assert [line.split()[-1] for line in found] == ["tolist"]
     same_gradients(plain, model)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def of_operators(mesh: DeviceMesh) -> dict[str, tuple[Callable[[], Any], list[str]]]:
+    """What is called twice, and what the host reads in the second call."""
+    generator = torch.Generator().manual_seed(0)
+    x = distribute_tensor(torch.randn(7, 5, generator=generator), mesh, [Shard(0)])
+    at = distribute_tensor(torch.tensor([3, 0, 6]), mesh, [Replicate()])
+    rows = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
+    ids = distribute_tensor(torch.tensor([3, 0, 6, 6, 1, 2]), mesh, [Shard(0)])
+    doubled, whole = (
+        local_map(lambda local: local * 2, out_placements=[placement]) for placement in (Shard(0), Replicate())
+    )
+    layout = SequenceLayout.head_tail(16, 4)
+    tokens = layout.shard(torch.arange(16), 0, mesh.get_local_rank())
+    return {
+        "index by a list": (lambda: x[[3, 0]], []),
+        "index_put": (lambda: x.index_put((at,), rows), []),
+        "index_put that adds": (lambda: x.index_put((at,), rows, accumulate=True), []),
+        "a mask": (lambda: x[x > 0], ["nonzero", "tolist"]),  # how many there are, here and on other ranks
+        "masked_select": (lambda: x.masked_select(x > 0), ["nonzero", "tolist"]),
+        "histc": (lambda: x.histc(4), ["tolist"]),
+        "equal": (lambda: torch.equal(x, x), ["item"]),
+        "allclose": (lambda: torch.allclose(x, x), ["item"]),
+        "one_hot": (lambda: functional.one_hot(ids, 7), ["tolist"]),
+        "local_map of uneven shards": (lambda: doubled(x), ["tolist"]),
+        "local_map of replicas": (lambda: whole(at), ["tolist"]),
+        "context_parallel_unshard": (lambda: context_parallel_unshard(mesh, [tokens], [0], layout), ["tolist"]),
+    }
+
+
+@on_ranks(4)
+def test_reads_of_operators() -> None:
+    seen, expected = {}, {}
+    for name, (call, reads) in of_operators(init_device_mesh("cpu", (4,))).items():
+        call()
+        with host_reads() as found:
+            call()
+        # Indices are compared with their bounds by the host only where it computes.
+        seen[name] = [line.split()[-1] for line in found if "index_bounds" not in line]
+        expected[name] = reads
+    assert seen == expected
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@on_ranks(4)
+def test_reads_of_clipping(exact: bool) -> None:
+    weight = distribute_tensor(torch.ones(7, 5), init_device_mesh("cpu", (4,)), [Shard(0)]).requires_grad_()
+    weight.grad = distribute_tensor(torch.ones(7, 5), weight.device_mesh, [Shard(0)])
+    with sums_in_tree() if exact else nullcontext():
+        for fails, reads in (False, ["tolist"] if exact else []), (True, ["tolist", "__bool__"][not exact :]):
+            with host_reads() as found:
+                clip_grad_norm_([weight], 1.0, error_if_nonfinite=fails)
+            assert [line.split()[-1] for line in found] == reads
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from shoal_mesh.internal import all_reduce_, dataclass, is_observed, sums_are_in
 from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
 from ..errors import MixedTensorError
-from ..host_memory import device_of_numbers
+from ..host_memory import device_of_numbers, upload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.coalesce import coalesce
 from ..tensor.autograd import redistributed
 from ..tensor.dtensor import DTensor
-from .exact_norm import exponent_above, norm_of_limbs, square_limbs
+from .exact_norm import norm_of_limbs, square_limbs
 
 
 @torch.no_grad()
@@ -192,12 +192,14 @@ def _exact_total(own: _Contribution, shards: Sequence[Tensor], gradients: Sequen
     for part, counted in mine:
         peak = largest.new_zeros(()) if not counted else torch.stack([s.abs().amax().double() for s in counted]).amax()
         largest = torch.maximum(largest, _over_ranks(gradients, part, peak, "max"))
-    if not largest.isfinite() or not largest:
-        return largest.to(own.dtype)
-    exponent = exponent_above(largest.item())
+    exponent = torch.frexp(largest).exponent  # the smallest e with largest < 2 ** e
     limbs = [_over_ranks(gradients, part, square_limbs(counted, exponent, elements), "sum") for part, counted in mine]
-    both = torch.stack(limbs).sum(0).tolist()
-    return torch.tensor(norm_of_limbs(both, exponent, elements), dtype=own.dtype, device=shards[0].device)
+    # The one time that the host waits: whether the largest is finite, its exponent, and the limbs.
+    facts = torch.stack([largest.isfinite().long(), exponent.long()])
+    finite, power, *both = torch.cat([facts, torch.stack(limbs).sum(0)]).tolist()
+    if not finite:
+        return largest.to(own.dtype)
+    return upload(norm_of_limbs(both, power, elements), shards[0].device, own.dtype)
 
 
 def _over_ranks(gradients: Sequence[Any], part: _Part, value: Tensor, op: str) -> Tensor:

@@ -8,38 +8,28 @@ holds sums of 62 - k bits: 2 * 35 bits behind the point for 128 million elements
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import frexp, ldexp, sqrt
+from math import ldexp, sqrt
 
 import torch
 from torch import Tensor
 
 
-def exponent_above(largest: float) -> int:
-    """The smallest e with `largest < 2 ** e`.
-
-    Example:
-        >>> exponent_above(1.0), exponent_above(0.3)
-        (1, -1)
-    """
-    return frexp(largest)[1]
-
-
-def square_limbs(shards: Sequence[Tensor], exponent: int, elements: int) -> Tensor:
+def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
     """(2,) int64: the sum over shards of the first and of the next bits of squares.
 
     Args:
         shards: any shapes and floating-point dtypes, below 2 ** exponent.
-        exponent: what all are divided by.
+        exponent: an integer on their device, of the power of two that all are divided by.
         elements: how many terms there are at most, on all ranks together.
 
     Example:
-        >>> square_limbs([torch.tensor([0.5])], 0, 1).tolist()
+        >>> square_limbs([torch.tensor([0.5])], torch.tensor(0), 1).tolist()
         [1152921504606846976, 0]
     """
     bits = _bits(elements)
-    limbs = torch.zeros(2, dtype=torch.int64, device=shards[0].device if shards else None)
+    limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
     for shard in shards:
-        scaled = torch.ldexp(shard.double(), torch.tensor(-exponent)).square_()
+        scaled = torch.ldexp(shard.double(), -exponent).square_()
         scaled = torch.ldexp(scaled, torch.tensor(bits))
         first = scaled.floor()
         rest = torch.ldexp(scaled.sub_(first), torch.tensor(bits)).round_()
@@ -51,7 +41,7 @@ def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
     """The norm, of the limbs of all ranks.
 
     Example:
-        >>> norm_of_limbs(square_limbs([torch.tensor([3.0, 4.0])], 3, 2).tolist(), 3, 2)
+        >>> norm_of_limbs(square_limbs([torch.tensor([3.0, 4.0])], torch.tensor(3), 2).tolist(), 3, 2)
         5.0
     """
     bits = _bits(elements)
