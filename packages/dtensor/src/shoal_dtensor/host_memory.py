@@ -54,6 +54,17 @@ def upload_packed(tensors: Sequence[Tensor], device: torch.device, dtypes: Seque
     return sent
 
 
+def start_copy(tensor: Tensor) -> Tensor:
+    """A copy in memory of the host, which is there when what the device has been given so far is done.
+
+    Example:
+        >>> start_copy(torch.ones(2))
+        tensor([1., 1.])
+    """
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=pins(tensor.device))
+    return copied.copy_(tensor, non_blocking=True)
+
+
 class Download:
     """Copies of a device's tensors in memory of the host, under way: one for each dtype.
 
@@ -68,9 +79,7 @@ class Download:
         self._arriving = [*tensors]
         for members in _alike([tensor.dtype for tensor in tensors]):
             packed = torch.cat([tensors[i].reshape(-1) for i in members])
-            staged = torch.empty_like(packed, device="cpu", pin_memory=pins(packed.device))
-            staged.copy_(packed, non_blocking=True)
-            parts = torch.split(staged, [tensors[i].numel() for i in members])
+            parts = torch.split(start_copy(packed), [tensors[i].numel() for i in members])
             for i, flat in zip(members, parts, strict=True):
                 self._arriving[i] = flat.view(tensors[i].shape)
         self._event = arrival_on(tensors[0].device)

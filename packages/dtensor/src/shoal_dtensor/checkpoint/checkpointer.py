@@ -21,6 +21,9 @@ from shoal_mesh.internal import agree
 
 from ..argument_types import check_type
 from ..errors import CheckpointError
+from ..host_memory import arrival_on, start_copy
+from ..tensor.dtensor import DTensor
+from ..tensor.shard_access import local_shard
 from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
 
@@ -83,7 +86,8 @@ class Checkpointer:
             step: its number.
             state_dict: tensors, DTensors and other values by name; mappings may be nested.
             background: return once the values are copied, and write beside the next steps. One save is under way at
-                most, the next one waits for it: one copy of this rank's shards is all the memory that it takes.
+                most, the next one waits for it: one copy of this rank's shards, in memory of the host, is all the
+                memory that it takes.
                 `wait` says how it went.
 
         Raises:
@@ -215,13 +219,25 @@ def _said(error: dist.checkpoint.api.CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in failures)
 
 
-def _copied(value: Any) -> Any:
-    """The values, in memory that the program does not change; tensors of other devices in CPU memory if they can."""
-    if isinstance(value, Tensor):
-        plain = type(value) in (Tensor, torch.nn.Parameter)
-        return value.detach().to("cpu", copy=True) if plain else value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(each) for each in value)
-    return copy.deepcopy(value)
+def _copied(state: Any) -> Any:
+    """The values, in memory of the host that the program does not change; of DTensors this rank's shards."""
+    devices: set[torch.device] = set()
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return DTensor(copied(local_shard(value).detach()), value.spec)
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+                return value.detach().clone()
+            devices.add(value.device)
+            return start_copy(value.detach())
+        if isinstance(value, Mapping):
+            return {key: copied(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(copied(each) for each in value)
+        return copy.deepcopy(value)
+
+    staged = copied(state)
+    for arrival in filter(None, map(arrival_on, devices)):
+        arrival.synchronize()
+    return staged
