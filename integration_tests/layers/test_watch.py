@@ -312,7 +312,7 @@ UNKNOWN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "noise": (lambda h: h + torch.rand(h.shape), "drew alike"),
     "own sizes": (lambda h: h * h.new_empty(h.shape).bernoulli_(0.4), "sizes of its own"),
     "summands": (lambda h: F.dropout(h @ h.transpose(1, 2), 0.4), "summands"),
-    "passed by": (lambda h: F.dropout(torch.jit.script(_scripted)(h), 0.4), "no torch function"),
+    "passed by": (lambda h: F.dropout(torch.jit.script(_scripted)(h), 0.4), "not a torch function"),
 }
 
 

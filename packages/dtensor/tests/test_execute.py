@@ -1,4 +1,4 @@
-"""Covers: redistribute/{coalesce,execution/{execute,messages,norm_cache}}.py: plans on real gloo ranks."""
+"""Covers: redistribute/shards_in_flight.py, redistribute/execution/{execute,messages,memory_format,norm_cache}.py."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Hooks of autograd's nodes do the same in backward.
 
-May import: policies, unit, unit_backward.
+May import: _torch, policies, unit, unit_backward.
 """
 
 from __future__ import annotations

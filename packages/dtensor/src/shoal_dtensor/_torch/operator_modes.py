@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any, ClassVar, Self
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from .compiling import eager_only, is_compiling
 from .recomputation import checkpoints, recomputed_in
 
 # Number of dispatch modes that are active.
@@ -111,10 +111,12 @@ class ReplacedAttention(FunctionMode):
         return self._attend(*args, **kwargs)
 
     # Compiled code has a graph break here: attention asks what its block has agreed upon, and for its layout.
-    _replaced_in_graphs: ClassVar[Any] = eager_only(_replaced)
+    _replaced_in_graphs: ClassVar[Any] = _disable_dynamo(_replaced)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            replaced = ReplacedAttention._replaced_in_graphs if is_compiling() else ReplacedAttention._replaced
+            replaced = (
+                ReplacedAttention._replaced_in_graphs if torch.compiler.is_compiling() else ReplacedAttention._replaced
+            )
             return replaced(self, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)

@@ -11,7 +11,7 @@ import torch
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import TRACED, is_tracing, never_compiled, pytree
+from .._torch import TRACED, is_tracing, never_compiled, out_of_sight, pytree
 from ..argument_types import check_callable, check_mesh, check_type
 from ..dispatch.plain_tensors import digest_of
 from ..errors import MixedTensorError, PlacementError, PlacementIndexError
@@ -172,13 +172,15 @@ def _compared(
 ) -> DTensor:
     """An output as a DTensor, of the shapes that all ranks have; refused on all of them if replicas differ."""
     replicated = [axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1]
-    digest = digest_of([local], mesh.device_type) if replicated and not isinstance(local, TRACED) else None
-    device = (
-        device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type) if digest is None else digest.device
-    )
-    own = upload([0, *shape_row(local)], device)
-    if digest is not None:
-        own[0] = digest
+    known = bool(replicated) and not isinstance(local, TRACED)
+    with out_of_sight():  # of modes that would make them fake tensors, or record them
+        comm = mesh.comm(tuple(range(mesh.ndim)))
+        own = upload(
+            [0, *shape_row(local)],
+            torch.device(mesh.device_type) if known else device_of_numbers(comm, mesh.device_type),
+        )
+        if known:
+            own[0] = digest_of([local], mesh.device_type)
     rows = rows_of_ranks(mesh, lambda: f"output {index} of {call()}", own)
     digests: dict[tuple[int, ...], set[int]] = {}
     for coordinate, row in zip(product(*map(range, mesh.shape)), rows, strict=True):

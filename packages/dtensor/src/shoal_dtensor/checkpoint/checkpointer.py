@@ -23,7 +23,6 @@ from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..host_memory import arrival_on, start_copy
 from ..tensor.dtensor import DTensor
-from ..tensor.shard_access import local_shard
 from .stored_steps import Files, StoredSteps, digest_of
 from .trusted_reader import TrustedPlanner, TrustedReader
 
@@ -225,7 +224,7 @@ def _copied(state: Any) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return DTensor(copied(local_shard(value).detach()), value.spec)
+            return DTensor(copied(value._local_tensor.detach()), value.spec)
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
                 return value.detach().clone()

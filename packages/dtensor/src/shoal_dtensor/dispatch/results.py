@@ -11,7 +11,7 @@ import torch
 from .._torch import around
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
-from ..redistribute.execution.execute import in_memory_order, memory_order
+from ..redistribute.execution.memory_format import in_memory_order, memory_order
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

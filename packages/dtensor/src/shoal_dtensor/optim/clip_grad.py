@@ -24,7 +24,7 @@ from ..errors import MixedTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..redistribute.coalesce import coalesce
+from ..redistribute.shards_in_flight import coalesce
 from ..tensor.autograd import redistributed
 from ..tensor.dtensor import DTensor
 from .exact_norm import norm_of_limbs, square_limbs

@@ -1,13 +1,19 @@
-"""Redistributions of local shards that run beside computation: started together, waited for later."""
+"""Redistributions that travel together: of local shards, beside computation, and of DTensors asked for one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from shoal_mesh.internal import PackedPending, Pending
+from shoal_mesh import purpose
+from shoal_mesh.internal import PackedPending, Pending, dataclass
 
+from ..errors import RedistributeError
 from ..layout.spec import Spec
 from .execution.messages import Message, Places, rounds_of
 from .plan import plan
@@ -108,3 +114,136 @@ def redistribute_shards(shards: Sequence[Tensor], moves: Sequence[tuple[Spec, Sp
         [(2,), (4,)]
     """
     return ShardsInFlight([plan(src, dst) for src, dst in moves], shards, packs=True)
+
+
+# --- asked for one by one, for DTensors -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A redistribution that has been asked for: of which local tensor, and of what tensor at which version."""
+
+    plan: Plan
+    local: Tensor
+    source: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A DTensor whose local tensor is to arrive.
+
+    Attributes:
+        tensor: the DTensor, which nobody may need any more.
+        at: position of the redistribution that brings it.
+        present: the local tensor to which what arrives is added in place; None if it is the local tensor itself.
+    """
+
+    tensor: ReferenceType[Any]
+    at: int
+    present: Tensor | None
+
+
+class CoalescedBatch:
+    """Redistributions that have been asked for, and the DTensors that wait for them."""
+
+    __slots__ = ("_asked", "_in_flight", "_waiting")
+
+    def __init__(self) -> None:
+        self._asked: list[_Asked] = []
+        self._waiting: list[_Waiting] = []
+        self._in_flight: ShardsInFlight | None = None
+
+    def add(self, plan: Plan, local: Tensor, source: Tensor, result: Any) -> None:
+        """Ask for one more.
+
+        Args:
+            plan: the plan; local: the local tensor.
+            source: the tensor whose version shows writes to `local`: a DTensor, or itself.
+            result: the DTensor that waits for it; its `arrive` is called with the new local tensor.
+        """
+        self.wait_for(len(self._asked), result)
+        self._asked.append(_Asked(plan, local, source, source._version))
+
+    def wait_for(self, at: int, result: Any, present: Tensor | None = None) -> None:
+        """Have another DTensor wait for a redistribution, or for its sum with a local tensor that is there."""
+        self._waiting.append(_Waiting(ref(result), at, present))
+
+    def position_of(self, tensor: Any) -> int | None:
+        """Which redistribution brings the local tensor of a DTensor; None if a sum does."""
+        return next((w.at for w in reversed(self._waiting) if w.tensor() is tensor and w.present is None), None)
+
+    def start(self) -> None:
+        """Have all that has been asked for under way.
+
+        Raises:
+            RedistributeError: if a source has been written to since it was asked for.
+        """
+        for i, asked in enumerate(self._asked):
+            if asked.source._version != asked.version:
+                raise RedistributeError(
+                    f"the source of redistribution {i} ({asked.plan.src!r} to {asked.plan.dst!r}) of several that "
+                    "travel together was written to before it was sent; use the result first, or leave the coalesce() "
+                    "block before writing; gradients of leaves travel at the end of a backward pass"
+                )
+        every, self._asked = self._asked, []
+        self._in_flight = ShardsInFlight([asked.plan for asked in every], [asked.local for asked in every])
+        self._in_flight.reach_last_round()
+
+    def flush(self) -> None:
+        """Run all that has been asked for, and give those that wait what arrives.
+
+        Raises:
+            RedistributeError: if a source has been written to since it was asked for.
+        """
+        if self._asked:
+            with purpose("; ".join([asked.plan.purpose for asked in self._asked])):
+                self.start()
+        if self._in_flight is None:
+            assert not self._waiting, "the redistributions that these tensors wait for have failed"
+            return
+        arrived = self._in_flight.wait()
+        waiting, self._waiting, self._in_flight = self._waiting, [], None
+        for each in waiting:
+            local, tensor = arrived[each.at], each.tensor()
+            if each.present is not None:
+                local = each.present.add_(local)
+            if tensor is not None:
+                tensor.arrive(local)
+
+
+_CURRENT: ContextVar[CoalescedBatch | None] = ContextVar("shoal_dtensor_batch", default=None)
+
+
+def current_batch() -> CoalescedBatch | None:
+    """The batch of the innermost `coalesce()`, None outside."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def coalesce() -> Iterator[CoalescedBatch]:
+    """Have the redistributions of a block travel together, in as few collectives as possible.
+
+    They run when the block ends, or as soon as a result is used.  Like everything collective, all ranks must do the
+    same in the same order.  Sources must not be written to meanwhile.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import DTensor, Replicate, Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     parts = [DTensor.from_local(torch.zeros(n), mesh, [Shard(0)]) for n in (1, 2, 3)]
+        ...     with coalesce():  # one all-gather
+        ...         whole = [part.redistribute(placements=[Replicate()]) for part in parts]
+        ...     [tuple(tensor.to_local().shape) for tensor in whole]
+        [(2,), (4,), (6,)]
+    """
+    batch = CoalescedBatch()
+    token = _CURRENT.set(batch)
+    try:
+        yield batch
+    finally:
+        _CURRENT.reset(token)
+    batch.flush()

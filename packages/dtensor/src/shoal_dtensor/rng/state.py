@@ -15,6 +15,7 @@ from shoal_mesh import DeviceMesh, purpose
 from shoal_mesh.errors import NoGroupError
 from shoal_mesh.internal import in_lockstep, module_of
 
+from .._torch import out_of_sight
 from ..errors import RandomStateError
 from ..host_memory import device_of_numbers, upload
 from ..rows_of_ranks import in_other_threads, one_thread_at_a_time, rows_of_ranks
@@ -102,7 +103,8 @@ def check_in_step(mesh: DeviceMesh, generator: torch.Generator, *, always: bool 
             if _is_checked(mesh, about) and not always:
                 return  # another thread was faster
             own = generator.initial_seed() >> 1 if about == _SHARED else fingerprint(generator)
-            sent = upload([own], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
+            with out_of_sight():
+                sent = upload([own], device_of_numbers(mesh.comm(tuple(range(mesh.ndim))), mesh.device_type))
             prints = [row[0] for row in rows_of_ranks(mesh, lambda: about, sent)]
             if len(set(prints)) > 1:
                 raise RandomStateError(_describe(mesh, prints, generator))

@@ -24,9 +24,9 @@ from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
-from ..redistribute.coalesce import CoalescedBatch, current_batch
 from ..redistribute.execution.norm_cache import run_cached
 from ..redistribute.plan import plan as find_plan
+from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan
 from ..rng.memory_order import dims_by_stride, is_contiguous
 from ..scopes import current

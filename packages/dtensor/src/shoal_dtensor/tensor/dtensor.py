@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import MethodType
 from typing import Any, ClassVar
@@ -291,13 +292,8 @@ class DTensor(torch.Tensor):
         super().__setitem__(slices, value)
 
     def _with_lists(self, index: Any) -> Any:
-        mesh = self._spec.mesh
-
-        def replicated(whole: torch.Tensor) -> Any:
-            spec = Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype)
-            return wrap(DTensor, whole, spec)
-
-        return with_lists(index, self._local_tensor.device, replicated)
+        make = partial(wrap, DTensor)
+        return with_lists(index, self._local_tensor.device, self._spec.mesh, make)
 
     def __iter__(self) -> Iterator[Any]:
         if not self.ndim:
@@ -372,9 +368,7 @@ class _Pending(DTensor):
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]  # the slot, which has the batch until it arrives
         DTensor.local_slot.__get__(self).flush()
-        local = DTensor.local_slot.__get__(self)
-        assert isinstance(local, torch.Tensor), "a flush serves every tensor that waits for the batch"
-        return local
+        return DTensor.local_slot.__get__(self)  # type: ignore[no-any-return]  # a slot has no type
 
     def arrive(self, local: torch.Tensor) -> None:
         """Take the local tensor."""

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal_mesh import DeviceMesh
+
 from ..host_memory import upload
+from ..layout.placements import Replicate
+from ..layout.spec import Spec
 
 
 def has_lists(index: Any) -> bool:
@@ -16,17 +20,23 @@ def has_lists(index: Any) -> bool:
     return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
 
 
-def with_lists(index: Any, device: torch.device, replicated: Callable[[Tensor], Any]) -> Any:
-    """The index with every list made a tensor; lists are written in the program, so every rank has the same ones.
+def with_lists(index: Any, device: torch.device, mesh: DeviceMesh, make: Callable[[Tensor, Spec], Any]) -> Any:
+    """The index with every list made a DTensor; lists are written in the program, so every rank has the same ones.
 
     Args:
         index: with lists in it.
         device: of the tensor that is indexed.
-        replicated: makes a tensor that all ranks have alike one that meets sharded tensors.
+        mesh: its mesh.
+        make: makes a DTensor of its shard and its spec.
     """
+
+    def replicated(numbers: list[Any]) -> Any:
+        whole = _as_tensor(numbers, device)
+        return make(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
+
     if type(index) is tuple:
-        return tuple(replicated(_as_tensor(entry, device)) if type(entry) is list else entry for entry in index)
-    return replicated(_as_tensor(index, device))
+        return tuple(replicated(entry) if type(entry) is list else entry for entry in index)
+    return replicated(index)
 
 
 def _as_tensor(numbers: list[Any], device: torch.device) -> Tensor:

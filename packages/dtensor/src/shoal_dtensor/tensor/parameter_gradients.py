@@ -18,8 +18,8 @@ from torch import Tensor
 from .._torch import apply, is_tracing, is_transformed, thread_object, whole_when_compiled
 from ..dispatch.communication_policy import obey
 from ..layout.spec import Spec
-from ..redistribute.coalesce import CoalescedBatch
 from ..redistribute.plan import plan as find_plan
+from ..redistribute.shards_in_flight import CoalescedBatch
 from ..redistribute.steps import Plan
 from .autograd import Redistribute, as_gradient, gradient_spec, pending, queued, redistributed
 from .backward import running_pass

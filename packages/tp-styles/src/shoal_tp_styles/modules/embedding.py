@@ -17,7 +17,13 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_dtensor.internal import FakeTensor, first_order_only, is_compiling, selectively_checkpointed, whole_when_compiled
+from shoal_dtensor.internal import (
+    FakeTensor,
+    first_order_only,
+    is_compiling,
+    selectively_checkpointed,
+    whole_when_compiled,
+)
 from shoal_mesh import all_gather, all_gather_v
 from shoal_mesh.internal import dataclass
 
