@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal_dtensor import Shard, distribute_tensor, rows_of_ranks as module
 from shoal_dtensor.errors import RandomStateError
 from shoal_dtensor.rows_of_ranks import rows_of_ranks
-from shoal_mesh import all_reduce, init_device_mesh
+from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.errors import LockstepError
 from shoal_mesh.testing import on_ranks
 
@@ -91,3 +91,12 @@ def test_a_thread_that_no_other_rank_has_is_named(monkeypatch: pytest.MonkeyPatc
     (error,) = in_threads(lambda: rows_of_ranks(mesh, lambda: about, torch.tensor([1])))
     assert isinstance(error, LockstepError)
     assert f"no thread of ranks [{1 - dist.get_rank()}] has come for {about}" in str(error)
+
+
+@on_ranks(4)
+def test_rows_are_in_the_order_of_the_mesh_that_asks() -> None:
+    in_order, irregular = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [[3, 0], [1, 2]])
+    own = torch.tensor([dist.get_rank()])
+    first, second = in_threads(*[lambda m=m: rows_of_ranks(m, lambda: str(m), own) for m in (in_order, irregular)])
+    assert first == [[0], [1], [2], [3]]
+    assert second == [[3], [0], [1], [2]]

@@ -41,11 +41,11 @@ def rows_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -
         LockstepError: in a thread, if no thread of some rank has come for the same in half an hour.
         NoGroupError: the mesh has no process groups.
     """
-    comm = mesh.comm(tuple(range(mesh.ndim)))
-    meeting = _Meeting.over(comm)
+    meeting, comm = _Meeting.of(mesh), mesh.comm(tuple(range(mesh.ndim)))
     if meeting is None:
         return _gather(comm, numbers)
-    return meeting.rows(about(), numbers)
+    of_rank = meeting.rows(about(), numbers)
+    return [of_rank[rank] for rank in comm.line]
 
 
 def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tensor) -> list[tuple[int, int]]:
@@ -62,14 +62,12 @@ def extremes_of_ranks(mesh: DeviceMesh, about: Callable[[], str], numbers: Tenso
 
 def in_other_threads(mesh: DeviceMesh) -> bool:
     """Whether this is a thread that may come in another order than those of other ranks; not so of simulated ranks."""
-    if threading.current_thread() is threading.main_thread():
-        return False
-    return _Meeting.over(mesh.comm(tuple(range(mesh.ndim)))) is not None
+    return _Meeting.of(mesh) is not None
 
 
 def one_thread_at_a_time(mesh: DeviceMesh, about: Callable[[], str]) -> AbstractContextManager[object]:
     """A block in which one thread of this rank is at a time, for what the first of them does for all."""
-    meeting = _Meeting.over(mesh.comm(tuple(range(mesh.ndim))))
+    meeting = _Meeting.of(mesh)
     return nullcontext() if meeting is None else meeting.lock(about())
 
 
@@ -96,9 +94,10 @@ class _Meeting:
         self._locks: dict[str, threading.Lock] = {}
 
     @classmethod
-    def over(cls, comm: Comm) -> _Meeting | None:
-        """The one of the ranks of a communicator; None in the main thread."""
-        own = comm_of_threads(comm)
+    def of(cls, mesh: DeviceMesh) -> _Meeting | None:
+        """The one of the ranks of a mesh; None in the main thread, and for simulated ranks."""
+        in_main = threading.current_thread() is threading.main_thread()
+        own = None if in_main else comm_of_threads(mesh.comm(tuple(range(mesh.ndim))))
         if own is None:
             return None
         with cls._making:
@@ -108,8 +107,8 @@ class _Meeting:
         """What one thread holds at a time."""
         return self._locks.setdefault(about, threading.Lock())
 
-    def rows(self, about: str, numbers: Tensor) -> list[list[int]]:
-        """What all ranks say, by rank."""
+    def rows(self, about: str, numbers: Tensor) -> dict[int, list[int]]:
+        """What all ranks say, by global rank."""
         key = int.from_bytes(hashlib.blake2b(about.encode(), digest_size=7).digest(), "little")
         with self._changed:
             for rank, (other, *said) in enumerate(_gather(self._comm, torch.cat([numbers.new_tensor([key]), numbers]))):
@@ -123,7 +122,7 @@ class _Meeting:
                     "make the same calls, in any order",
                     tuple(missing),
                 )
-            rows = [said.popleft() for said in mine]
+            rows = {rank: said.popleft() for rank, said in zip(self._comm.line, mine, strict=True)}
             if not any(mine):
                 del self._rows[key]
             return rows

@@ -124,8 +124,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
         # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
         return pending if dim == 0 else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
 
-    facts = {"shape": source.shape, "dim": dim}
-    return collective("all_gather_into_tensor", source, comm, start, async_op, facts)
+    return collective("all_gather_into_tensor", source, comm, start, async_op, {"shape": source.shape, "dim": dim})
 
 
 @overload
@@ -169,8 +168,7 @@ def reduce_scatter(
     def start() -> Pending:
         return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
 
-    facts = {"shape": tensor.shape, "dim": dim}
-    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, facts, op)
+    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, {"shape": tensor.shape, "dim": dim}, op)
 
 
 @overload

@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from threading import Lock, current_thread, main_thread
+from threading import Lock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -114,6 +114,7 @@ class Comm:
     _world: ProcessGroup | None = None
     _place: tuple[int, int, str] | None = None
     _choice: BackendChoice | None = None
+    _of_threads: Comm | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -268,20 +269,21 @@ def comm_over(ranks: Sequence[int], name: str = "ranks") -> Comm:
 def comm_of_threads(comm: Comm) -> Comm | None:
     """The communicator in which the threads that call collectives unasked compare what they have.
 
-    Every main thread does the same in the same order; other threads come in any order, and beside the main thread. So
-    what they exchange without the program asking for it goes through a group of its own, whose messages say what they
-    are about.
+    Threads come in any order, and beside the main thread. What they exchange without the program asking for it goes
+    through a group of its own, whose messages say what they are about.
 
     Args:
         comm: over the same ranks.
 
     Returns:
-        None in the main thread, and for simulated ranks, which are threads.
+        One that counts ranks by number, in any order that `comm` has; None for simulated ranks, which are threads.
     """
-    if current_thread() is main_thread() or comm._place is None:
+    if comm._place is None:
         return None
-    choice = BackendChoice(tag="threads")
-    return Comm.over(find_or_create(comm.line, choice, "threads"), comm.axes, comm.line, choice)
+    if comm._of_threads is None:
+        choice, ranks = BackendChoice(tag="threads"), sorted(comm.line)
+        comm._of_threads = Comm.over(find_or_create(ranks, choice, "threads"), ("threads",), ranks, choice)
+    return comm._of_threads
 
 
 def _renew(comm: Comm) -> None:
