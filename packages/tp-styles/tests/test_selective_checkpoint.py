@@ -98,3 +98,30 @@ def test_attention_under_selective_checkpointing() -> None:
     out: Any = checkpoint(lambda x: module(x, x, x)[0], x * 1, use_reentrant=False, context_fn=contexts)
     out.sum().backward()
     assert x.grad is not None
+
+
+class Checkpointed(nn.Module):
+    """A block that is run again in the backward pass, inside of a model."""
+
+    def __init__(self, context_fn: Any) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.options = {"use_reentrant": False} | ({"context_fn": context_fn} if context_fn else {})
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, **self.options)
+
+
+@pytest.mark.parametrize("context_fn", [None, partial(create_selective_checkpoint_contexts, save_products)])
+@on_ranks(4)
+def test_dropout_behind_a_plain_module_is_recomputed(context_fn: Any) -> None:
+    torch.manual_seed(0)
+    start = Checkpointed(context_fn).double()
+    grads = []
+    for plan in ({}, {"block.2": ColwiseParallel(output_layouts=Replicate())}):
+        module = parallelize_module(copy.deepcopy(start), all_ranks(), plan) if plan else copy.deepcopy(start)
+        torch.manual_seed(1)
+        x = torch.ones(4, 8, dtype=torch.double).cumsum(0).requires_grad_()
+        module(x).square().sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)

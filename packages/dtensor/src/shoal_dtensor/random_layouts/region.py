@@ -20,7 +20,7 @@ from .._torch import backward_number, eager_only, is_compiling, unwatched_functi
 from ..modules.forwards import ModuleForward, forward_of, set_forward
 from ..rng.modes import get_random_mode
 from .functions import active, drawers_of
-from .local_layout import LocalLayout, active_watch, current_watch, layout_of, note_layout, tensors_in
+from .local_layout import PLAIN, LocalLayout, active_watch, current_watch, layout_of, note_layout, tensors_in
 
 if TYPE_CHECKING:
     from .watch import Watch
@@ -146,7 +146,7 @@ class DrawRegion(ModuleForward):
     def remember(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep the layouts of inputs for a recomputation, whose inputs are other tensors."""
         for key, tensor in _named(args, kwargs):
-            layout = layout_of(tensor) or LocalLayout()
+            layout = layout_of(tensor) or PLAIN
             if self.arrived.setdefault(key, layout) != layout:
                 self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
         if len(self.arrived) > _MOST_SHAPES:
