@@ -67,12 +67,13 @@ class Run:
     """One training of a program: the plain one, or that on a mesh.
 
     Attributes:
+        before: what changes the model before it is placed.
         seen: everything to compare, by name, in the order it came.
         stage: what is being done, for messages.
     """
 
-    def __init__(self, program: Program, mesh: DeviceMesh | None) -> None:
-        self.program, self.mesh = program, mesh
+    def __init__(self, program: Program, mesh: DeviceMesh | None, before: Callable[[nn.Module], None]) -> None:
+        self.program, self.mesh, self.before = program, mesh, before
         self.seen: dict[str, Any] = {}
         self.stage = "model"
         self.layouts = dict(program.layouts) if program.plan == "distribute" else {}
@@ -91,6 +92,7 @@ class Run:
         """All steps."""
         program = self.program
         model: nn.Module = model_of(program)
+        self.before(model)
         if freeze := program.option("freeze"):
             dict(model.named_parameters())[freeze].requires_grad_(False)
         if program.option("hook") == "before":
@@ -319,9 +321,11 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def run(program: Program, mesh: DeviceMesh | None) -> tuple[Run, Exception | None]:
-    """A training, and what ended it early."""
-    made = Run(program, mesh)
+def run(
+    program: Program, mesh: DeviceMesh | None, before: Callable[[nn.Module], None] = lambda model: None
+) -> tuple[Run, Exception | None]:
+    """A training of a model that `before` may change first, and what ended it early."""
+    made = Run(program, mesh, before)
     with _quiet():
         try:
             made.train()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from integration_tests.random_modules.program import Program
 from integration_tests.random_modules.train import Run, run
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, ShoalTensorError
 from shoal_dtensor.errors import StyleError
@@ -23,7 +23,7 @@ AXES = {1: ("tp",), 2: ("dp", "tp")}
 def verdict(program: Program) -> str:
     """One rank's part: "" if right, else `refused: Type: ...`, `wrong: ...`, `error: ...`, or `void: ...`.
 
-    Void is a program that one device does not run either.
+    Void is a program that one device does not run either, or whose numbers on one device follow the last bit.
     """
     plain, failed = run(program, None)
     if failed is not None:
@@ -35,7 +35,17 @@ def verdict(program: Program) -> str:
     if failed is not None:
         kind = "refused" if isinstance(failed, TYPED) else "error"
         return f"{kind}: {type(failed).__name__}: {sharded.stage}: {str(failed)[:600]}"
-    return _difference(plain, sharded)
+    different = _difference(plain, sharded)
+    if different and _difference(plain, run(program, None, nudged)[0]):
+        return f"void: one device differs as much after a change of the last bit: {different}"
+    return different
+
+
+def nudged(model: nn.Module) -> None:
+    """Move every parameter to the next larger number: what this changes, rounding may change."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.nextafter_(torch.full_like(p, torch.inf))
 
 
 def _finite(value: Any) -> bool:

@@ -27,6 +27,8 @@ __all__ = ["Machine", "Program", "loss_of", "run_many", "run_one"]
 
 # Of values that went through a dtype; a program with a narrower one is compared no more closely than that.
 TOLERANCES = {torch.float32: 2e-4, torch.complex64: 2e-4, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+# Autograd, of a write with a gradient to a view that `t_` or the like has reshaped, or to its base.
+RESHAPED_VIEW = "This view is the output of a function that returns multiple views"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ class Machine:
         )
 
     def leaf(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
-        """The same, with a gradient."""
-        made = self.real(seed, shape, placements, **order).requires_grad_()
+        """The same, with a gradient; no view, through which torch can lose one (a leaf that views what has none)."""
+        made = self.real(seed, shape, placements, **order).clone().requires_grad_()
         self.leaves[f"leaf {len(self.leaves)}"] = made
         return made
 
@@ -135,16 +137,20 @@ class Machine:
 
     def backward(self) -> str:
         """Give all leaves the gradient of a number that depends on every value; what torch says if it cannot."""
-        terms = [loss_of(x) for x in self.tensors().values() if x.requires_grad]
         total: Any = 0
-        for term in terms:
-            total = total + term
         try:
+            terms = [loss_of(x) for x in self.tensors().values() if x.requires_grad]
+            for term in terms:
+                total = total + term
             if terms:
                 total.backward()
         except Exception as error:  # of any kind: it is a result to compare
-            return f"{type(error).__name__}: {error}"
+            return f"{_kind(error)}: {type(error).__name__}: {error}"
         return ""
+
+
+def _kind(error: Exception) -> str:
+    return "refused" if isinstance(error, ShoalTensorError) or RESHAPED_VIEW in str(error) else "error"
 
 
 def loss_of(x: Any) -> Any:
@@ -172,12 +178,12 @@ def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
         try:
             for line in program.lines:
                 machine.run([line])
-        except ShoalTensorError as error:
-            return f"refused: {line}: {type(error).__name__}: {error}"
         except Exception as error:  # whatever goes wrong is the result
-            return f"error: {line}: {type(error).__name__}: {error}"
+            return f"{_kind(error)}: {line}: {type(error).__name__}: {error}"
         states.append(torch.get_rng_state())
         failed.append(machine.backward())
+    if failed[1].startswith("refused"):
+        return failed[1]
     if bool(failed[0]) != bool(failed[1]):
         return f"error: backward is {failed[0] or 'well'} on one device, {failed[1] or 'well'} on the mesh"
     if not torch.equal(states[0], states[1]):
