@@ -9,7 +9,7 @@ import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -54,7 +54,7 @@ def is_traced(tensor: torch.Tensor | None = None) -> bool:
     Args:
         tensor: what is sent; one that was made fake stays it outside of its mode.
     """
-    if is_compiling() or _recorder_before_dispatch() is not None:
+    if is_compiling() or _is_included(_BEFORE_DISPATCH):
         return True
     if _active_modes() and (_active_mode(_KINDS.FAKE) or _active_mode(_KINDS.PROXY)) is not None:
         return True
@@ -64,8 +64,8 @@ def is_traced(tensor: torch.Tensor | None = None) -> bool:
 _active_modes = torch._C._len_torch_dispatch_stack
 _active_mode = torch._C._get_dispatch_mode
 _KINDS = torch._C._TorchDispatchModeKey
-# That of make_fx(pre_dispatch=True).
-_recorder_before_dispatch = partial(torch._ops._mode_stack_state_for_pre_dispatch.get, 0)
+# What make_fx(pre_dispatch=True) includes.
+_is_included, _BEFORE_DISPATCH = torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:

@@ -94,7 +94,8 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
         pending = _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
     else:
         tensor = in_memory(tensor)
-        out = in_huge_pages(tensor.new_empty((comm.size * tensor.shape[0], *tensor.shape[1:])))
+        rows, *rest = tensor.shape
+        out = in_huge_pages(tensor.new_empty((comm.size * rows, *rest)))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
     return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
 
@@ -106,7 +107,8 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
     if is_traced(tensor):
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
-    out = in_huge_pages(tensor.new_empty((tensor.shape[0] // comm.size, *tensor.shape[1:])))
+    rows, *rest = tensor.shape
+    out = in_huge_pages(tensor.new_empty((rows // comm.size, *rest)))
     return Pending(out, carrier_of(comm, tensor, op, background).reduce_scatter(tensor, out, op))
 
 

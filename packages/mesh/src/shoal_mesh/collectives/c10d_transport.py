@@ -76,12 +76,12 @@ class C10dTransport:
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         return self
 
-    def _moves_only(self, tensor: Tensor, op: str) -> bool:
-        """Whether the tensor's backend does not reduce so: of those for devices, gloo alone has reductions on bits."""
-        return op in ON_BITS and not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
+    def _moves_only(self, tensor: Tensor) -> bool:
+        """Whether the tensor's backend has no reductions on bits: of those for devices, gloo alone has them."""
+        return not tensor.is_cpu and f"{tensor.device.type}:gloo" not in self._backends
 
     def all_reduce_(self, tensor: Tensor, op: str, background: bool) -> Handle | None:
-        if self._moves_only(tensor, op):
+        if op in ON_BITS and self._moves_only(tensor):
             return all_reduce_here(tensor, self._size, op, self)
         self._announce(tensor, "all_reduce", tensor.numel(), op)
         return self._watched(self._group.allreduce([tensor], _ALL_REDUCE[op]), tensor)
@@ -92,7 +92,7 @@ class C10dTransport:
         return self._watched(call_of(self._group, "all_gather")(self._group, into, sent, _ALL_GATHER), tensor)
 
     def reduce_scatter(self, tensor: Tensor, out: Tensor, op: str) -> Handle | None:
-        if self._moves_only(tensor, op):
+        if op in ON_BITS and self._moves_only(tensor):
             return reduce_scatter_here(tensor, out, self._size, op, self)
         self._announce(tensor, "reduce_scatter", tensor.numel(), op)
         work = call_of(self._group, "reduce_scatter")(self._group, out, tensor, _REDUCE_SCATTER[op])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -95,12 +96,13 @@ def normal_dim(tensor: Tensor, dim: int) -> int:
     """
     if type(dim) is not int:
         require(dim, int, "a dim of a tensor is an int", CollectiveTypeError)
-    if not -tensor.ndim <= dim < tensor.ndim:
+    ndim = tensor.ndim
+    if not -ndim <= dim < ndim:
         raise DimError(
             f"no dim {dim} in a tensor of shape {tuple(tensor.shape)}: "
-            + (f"dims are {-tensor.ndim} to {tensor.ndim - 1}" if tensor.ndim else "it has no dims, call view(1) first")
+            + (f"dims are {-ndim} to {ndim - 1}" if ndim else "it has no dims, call view(1) first")
         )
-    return dim % tensor.ndim
+    return dim % ndim
 
 
 def refuse_uneven(tensor: Tensor, dim: int, comm: Comm) -> NoReturn:
@@ -198,8 +200,8 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
     comm: Comm,
     start: Callable[[], Pending],
     async_op: bool,
-    same: Mapping[str, object],
     reduce_op: str = "",
+    same: Mapping[str, object] = MappingProxyType({}),
     flow: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Tensor | Pending:
     """What a collective of one tensor returns; observers hear of it as one.
@@ -210,15 +212,16 @@ def collective(  # noqa: PLR0913  # the fields of an event, and how it runs
         comm: the communicator.
         start: starts the collective between several ranks.
         async_op: return a `Pending` at once.
-        same: what is equal on all ranks, by name.
         reduce_op: `sum`, ... or '' for collectives that only move data.
+        same: what is equal on all ranks, by name, beside the shape, or with another one if this rank's differs.
         flow: elements for each rank and from each rank, where ranks send different amounts.
     """
     if comm.size == 1:
         own = tensor.clone(memory_format=torch.contiguous_format)
         return Pending(own, None) if async_op else own
     if observers:
-        return observed(lambda: start() if async_op else start().wait(), op, comm, (tensor,), reduce_op, same, flow)
+        facts = {"shape": tensor.shape, **same} if flow is None else same
+        return observed(lambda: start() if async_op else start().wait(), op, comm, (tensor,), reduce_op, facts, flow)
     pending = start()
     return pending if async_op else pending.wait()
 

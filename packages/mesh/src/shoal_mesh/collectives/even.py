@@ -18,7 +18,7 @@ from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from . import backend_calls
 from .calls import Along, Pending, checked, collective, normal_dim, refuse_uneven
-from .reductions import Reduction, in_tree, materialized, reduction, require_op, tree_sum, unwire, wire
+from .reductions import Reduction, in_tree, materialized, reduction, tree_sum, unwire, wire
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
@@ -49,14 +49,14 @@ def all_reduce(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool =
         [[3, 4], [3, 4]]
     """
     comm = checked(tensor, comm)
-    how = reduction(tensor.dtype, require_op(op))
+    how = reduction(tensor.dtype, op)
 
     def start() -> Pending:
         # Functional collectives write to no operand, so compiled code needs no copy.
         own = tensor.contiguous() if is_compiling() else tensor.clone(memory_format=torch.contiguous_format)
         return reduced(own, comm, how, async_op)
 
-    return collective("all_reduce", tensor, comm, start, async_op, {"shape": tensor.shape}, op)
+    return collective("all_reduce", tensor, comm, start, async_op, op)
 
 
 @overload
@@ -78,7 +78,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
         [[1.0, 1.0], [1.0, 1.0]]
     """
     comm = checked(tensor, comm)
-    how = reduction(tensor.dtype, require_op(op))
+    how = reduction(tensor.dtype, op)
     if comm.size == 1:
         return Pending(tensor, None) if async_op else tensor
 
@@ -87,7 +87,7 @@ def all_reduce_(tensor: Tensor, comm: Along, op: str = "sum", *, async_op: bool 
         pending = reduced(tensor if in_order else _not_overlapping(tensor), comm, how, async_op)
         return pending if pending.value is tensor else pending.then(tensor.copy_)
 
-    return collective("all_reduce", tensor, comm, start, async_op, {"shape": tensor.shape}, op)
+    return collective("all_reduce", tensor, comm, start, async_op, op)
 
 
 @overload
@@ -124,7 +124,7 @@ def all_gather(tensor: Tensor, comm: Along, dim: int = 0, *, async_op: bool = Fa
         # Joined along `dim` instead: (n * a, b) -> (a, n * b) for dim 1.
         return pending if dim == 0 else pending.then(lambda blocks: torch.cat(blocks.chunk(comm.size), dim))
 
-    return collective("all_gather_into_tensor", source, comm, start, async_op, {"shape": source.shape, "dim": dim})
+    return collective("all_gather_into_tensor", source, comm, start, async_op, "", {"dim": dim})
 
 
 @overload
@@ -161,14 +161,14 @@ def reduce_scatter(
     """
     comm = checked(tensor, comm)
     dim = normal_dim(tensor, dim)
-    how = reduction(tensor.dtype, require_op(op))
+    how = reduction(tensor.dtype, op)
     if tensor.shape[dim] % comm.size:
         refuse_uneven(tensor, dim, comm)
 
     def start() -> Pending:
         return reduced_blocks(_blocks_first(tensor, comm.size, dim), comm, how, async_op)
 
-    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, {"shape": tensor.shape, "dim": dim}, op)
+    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, {"dim": dim})
 
 
 @overload
@@ -210,8 +210,8 @@ def all_to_all(
         pending = backend_calls.all_to_all(_blocks_first(tensor, comm.size, split_dim), comm, async_op)
         return pending if concat_dim == 0 else pending.then(lambda out: torch.cat(out.chunk(comm.size), concat_dim))
 
-    facts = {"shape": tensor.shape, "split_dim": split_dim, "concat_dim": concat_dim}
-    return collective("all_to_all_single", tensor, comm, start, async_op, facts)
+    dims = {"split_dim": split_dim, "concat_dim": concat_dim}
+    return collective("all_to_all_single", tensor, comm, start, async_op, "", dims)
 
 
 def _not_overlapping(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from ..transport import Handle, Receive
 from . import backend_calls
 from .calls import Along, Pending, are_equal, check_sizes, checked_each, normal_dim, refuse_uneven, wait_noted
 from .even import all_reduce, all_reduce_
-from .reductions import in_tree, reduction, require_op
+from .reductions import in_tree, reduction
 from .uneven import all_gather_v, reduce_scatter_v
 
 
@@ -129,7 +129,7 @@ def reduce_scatter_packed(
         [[0, 2], [0, 2, 4]]
     """
     comm = _checked(tensors, comm, rows=True)
-    reduction(tensors[0].dtype, require_op(op))
+    reduction(tensors[0].dtype, op)
     total = check_sizes(sizes, comm)
     if (own := sum(tensor.numel() for tensor in tensors)) != total:
         raise CollectiveError(f"rank {comm.rank} gives {own} elements, which is not the sum of {tuple(sizes)}")
@@ -159,7 +159,7 @@ def all_reduce_packed(tensors: Sequence[Tensor], comm: Along, op: str = "sum") -
         [1.0, 1.0]
     """
     comm = _checked(tensors, comm)
-    reduction(tensors[0].dtype, require_op(op))
+    reduction(tensors[0].dtype, op)
     sizes = [tensor.numel() for tensor in tensors]
     run = partial(start_message, "all_reduce", tensors, comm, sizes, op)
     return observed(run, "all_reduce", comm, tensors, op, {"sizes": sizes})
@@ -249,7 +249,7 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], comm: Along, op: str = "sum"
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
-        reduction(tensor.dtype, require_op(op))
+        reduction(tensor.dtype, op)
 
     def run(alike: list[Tensor]) -> list[Tensor]:
         flat = [tensor.reshape(-1) for tensor in alike]
@@ -322,7 +322,7 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], comm: Along, dim: int = 
     """
     comm = checked_each(tensors, comm, "a coalesced collective takes a list of tensors")
     for tensor in tensors:
-        reduction(tensor.dtype, require_op(op))
+        reduction(tensor.dtype, op)
         if tensor.shape[normal_dim(tensor, dim)] % comm.size:
             refuse_uneven(tensor, dim, comm)
 

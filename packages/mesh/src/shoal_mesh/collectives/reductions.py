@@ -57,34 +57,24 @@ class Reduction:
     divide: bool = False
 
 
-@cache
 def reduction(dtype: torch.dtype, op: str) -> Reduction:
-    """How `dtype` is reduced with `op`; the cache is bounded by dtypes times ops.
+    """How `dtype` is reduced with `op`.
 
     Raises:
+        CollectiveTypeError: the name of the reduction is no text.
         CollectiveError: there is no such op, or it has no meaning for the dtype.
 
     Example:
         >>> reduction(torch.int16, "sum")
         Reduction(op='sum', dtype=torch.int32, divide=False)
     """
-    _check_reduction(dtype, op)
-    kernel, divide = ("sum", True) if op == "avg" else (op, False)
-    return Reduction(kernel, _wire_dtype(dtype, op), divide)
-
-
-def require_op(op: str) -> str:
-    """The name of a reduction.
-
-    Raises:
-        CollectiveTypeError: it is no text.
-    """
     if type(op) is not str:
         require(op, str, f"a reduction is one of {', '.join(REDUCE)}", CollectiveTypeError)
-    return op
+    return _reduction(dtype, op)
 
 
-def _check_reduction(dtype: torch.dtype, op: str) -> None:
+@cache  # bounded by dtypes times ops
+def _reduction(dtype: torch.dtype, op: str) -> Reduction:
     if op not in REDUCE:
         raise CollectiveError(f"no reduction {op!r}: there are {', '.join(REDUCE)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
@@ -96,6 +86,9 @@ def _check_reduction(dtype: torch.dtype, op: str) -> None:
         )
     if dtype.is_complex and op not in {"sum", "avg"}:
         raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
+
+    kernel, divide = ("sum", True) if op == "avg" else (op, False)
+    return Reduction(kernel, _wire_dtype(dtype, op), divide)
 
 
 def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:

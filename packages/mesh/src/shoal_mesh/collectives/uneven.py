@@ -17,7 +17,7 @@ from ..groups.process_groups import Comm
 from . import backend_calls
 from .calls import Along, Pending, are_equal, check_sizes, checked, collective, normal_dim
 from .even import all_gather, reduce_scatter, reduced, reduced_blocks
-from .reductions import materialized, reduction, require_op
+from .reductions import materialized, reduction
 
 
 @overload
@@ -71,8 +71,8 @@ def all_gather_v(
         pending = gather(tensor.movedim(dim, 0), comm, sizes, async_op)
         return pending.then(lambda rows: rows.movedim(0, dim).contiguous())
 
-    facts = {"sizes": sizes, "dim": dim, "other lengths": (*tensor.shape[:dim], *tensor.shape[dim + 1 :])}
-    return collective("all_gather_into_tensor", tensor, comm, start, async_op, facts)
+    facts = {"shape": (*tensor.shape[:dim], total, *tensor.shape[dim + 1 :]), "dim": dim, "sizes": sizes}
+    return collective("all_gather_into_tensor", tensor, comm, start, async_op, "", facts)
 
 
 def _gathered_padded(rows: Tensor, comm: Comm, sizes: Sequence[int], background: bool) -> Pending:
@@ -143,7 +143,7 @@ def reduce_scatter_v(
         raise CollectiveError(f"dim {dim} of shape {tuple(tensor.shape)} is not the sum of the blocks {tuple(sizes)}")
     if are_equal(sizes):
         return reduce_scatter(tensor, comm, dim, op, async_op=async_op)  # type: ignore[call-overload,no-any-return]  # bool for a literal
-    how = reduction(tensor.dtype, require_op(op))
+    how = reduction(tensor.dtype, op)
     largest, own = max(sizes), sizes[comm.rank]
 
     def start() -> Pending:
@@ -158,8 +158,8 @@ def reduce_scatter_v(
         pending = reduced_blocks(padded, comm, how, async_op)
         return pending.then(lambda slot: slot[:own].movedim(0, dim).contiguous())
 
-    facts = {"shape": tensor.shape, "dim": dim, "sizes": sizes}
-    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, facts, op)
+    facts = {"dim": dim, "sizes": sizes}
+    return collective("reduce_scatter_tensor", tensor, comm, start, async_op, op, facts)
 
 
 @overload
@@ -218,4 +218,4 @@ def all_to_all_v(
     def start() -> Pending:
         return backend_calls.all_to_all_v(materialized(flat), comm, send_sizes, recv_sizes, async_op)
 
-    return collective("all_to_all_single", flat, comm, start, async_op, {}, flow=(send_sizes, recv_sizes))
+    return collective("all_to_all_single", flat, comm, start, async_op, flow=(send_sizes, recv_sizes))
