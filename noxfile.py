@@ -155,7 +155,9 @@ def build(session: nox.Session, *packages: str) -> Path:
 
 
 def pytest(session: nox.Session, *args: str) -> None:
-    session.run("python", "-m", "pytest", *args, *session.posargs, env=RANKS_ENV)
+    """Run tests; out/times keeps how long each took."""
+    times = ROOT / "out" / "times" / f"{session.name}-{Path(args[-1]).name}.xml"
+    session.run("python", "-m", "pytest", *args, f"--junitxml={times}", *session.posargs, env=RANKS_ENV)
 
 
 @nox.session
