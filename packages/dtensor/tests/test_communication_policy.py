@@ -26,7 +26,7 @@ from shoal_dtensor import (
 from shoal_dtensor._torch import pytree
 from shoal_dtensor.rng.state import count_as_checked
 from shoal_dtensor.rules import Row, Rule, S, all_rules
-from shoal_dtensor.rules.language.rule_tables import overlay
+from shoal_dtensor.rules.language.rule import overlay
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
 from shoal_mesh.testing import fake_world, observed
 

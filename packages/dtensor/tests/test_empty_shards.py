@@ -1,4 +1,4 @@
-"""Covers: rules/language/empty_shards.py."""
+"""Covers: rules/language/local_ops.py: ranks without elements."""
 
 from __future__ import annotations
 

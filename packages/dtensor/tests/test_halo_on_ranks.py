@@ -1,4 +1,4 @@
-"""Covers: rules/exchange/{halo,ranges}.py, rules/nn/{convolution,pooling,planes,resampling}.py, on ranks."""
+"""Covers: rules/exchange.py, rules/nn/{convolution,pooling}.py, on ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_dtensor.layout.dim_sharding import DimSharding
 from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE
-from shoal_dtensor.rules.exchange.halo import Windows
-from shoal_dtensor.rules.exchange.ranges import intervals
+from shoal_dtensor.rules.exchange import Windows, intervals
 from shoal_dtensor.testing import validate
 from shoal_dtensor.testing.trial import Trial
 from shoal_mesh import CommDebugMode, init_device_mesh

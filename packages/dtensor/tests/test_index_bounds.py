@@ -1,4 +1,4 @@
-"""Covers: rules/language/index_bounds.py: an index out of range raises on every rank, whatever shard it has."""
+"""Covers: rules/language/local_ops.py: an index out of range raises on every rank, whatever shard it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: rules/language/op_call.py, rules/language/op_schema.py."""
+"""Covers: rules/language/{op_call,row}.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from shoal_dtensor import TensorMeta
 from shoal_dtensor.rules import OpCall, P, R, Row, RowError, Rule, S
-from shoal_dtensor.rules.language.op_schema import schema_of
+from shoal_dtensor.rules.language.op_call import schema_of
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Covers: rules/math/random_ops.py: every random operator against the same one on the plain tensor.
+"""Covers: rules/math/creation.py: every random operator against the same one on the plain tensor.
 
 On four ranks, on one rank (with nccl where there is a GPU), and for simulated coordinates of meshes up to 8 x 8
 without any process group.  The same functions run on CPU and, under the `gpu` marker, on an accelerator, which all

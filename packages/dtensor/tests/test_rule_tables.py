@@ -1,4 +1,4 @@
-"""Covers: rules/language/rule_tables.py."""
+"""Covers: rules/language/rule.py: tables."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from shoal_dtensor import (
 )
 from shoal_dtensor.errors import MixedTensorError, NoRuleError
 from shoal_dtensor.rules import R, Row, Rule, S
-from shoal_dtensor.rules.language.rule_tables import overlay
+from shoal_dtensor.rules.language.rule import overlay
 from shoal_dtensor.scopes import DEFAULT, current
 from shoal_mesh import DeviceMesh
 

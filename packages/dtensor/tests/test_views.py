@@ -1,4 +1,4 @@
-"""Covers: rules/shape/{views,dim_maps,slicing,slice_maps,diagonal}.py: rows by brute force."""
+"""Covers: rules/shape/{views,slicing,rearrangement}.py: rows by brute force."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 from shoal_dtensor.layout.dim_sharding import DimSharding
-from shoal_dtensor.rules.shape.diagonal import DIAGONAL
-from shoal_dtensor.rules.shape.dim_maps import groups, reshape_mappings
-from shoal_dtensor.rules.shape.slice_maps import PadMap, SelectGradMap, SelectMap, SliceGradMap, SliceMap
-from shoal_dtensor.rules.shape.slicing import SLICING
-from shoal_dtensor.rules.shape.views import VIEWS
+from shoal_dtensor.rules.shape.rearrangement import REARRANGEMENT
+from shoal_dtensor.rules.shape.slicing import SLICING, PadMap, SelectGradMap, SelectMap, SliceGradMap, SliceMap
+from shoal_dtensor.rules.shape.views import VIEWS, groups, reshape_mappings
 from shoal_dtensor.testing import validate
 
 aten = torch.ops.aten
-FUNCTIONAL = ["slice_scatter", "select_scatter", "diagonal_scatter", "diag_embed", "tril", "tril_", "triu", "triu_"]
-TABLE = {
-    op: rule for op, rule in (VIEWS | SLICING | DIAGONAL).items() if op.__name__.partition(".")[0] not in FUNCTIONAL
-}
+FUNCTIONAL = ["slice_scatter", "select_scatter"]
+TABLE = {op: rule for op, rule in (VIEWS | SLICING).items() if op.__name__.partition(".")[0] not in FUNCTIONAL}
+TABLE |= {op: REARRANGEMENT[op] for op in (aten.diagonal.default, aten.diagonal_backward.default)}
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

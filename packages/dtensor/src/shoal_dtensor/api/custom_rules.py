@@ -10,8 +10,7 @@ from ..argument_types import check_type
 from ..errors import PlacementError
 from ..layout.placements import Placement, Shard
 from ..layout.tensor_meta import TensorMeta
-from ..rules.language.rule import Entry, OpCall, R, Row, Rule, S
-from ..rules.language.rule_tables import DuplicateRuleError
+from ..rules.language.rule import DuplicateRuleError, Entry, OpCall, R, Row, Rule, S
 from ..scopes import current
 
 

@@ -26,7 +26,7 @@ from .._torch import (
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.norm_cache import run_cached, write_back
-from ..rules.language.op_schema import schema_of
+from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of

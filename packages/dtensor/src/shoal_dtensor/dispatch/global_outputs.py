@@ -20,7 +20,7 @@ from ..errors import OperatorArgumentError, OperatorIndexError
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import MemoryOrder, TensorMeta, dense_order, dense_stride
-from ..rules.language.op_schema import schema_of
+from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalFunction, Rule, flatten
 from .arguments import is_list
 

@@ -32,7 +32,7 @@ from .._torch import (
 )
 from ..errors import MixedTensorError, NoRuleError
 from ..rows_of_ranks import extremes_of_ranks
-from ..rules.language.op_schema import schema_of
+from ..rules.language.op_call import schema_of
 from ..scopes import current
 from .communication_policy import notice_of
 

@@ -25,8 +25,8 @@ from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.plan import plan
 from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
-from ..rules.language.empty_shards import local_function, nothing_of
-from ..rules.language.op_schema import schema_of
+from ..rules.language.local_ops import local_function, nothing_of
+from ..rules.language.op_call import schema_of
 from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S
 from ..scopes import Scope
 from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in

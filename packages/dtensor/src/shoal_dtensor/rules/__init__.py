@@ -3,8 +3,7 @@
 May import: _torch, errors, host_memory, layout, redistribute, rng, scopes.
 """
 
-from .language.empty_shards import local_function
-from .language.local_ops import all_reduced, sharding_axes
+from .language.local_ops import all_reduced, local_function, sharding_axes
 from .language.notation import (
     NotationError,
     Partials,
@@ -15,9 +14,10 @@ from .language.notation import (
     pointwise,
     product,
 )
-from .language.op_schema import OpSchema, schema_of
+from .language.op_call import OpSchema, schema_of
 from .language.rule import (
     ANY_NORM,
+    DuplicateRuleError,
     Entry,
     LocalCall,
     LocalFunction,
@@ -31,10 +31,12 @@ from .language.rule import (
     ShardingMap,
     Table,
     Traffic,
+    family,
     flatten,
+    merge,
+    overlay,
     with_norms,
 )
-from .language.rule_tables import DuplicateRuleError, family, merge, overlay
 
 __all__ = [
     "ANY_NORM",

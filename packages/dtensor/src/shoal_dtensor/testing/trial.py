@@ -24,7 +24,7 @@ from ..layout.spec import Spec
 from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
 from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
-from ..rules.language.empty_shards import local_function
+from ..rules.language.local_ops import local_function
 from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
 from .partials import deal, gather
 from .simulate import part_of

@@ -17,11 +17,18 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta
-from ..language.index_bounds import adds_up, from_the_front, local_positions, moved_between_boxes
-from ..language.local_ops import all_reduce_traffic, all_reduced, bytes_of, sharding_axes
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
-from ..language.rule_tables import family
-from .data_dependent import assumed_result_bytes, global_positions, in_global_order
+from ..language.local_ops import (
+    adds_up,
+    all_reduce_traffic,
+    all_reduced,
+    bytes_of,
+    from_the_front,
+    local_positions,
+    moved_between_boxes,
+    sharding_axes,
+)
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from .data_dependent import assumed_result_bytes, selected_by
 from .gather_scatter import lookup_partial
 
 aten: Any = torch.ops.aten
@@ -109,8 +116,7 @@ def _read_masked(local_call: LocalCall) -> LocalFunction | None:
     def run(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         index = indices[0]
         assert index is not None, "the mask is the first index"
-        found = index.nonzero()
-        return in_global_order(mask, axes, global_positions(mask, found), x[found.unbind(1)])[1]
+        return selected_by(index, mask, axes, x)
 
     return run
 

@@ -1,27 +1,34 @@
-"""What local functions share: replaced arguments, reductions over sharding axes, `out=` and in-place forms."""
+"""What local functions share: replaced arguments, reductions, `out=` and in-place forms, indices, empty shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal_mesh import all_reduce
+from shoal_mesh.internal import bound
 
-from .op_call import LocalCall, LocalFunction, OpCall, P, R, Row, Traffic
-
-if TYPE_CHECKING:
-    from ...layout.spec import Spec
-    from ...layout.tensor_meta import TensorMeta
+from ..._torch import TRACED
+from ...errors import PlacementError
+from ...layout.spec import Spec
+from ...layout.tensor_meta import TensorMeta
+from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Traffic, flatten
 
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
     """The mesh axes that shard any of the tensor dims `dims` (all of them when left out), ascending."""
     chosen = range(spec.ndim) if dims is None else dims
     return tuple(sorted({axis for dim in chosen for axis in spec.dim_shardings[dim].axes}))
+
+
+def shard_index(spec: Spec, dim: int) -> int:
+    """Which of the shards of a sharded dim this rank has; outside of the mesh the first."""
+    return spec.dim_sharding(dim).index(spec.coordinate or (0,) * spec.mesh.ndim)
 
 
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
@@ -110,25 +117,196 @@ def in_every_form(call: OpCall, function: LocalFunction) -> LocalFunction:
     return run
 
 
-def zeros(local_call: LocalCall) -> LocalFunction:
-    """What a rank without elements adds to sums: zeros; None for the outputs that `output_mask` leaves out."""
-    specs = iter(local_call.outputs)
-    mask = local_call.call.get("output_mask") or [True] * len(local_call.outputs)
-    wanted = [next(specs) if present else None for present in mask]
-
-    def run(first: Tensor, *_: Any, **__: Any) -> Any:
-        results = [
-            None if s is None else first.new_empty_strided(s.local_shape, s.local_stride, dtype=s.dtype).zero_()
-            for s in wanted
-        ]
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return in_every_form(local_call.call, run)
-
-
 def drop_dims(tensor: Tensor, dims: Iterable[int], keepdim: bool) -> Tensor:
     """`tensor`, reduced over `dims` with `keepdim=True`, without those dims unless `keepdim`."""
     if keepdim:
         return tensor
     gone = set(dims)
     return tensor.reshape([n for dim, n in enumerate(tensor.shape) if dim not in gone])
+
+
+# --- global indices, on a rank that holds an interval of the indexed dim ----------------------------------------------
+
+
+def adds_up(source: TensorMeta) -> bool:
+    """Whether lookups along a sharded dim can: torch only moves numbers of other dtypes, which are gathered."""
+    small_float = source.dtype.is_floating_point and source.dtype.itemsize == 1
+    return not small_float and source.dtype not in (torch.uint16, torch.uint32, torch.uint64)
+
+
+def check_bounds(index: Tensor, is_valid: Tensor, length: int) -> None:
+    """Refuse indices into `length` elements that are out of range.
+
+    A rank looks up only the indices that fall into its shard, so no kernel would notice one that falls nowhere.  Ranks
+    with empty shards check too: all ranks with the same indices raise.
+
+    Args:
+        index: global indices; is_valid: for each of them whether it is in range.
+
+    Raises:
+        IndexError: if one is not. On an accelerator the device reports it later, as plain indexing does; compiled code
+            raises RuntimeError when it runs.
+    """
+    message = f"out of bounds for a dim of {length} elements"
+    if index.device.type != "cpu" or isinstance(index, TRACED):
+        torch.ops.aten._assert_async.msg(is_valid.all(), f"index {message}")
+    elif not is_valid.all():
+        raise IndexError(f"index {index[~is_valid].reshape(-1)[0].item()} is {message}")
+
+
+def from_the_front(index: Tensor, length: int) -> Tensor:
+    """Indices into `length` elements, those that count from the end (-1 is the last) counted from the front.
+
+    Raises:
+        IndexError: see `check_bounds`.
+
+    Example:
+        >>> from_the_front(torch.tensor([-1, 2]), 5)
+        tensor([4, 2])
+    """
+    check_bounds(index, (index >= -length) & (index < length), length)
+    return torch.where(index < 0, index + length, index)
+
+
+def local_positions(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
+    """The local positions of global indices into a sharded dim, and whether they are local; others get position 0.
+
+    Of 8 elements on 2 ranks, the indices 1, 5, -1 are positions 0, 1, 3 on rank 1, and only the first is not local.
+    """
+    return in_shard(from_the_front(index, spec.shape[dim]), spec, dim)
+
+
+def in_shard(index: Tensor, spec: Spec, dim: int) -> tuple[Tensor, Tensor]:
+    """As `local_positions`, of indices that count from the front and may be out of range: those are not local."""
+    position = index - spec.offset(dim)
+    is_local = (position >= 0) & (position < spec.local_shape[dim])
+    return position.masked_fill(~is_local, 0), is_local
+
+
+def moved_between_boxes(
+    index: Tensor, source: Sequence[int], target: Sequence[int], shift: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Flat positions in one box as flat positions in another, and whether they are in it; others get one of its edge.
+
+    Args:
+        index: positions in the row-major order of the elements of the first box.
+        source: its sizes.
+        target: the sizes of the other box.
+        shift: for every dim how much larger a position in the other box is.
+
+    Example:
+        Element 7 of a (3, 4) tensor is row 1, column 3; on the rank with columns 2..3 it is row 1, column 1: element 3.
+
+        >>> moved_between_boxes(torch.tensor([7, 4]), (3, 4), (3, 2), (0, -2))
+        (tensor([3, 2]), tensor([ True, False]))
+    """
+    position, is_inside, step = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for size, length, by in zip(*map(reversed, (source, target, shift)), strict=True):
+        place = index % size + by
+        is_inside &= (place >= 0) & (place < length)
+        position, index, step = position + place.clamp(0, max(length - 1, 0)) * step, index // size, step * length
+    return position, is_inside
+
+
+# --- ranks without elements of an input -------------------------------------------------------------------------------
+
+
+def local_function(rule: Rule, local_call: LocalCall, communicates: bool) -> LocalFunction | None:
+    """What a rank runs instead of the operator; None for the operator itself.
+
+    Args:
+        rule: of the operator.
+        local_call: the call with its specs.
+        communicates: whether a row of the decision does; every rank runs the rule's own function then.
+    """
+    if rule.skip_empty and not communicates and (answer := empty_shard(local_call)) is not None:
+        return answer
+    return rule.local(local_call) if rule.local is not None else None
+
+
+def empty_shard(local_call: LocalCall) -> LocalFunction | None:
+    """What to run on a rank that has an empty shard of an input, or only empty shards of outputs; None on others.
+
+    An input of shape (3, 5) sharded by rows over 4 ranks: rank 3 has (0, 5).  Its rows of the output are empty, and
+    what it adds to a partial sum over rows is 0.
+    """
+    outputs = local_call.outputs
+    has_nothing = any([0 in spec.local_shape and 0 not in spec.shape for spec in local_call.inputs])  # noqa: C419  # faster
+    empty = [0 in spec.local_shape for spec in outputs]
+    if not (has_nothing or True in empty):
+        return None
+    adds_nothing = has_nothing and all(e or spec.partials for e, spec in zip(empty, outputs, strict=True))
+    if not outputs or not (all(empty) or adds_nothing):
+        return None
+    return contribution(local_call)
+
+
+def contribution(local_call: LocalCall) -> LocalFunction:
+    """A function of the operator's arguments that returns what leaves the reduction of each output as it is."""
+    call, outputs = local_call.call, local_call.outputs
+    values = [neutral_value(spec) for spec in outputs]
+    present = [i for i, place in enumerate(call.results.values()) for _ in place]
+    is_list, count = call.schema.is_list == (True,), len(call.results)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [*flatten([*args, *kwargs.values()])]
+        filled = [
+            given[0].new_empty_strided(spec.local_shape, spec.local_stride, dtype=spec.dtype).fill_(value)
+            for spec, value in zip(outputs, values, strict=True)
+        ]
+        if torch.compiler.is_compiling():  # as where the operator runs
+            filled = [bound(tensor, *given) for tensor in filled]
+        if is_list:
+            return filled
+        results: list[Tensor | None] = [None] * count
+        for i, tensor in zip(present, filled, strict=True):
+            results[i] = tensor
+        return results[0] if count == 1 else tuple(results)
+
+    return in_every_form(call, run)
+
+
+def nothing_of(call: OpCall, device: str) -> LocalFunction:
+    """The local call of ranks outside of the mesh: they have no elements, and take part in no collective."""
+    names = [argument.name for argument in call.op._schema.arguments]
+    tensors = iter(zip(call.schema.is_list, call.schema.returned_inputs, strict=True))
+    kinds = [next(tensors) if "Tensor" in str(each.type) else None for each in call.op._schema.returns]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        made = iter([torch.empty(0, dtype=meta.dtype, device=device) for meta in call.outputs])
+
+        def result(kind: tuple[bool, str | None] | None) -> Any:
+            if kind is None:
+                raise PlacementError(
+                    f"{call.op} reads a value of a tensor of which this rank, outside the mesh, has none"
+                )
+            new = [*made] if kind[0] else next(made)
+            return new if kind[1] is None else given[kind[1]]
+
+        results = tuple(map(result, kinds))
+        return results[0] if len(results) == 1 else results or None
+
+    return run
+
+
+def neutral_value(spec: Spec) -> float:
+    """The number that leaves the reduction of a partial tensor as it is; 0 where nothing is reduced.
+
+    Example: -inf for `Partial("max")` of floats, 127 for `Partial("min")` of int8.
+    """
+    kinds, dtype = {op for _, op in spec.partials}, spec.dtype
+    for op in kinds - {"sum", "avg", "bor", "bxor"}:
+        if op.startswith("norm"):
+            return 0 if float(op.removeprefix("norm")) > 0 else torch.inf
+        return 1 if op == "product" else _extreme(dtype, largest=op != "max", bits=op == "band")
+    return 0
+
+
+def _extreme(dtype: torch.dtype, *, largest: bool, bits: bool) -> float:
+    """The largest or smallest value of a dtype; with `bits`, the integer whose bits are all set."""
+    if dtype == torch.bool:
+        return largest
+    if dtype.is_floating_point:
+        return torch.inf if largest else -torch.inf
+    return -1 if bits and dtype.is_signed else torch.iinfo(dtype).max if largest else torch.iinfo(dtype).min

@@ -1,110 +1,95 @@
-"""Rows, one per way to run an operator along one mesh axis, and the calls, of global shapes, that they are about."""
+"""Calls of operators on global tensors, what their schemas say, and decided calls as a rank sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
+
+import torch
 
 from shoal_mesh.internal import cached_property, dataclass
 
-from ..._torch import OpOverload
-from ...errors import ShoalTensorError
-from ...layout.dim_sharding import DimSharding
-from ...layout.placements import REDUCE_OPS, Partial, Replicate
+from ..._torch import OpOverload, unmarked_writes
+from ...layout.placements import REDUCE_OPS, Partial
+from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
-from .op_schema import OpSchema, schema_of
+from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic
 
-if TYPE_CHECKING:
-    from ...layout.spec import Spec
-
-
-ShardingMap = Callable[[DimSharding], DimSharding]
+_TENSOR_KINDS = ("TensorType", "ListType")
 
 
-@dataclass(frozen=True, slots=True)
-class S:
-    """The axis shards tensor dim `dim`, at multiples of `unit` elements.
+@dataclass(frozen=True, slots=True, eq=False)
+class OpSchema:
+    """One overload, as rules and dispatch need to know it.
 
-    Behind a row stands one factor of the operator.  An entry `S(dim, unit)` says that `unit` consecutive elements
-    of the dim belong to one step of the factor, so all S entries of a row are sharded at the same factor steps.  With
-    `runs`, the dim is so many equal runs, and the factor is what one of them holds (see `StridedDimSharding`).
+    `add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)` reads `self`, `other` and `alpha`,
+    writes `self`, and its only return is `self`.
 
     Attributes:
-        dim: the tensor dim.
-        unit: elements of the dim per step of the factor.
-        runs: equal runs of the dim that are all sharded alike.
-        map: for outputs whose shards are not multiples of the input's (of a slice, each shard keeps what it has of the
-            selected range), and for inputs sharded as such outputs: from the factor's sharding to this dim's, over
-            the same axes.  `unit` is not used then.
+        inputs: names of the arguments that are read, in order; `out=` arguments are not among them.
+        positional: those of them that have a position.
+        defaults: the values of the arguments that have a default.
+        outs: names of the `out=` arguments.
+        written: names of the inputs that are written in place.
+        unmarked: names of those that are written although the schema does not say so, when the operator trains.
+        returns: names of the returned tensors or lists of tensors: the schema's, else `out`, or `out0`, `out1`, ...
+        is_list: for each of `returns` whether it is a list of tensors.
+        returned_inputs: for each of `returns` the written input or `out=` argument that it is, or None.
+        entry_names: what a row may name: inputs, results by their names and places, and `out` for all results.
+        returns_only_tensors: whether nothing but tensors is returned (or nothing at all).
+        is_view: whether an output aliases an input that is not written.
+        is_random: whether it uses a random number generator.
     """
 
-    dim: int
-    unit: int = 1
-    runs: int = 1
-    map: ShardingMap | None = None
-
-    def __repr__(self) -> str:
-        extras = [f"unit={self.unit}"] * (self.unit != 1) + [f"runs={self.runs}"] * (self.runs != 1)
-        mapped = [] if self.map is None else [f"map={self.map}"]
-        return f"S({', '.join([str(self.dim), *extras, *mapped])})"
-
-
-R: Final = Replicate()
-P = Partial
-Entry = Replicate | Partial | S
-
-ANY_NORM: Final[Partial] = Partial._intern({"reduce_op": "norm?"})
-"""In a row: a partial p-norm, of the order that the inputs have; `with_norms` puts the orders in its place."""
-
-Traffic = Callable[[int], float]
-"""Bytes that each rank receives in a row's own collectives, given the number of ranks of the axis."""
+    inputs: tuple[str, ...]
+    positional: tuple[str, ...]
+    defaults: Mapping[str, object]
+    outs: tuple[str, ...]
+    written: tuple[str, ...]
+    unmarked: tuple[str, ...]
+    returns: tuple[str, ...]
+    is_list: tuple[bool, ...]
+    returned_inputs: tuple[str | None, ...]
+    entry_names: frozenset[str]
+    returns_only_tensors: bool
+    is_view: bool
+    is_random: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to run an operator along one mesh axis; written by `OpCall.row`, with entries by argument name.
-
-    Attributes:
-        inputs: one entry per tensor input, in schema order, lists expanded, None arguments left out.
-        outputs: one entry per tensor output, in order, lists expanded, None outputs left out.
-        even: whether every shard must have the same size.
-        traffic: bytes that each rank receives in the local function's collectives, given the number of ranks; None if
-            it starts none.  The result of a view operator whose row communicates does not alias its input.
-        ordered: whether it matters where along the factor a shard is, in a rule that is `unordered` otherwise.
-    """
-
-    inputs: tuple[Entry, ...]
-    outputs: tuple[Entry, ...]
-    even: bool = False
-    traffic: Traffic | None = None
-    ordered: bool = False
-
-    @property
-    def communicates(self) -> bool:
-        """Whether the local function starts collectives over the axis."""
-        return self.traffic is not None
-
-
-def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
-    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`."""
-    result: list[Row] = []
-    for row in rows:
-        if ANY_NORM not in (*row.inputs, *row.outputs):
-            result.append(row)
-        for norm in norms if ANY_NORM in (*row.inputs, *row.outputs) else ():
-            inputs, outputs = (
-                tuple(norm if entry is ANY_NORM else entry for entry in entries)
-                for entries in (row.inputs, row.outputs)
-            )
-            result.append(replace(row, inputs=inputs, outputs=outputs))
-    return result
-
-
-class RowError(ShoalTensorError, ValueError):
-    """A row names an argument that the operator does not have, or gives a list the wrong number of entries."""
+@cache
+def schema_of(op: OpOverload) -> OpSchema:
+    """The schema of an overload; one value for the whole process."""
+    arguments = op._schema.arguments
+    kinds = [(r, r.type.kind()) for r in op._schema.returns]
+    returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]
+    aliased = {a.name: a.alias_info.before_set for a in arguments if a.alias_info and a.alias_info.is_write}
+    owners = [
+        next((name for name, marks in aliased.items() if r.alias_info and marks & r.alias_info.before_set), None)
+        for r, _ in returned
+    ]
+    single = len(returned) == 1
+    outs = tuple(a.name for a in arguments if a.is_out)
+    inputs = tuple(a.name for a in arguments if not a.is_out)
+    written = tuple(name for name in aliased if name not in outs)
+    returns = tuple(r.name or ("out" if single else f"out{i}") for i, (r, _) in enumerate(returned))
+    places = (f"out{i}" for i in range(max(1, len(returns) or len(written))))
+    return OpSchema(
+        inputs=inputs,
+        positional=tuple(a.name for a in arguments if not a.kwarg_only),
+        defaults={a.name: a.default_value for a in arguments if a.has_default_value()},
+        outs=outs,
+        written=written,
+        unmarked=unmarked_writes(op),
+        returns=returns,
+        is_list=tuple(is_list for _, is_list in returned),
+        returned_inputs=tuple(owners),
+        entry_names=frozenset((*inputs, *returns, "out", *places)),
+        returns_only_tensors=len(returned) == len(kinds),
+        is_view=any(r.alias_info is not None and not r.alias_info.is_write for r, _ in returned),
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+    )
 
 
 LocalFunction = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Rules of arithmetic: pointwise, products, reductions, sorting, creation and random numbers.
+"""Rules of arithmetic: pointwise and optimizers, linear algebra, reductions, sorting, creation and random numbers.
 
-May import: exchange, language.
+May import: language.
 """

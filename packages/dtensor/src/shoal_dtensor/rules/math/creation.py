@@ -1,14 +1,202 @@
-"""Sharding of operators that make a tensor like another: they read its shape and dtype, never its values."""
+"""Sharding of operators that make a tensor like another, of constants or of random numbers.
+
+Any sharding of random numbers is free: each rank fills its own box of the global tensor (`rng.draw`), and how the
+values relate to the mesh is up to the random mode, read when the operator runs.  Addends are never drawn: they would
+not add up to the distribution asked for.  Operators whose use of the generator is data-dependent are replicated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from ...layout.placements import REDUCE_OPS
-from ..language.local_ops import with_arguments
+import torch
+from torch import Generator, Tensor
+
+from shoal_mesh import all_reduce
+
+from ...layout.placements import REDUCE_OPS, Replicate
+from ...layout.spec import Spec
+from ...redistribute.execution.execute import run
+from ...redistribute.plan import plan
+from ...rng.cpu import law_of
+from ...rng.draw import draw, draw_dropout_mask, draw_rows, empty_local
+from ...rng.fill import Fill
+from ..language.local_ops import bytes_of, sharding_axes, with_arguments
 from ..language.notation import pointwise
-from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
-from ..language.rule_tables import family
+from ..language.rule import ANY_NORM, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+
+
+def fill(call: OpCall) -> Iterator[Row]:
+    """Sharded as the first input, which is all that is read of it; a partial tensor that is written to stays one."""
+    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
+    if call.written:
+        yield from (call.row(self=P(op), out=P(op)) for op in ("sum", "avg", "max", "min"))
+    else:
+        yield from _of_partials(call)
+
+
+def _of_partials(call: OpCall) -> Iterator[Row]:
+    """A new tensor like a partial one is replicated."""
+    yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
+
+
+def _fills(name: str, *parameters: str | float) -> Rule:
+    """The rule of an operator that is one fill: its in-place form, `out=` form, functional form or `_like` form.
+
+    Args:
+        name: of the fill.
+        parameters: numbers, or names of the operator's own arguments.
+    """
+
+    def local(local_call: LocalCall) -> LocalFunction:
+        values = [local_call.call[value] if isinstance(value, str) else value for value in parameters]
+        numbers = Fill(name, tuple(values))
+        (spec,), in_place = local_call.outputs, bool(local_call.call.written)
+        # Every rank draws; of a partial sum the first coordinate has the values, the others zeros.
+        summed = [axis for axis, op in spec.partials if op == "sum"]
+        gets_zeros = spec.coordinate is not None and any(spec.coordinate[axis] for axis in summed)
+        unreduced = spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
+
+        def run_fill(
+            like: Tensor, *_: Any, generator: Generator | None = None, out: Tensor | None = None, **__: Any
+        ) -> Tensor:
+            target = like if in_place else empty_local(spec, like.device) if out is None else out
+            drawn = draw(unreduced, numbers, generator, out=target)
+            return drawn.zero_() if gets_zeros else drawn
+
+        return run_fill
+
+    return Rule(fill, local)
+
+
+def _bernoulli(local_call: LocalCall) -> LocalFunction:
+    """The probabilities are `p`, or without one the tensor itself."""
+    (spec,), in_place = local_call.outputs, bool(local_call.call.written)
+
+    def run_fill(
+        like: Tensor, p: Tensor | None = None, *, generator: Generator | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        target = like if in_place else empty_local(spec, like.device) if out is None else out
+        chances = like if p is None else p.expand(target.shape)
+        return draw(spec, Fill("bernoulli_"), generator, out=target, operand=chances)
+
+    return run_fill
+
+
+def _normal(local_call: LocalCall) -> LocalFunction:
+    """Normal numbers with means or deviations as tensors: torch scales and moves standard ones, in that order."""
+    (spec,) = local_call.outputs
+
+    def run_fill(
+        mean: Tensor | float,
+        std: Tensor | float = 1.0,
+        *,
+        generator: Generator | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        device = mean.device if isinstance(mean, Tensor) else torch.device(spec.mesh.device_type)
+        target = empty_local(spec, std.device if isinstance(std, Tensor) else device) if out is None else out
+        fill = Fill("normal_", (0.0, 1.0 if isinstance(std, Tensor) else std))
+        drawn = draw(spec, fill, generator, out=target)
+        if isinstance(std, Tensor):
+            drawn.mul_(std)
+        return drawn.add_(mean)
+
+    return run_fill
+
+
+def _native_dropout(local_call: LocalCall) -> LocalFunction:
+    chance, train = float(local_call.call["p"]), local_call.call["train"]
+    result, mask_spec = local_call.outputs
+
+    def run_dropout(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        mask = empty_local(mask_spec, x.device)
+        if train is False or x.device.type == "meta":
+            return x.clone(), mask.fill_(True)
+        draw_dropout_mask(mask_spec, chance, result.dtype, out=mask)
+        scale = 0.0 if chance == 1.0 else 1.0 / (1.0 - chance)
+        return x.mul(mask).mul_(scale), mask
+
+    return run_dropout
+
+
+def multinomial(call: OpCall) -> Iterator[Row]:
+    """A matrix of probabilities may be sharded by rows; where the generator's order needs it, it is gathered inside."""
+    if call["self"].ndim == 2:
+        size = bytes_of(call["self"])
+        yield call.row(self=S(0), out=S(0), traffic=lambda ranks: size * (ranks - 1) / ranks)
+
+
+def _multinomial(local_call: LocalCall) -> LocalFunction | None:
+    (spec,) = local_call.inputs
+    axes = sharding_axes(spec)
+    if not axes:
+        return None
+    words = _words_a_row(local_call.call, spec)
+    if words is None:
+        return _gathered(local_call)
+    count, replacement = local_call.call["num_samples"], local_call.call["replacement"]
+    rows = spec.local_shape[0]
+
+    def run_rows(chances: Tensor, *_: Any, generator: Generator | None = None, **__: Any) -> Tensor:
+        samples = torch.empty((rows, count), dtype=torch.int64, device=chances.device)
+
+        def sample() -> None:
+            if rows:
+                samples.copy_(torch.multinomial(chances, count, replacement, generator=generator))
+
+        failure: RuntimeError | None = None
+        try:
+            draw_rows(spec, words, generator, sample)
+        except RuntimeError as error:
+            failure = error
+        # Probabilities can be bad on one rank alone: all ranks raise, or none.
+        failed = torch.tensor(int(failure is not None), device=chances.device)
+        if all_reduce(failed, spec.mesh.comm(axes), "max").item():
+            raise failure or RuntimeError(f"multinomial: invalid probabilities on another rank of {spec}")
+        return samples
+
+    return run_rows
+
+
+def _words_a_row(call: OpCall, spec: Spec) -> int | None:
+    """32-bit words of the generator that a row of a multinomial takes; None if the rows' numbers are not in order.
+
+    Drawn with replacement, every sample takes a float64 uniform number; without, every probability an exponential one.
+    """
+    if spec.mesh.device_type != "cpu":
+        return None
+    if call["replacement"] and call["num_samples"] > 1:
+        return 2 * int(call["num_samples"])
+    words = law_of(Fill("exponential_", (1.0,)), spec.dtype, contiguous=True).words
+    return None if words is None else words * spec.shape[1]
+
+
+def rrelu(call: OpCall) -> Iterator[Row]:
+    """While training, the generator is used for negative elements only: not sharded then."""
+    if not call["training"]:
+        yield from (call.row(self=S(d), noise=S(d), out=S(d)) for d in range(call["self"].ndim))
+
+
+def _gathered(local_call: LocalCall) -> LocalFunction:
+    """The operator on the gathered input; each rank keeps its shard of the result."""
+    op, spec, result = local_call.call.op, local_call.inputs[0], local_call.outputs[0]
+    gather = plan(spec, spec.with_(placements=[Replicate()] * spec.mesh.ndim))
+
+    def run_gathered(chances: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        samples: Tensor = op(run(gather, chances), *args, **kwargs)
+        if result.coordinate is None:
+            return samples.new_empty(0)
+        return samples[tuple(slice(*interval) for interval in result.box(result.coordinate))].clone()
+
+    return run_gathered
+
+
+_REPLICATED = Rule(lambda call: ())
+
+
+# --- constants: the shape and dtype of another tensor, never its values -----------------------------------------------
 
 
 def zeros_like(call: OpCall) -> Iterator[Row]:
@@ -26,10 +214,6 @@ def new_zeros(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(d), out=S(d) if alike else R)
 
 
-def _of_partials(call: OpCall) -> Iterator[Row]:
-    yield from (call.row(self=partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM))
-
-
 def _local_size(local_call: LocalCall) -> LocalFunction | None:
     """This rank's size, and where a stride is asked for, strided in the global order of dims."""
     (spec,), call = local_call.outputs, local_call.call
@@ -39,6 +223,31 @@ def _local_size(local_call: LocalCall) -> LocalFunction | None:
 
 CREATION: Table = family(
     {
+        "normal_ normal_functional normal.out": _fills("normal_", "mean", "std"),
+        "uniform": _fills("uniform_", "from", "to"),
+        "exponential": _fills("exponential_", "lambd"),
+        "cauchy": _fills("cauchy_", "median", "sigma"),
+        "geometric": _fills("geometric_", "p"),
+        "log_normal": _fills("log_normal_", "mean", "std"),
+        "random random_.default": _fills("random_"),
+        "random.to random.to_out random_.to": _fills("random_", "to"),
+        "random.from random.from_out random_.from": _fills("random_", "from", "to"),
+        "rand_like": _fills("uniform_", 0.0, 1.0),
+        "randn_like": _fills("normal_", 0.0, 1.0),
+        "randint_like": _fills("random_", 0, "high"),
+        "randint_like.low_dtype randint_like.low_generator_dtype": _fills("random_", "low", "high"),
+        "randint_like.low_dtype_out randint_like.low_generator_dtype_out": _fills("random_", "low", "high"),
+        "randint_like.Tensor randint_like.Tensor_generator": _REPLICATED,
+        "randint_like.Tensor_out randint_like.Tensor_generator_out": _REPLICATED,
+        "bernoulli_.float bernoulli.p bernoulli.float_out": _fills("bernoulli_", "p"),
+        "bernoulli.default bernoulli.out": Rule(pointwise().rows, _bernoulli),
+        "bernoulli.Tensor bernoulli.Tensor_out bernoulli_.Tensor": Rule(pointwise().rows, _bernoulli),
+        "normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": Rule(pointwise().rows, _normal),
+        "normal.Tensor_float_out normal.float_Tensor_out normal.Tensor_Tensor_out": Rule(pointwise().rows, _normal),
+        "native_dropout.default": Rule(pointwise().rows, _native_dropout),
+        "multinomial.default": Rule(multinomial, _multinomial),
+        "rrelu_with_noise.default rrelu_with_noise_.default": Rule(rrelu),
+        "poisson binomial _standard_gamma _sample_dirichlet": _REPLICATED,
         "zeros_like ones_like empty_like full_like": Rule(zeros_like, by_value=False, unordered=True, sizes=()),
         "new_zeros new_ones new_empty new_empty_strided new_full": Rule(new_zeros, _local_size),
     }

@@ -1,13 +1,13 @@
-"""Sharding of reductions, on one mesh axis.
+"""Sharding of reductions and of softmax and its like, on one mesh axis.
 
 A dim that is kept stays sharded.  Sharding a reduced dim leaves a partial value where the reduction has a partial form.
-A mean over even shards is the average of their means.  Uneven means, variances and log-sum-exp finish with an
-all-reduce.
+A mean over even shards is the average of their means.  Uneven means, variances, log-sum-exp and softmax finish with one
+or two all-reduces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf, prod
 from typing import Any
 
@@ -18,10 +18,19 @@ from shoal_mesh.internal import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
 from ...layout.placements import Partial
-from ..language.local_ops import all_reduced, bytes_of, drop_dims, in_every_form, mean_of_sums, mean_rows, sharding_axes
+from ...layout.spec import Spec
+from ..language.local_ops import (
+    all_reduce_traffic,
+    all_reduced,
+    bytes_of,
+    drop_dims,
+    in_every_form,
+    mean_of_sums,
+    mean_rows,
+    sharding_axes,
+)
 from ..language.notation import unrounded
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
-from ..language.rule_tables import family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
@@ -152,19 +161,23 @@ def _partial_norm(order: float) -> Partial:
     return P(simple.get(order) or f"norm{order!r}")
 
 
-def _norms(local_call: LocalCall) -> LocalFunction:
-    """The operator itself, but zero for an extremum of no elements.
+def _norm(local_call: LocalCall) -> LocalFunction:
+    """The operator itself, but zero for an extremum of no elements in a list.
 
     Raises:
         OperatorArgumentError: when it is run inside `sums_in_tree`, where its sums would depend on the sharding.
     """
-    order, op = _order(local_call.call), local_call.call.op
-    each = not 0 <= order < inf and any(0 in spec.local_shape for spec in local_call.inputs)
+    order, op, is_list = _order(local_call.call), local_call.call.op, local_call.call.schema.is_list == (True,)
+    one_by_one = is_list and not 0 <= order < inf and any(0 in spec.local_shape for spec in local_call.inputs)
     dtypes, neutral = [spec.dtype for spec in local_call.outputs], 0.0 if order > 0 else inf
 
-    def run(shards: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        _refuse_in_tree(op, order)
-        if not each:
+    def run(shards: Any, *args: Any, **kwargs: Any) -> Any:
+        if sums_are_in_tree() and 0 < order < inf:
+            raise OperatorArgumentError(
+                f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on the sharding; "
+                "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ there"
+            )
+        if not one_by_one:
             return op(shards, *args, **kwargs)
         return [
             op([shard], *args, **kwargs)[0] if shard.numel() else shard.new_full((), neutral, dtype=dtype)
@@ -172,25 +185,6 @@ def _norms(local_call: LocalCall) -> LocalFunction:
         ]
 
     return run
-
-
-def _norm_of_one(local_call: LocalCall) -> LocalFunction:
-    """The operator itself; raises as `_norms` does."""
-    order, op = _order(local_call.call), local_call.call.op
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_in_tree(op, order)
-        return op(*args, **kwargs)
-
-    return run
-
-
-def _refuse_in_tree(op: Any, order: float) -> None:
-    if sums_are_in_tree() and 0 < order < inf:
-        raise OperatorArgumentError(
-            f"{op}: norms of shards inside sums_in_tree (invariant_arithmetic) would depend on the sharding; "
-            "shoal_dtensor.clip_grad_norm_ takes the place of torch.nn.utils.clip_grad_norm_ there"
-        )
 
 
 # --- log-sum-exp ------------------------------------------------------------------------------------------------------
@@ -206,23 +200,24 @@ def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
     if not _shards_reduced(local_call):
         return None
-    spec, dims, keepdim = (
-        local_call.inputs[0],
-        reduced_dims(local_call.call),
-        bool(local_call.call.get("keepdim", False)),
-    )
-    axes, dtype = sharding_axes(spec, dims), local_call.outputs[0].dtype
+    call, spec, dims = local_call.call, local_call.inputs[0], reduced_dims(local_call.call)
+    axes, dtype, keepdim = sharding_axes(spec, dims), local_call.outputs[0].dtype, bool(call.get("keepdim", False))
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         x = x.to(dtype)
-        shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
-        top = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -inf)
-        top = all_reduced(top, spec, axes, "max")
+        top = _largest(x, spec, dims)
         top = torch.where(top.isfinite(), top, 0)
         total = all_reduced((x - top).exp().sum(dims, keepdim=True), spec, axes)
         return drop_dims(total.log() + top, dims, keepdim)
 
-    return in_every_form(local_call.call, run)
+    return in_every_form(call, run)
+
+
+def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
+    """The maximum along dims of which some are sharded; -inf of no elements."""
+    shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
+    largest = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
 
 
 # --- segments ---------------------------------------------------------------------------------------------------------
@@ -233,6 +228,70 @@ def segment_reduce(call: OpCall) -> Iterator[Row]:
     for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
         values: dict[str, Any] = {name: S(d) for name in ("grad", "output", "data") if name in call.bound}
         yield call.row(out=S(d), **values)
+
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def softmax(call: OpCall) -> Iterator[Row]:
+    """All operands alike; along the normalised dim the maximum and the sum of each row are all-reduced, or one sum."""
+    result, dim, is_gradient = call.outputs[0], call.dim(), "grad_output" in call.places
+    rows = prod(n for d, n in enumerate(result.shape) if d != dim)
+    traffic = all_reduce_traffic((1 if is_gradient else 2) * rows * result.dtype.itemsize)
+    # Of integers there is no kernel: all ranks get the error of the global tensor.
+    for d in range(result.ndim if result.dtype.is_floating_point else 0):
+        entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
+        yield call.row(traffic=traffic if d == dim else None, **entries)
+    if is_gradient:
+        yield from call.linear("grad_output")
+
+
+def glu(call: OpCall) -> Iterator[Row]:
+    """All dims but the normalised or halved one, of all operands."""
+    for d in range(call.outputs[0].ndim):
+        if d != call.dim():
+            entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
+            yield call.row(**entries)
+    if "grad_output" in call.places:
+        yield from call.linear("grad_output")
+
+
+def _normalised_axes(local_call: LocalCall) -> tuple[int, ...]:
+    spec = local_call.inputs[0]
+    return sharding_axes(spec, (local_call.call.dim(),)) if spec.ndim else ()
+
+
+def _softmax(local_call: LocalCall) -> LocalFunction | None:
+    """exp(x - max over shards) / sum over shards of exp(x - max over shards), or the logarithm of it."""
+    axes = _normalised_axes(local_call)
+    if not axes:
+        return None
+    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    is_log = "log_softmax" in local_call.call.op.__name__
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        x = x.to(dtype)
+        shifted = x - _largest(x, spec, (dim,))
+        weights = shifted.exp()
+        total = all_reduced(weights.sum(dim, keepdim=True), spec, axes)
+        return shifted - total.log() if is_log else weights / total
+
+    return in_every_form(local_call.call, run)
+
+
+def _softmax_backward(local_call: LocalCall) -> LocalFunction | None:
+    """G * y - y * (sum over shards of g * y); of the logarithm g - exp(y) * (sum over shards of g)."""
+    axes = _normalised_axes(local_call)
+    if not axes:
+        return None
+    dim, spec, dtype = local_call.call.dim(), local_call.inputs[0], local_call.outputs[0].dtype
+    is_log = "log_softmax" in local_call.call.op.__name__
+
+    def run(gradient: Tensor, output: Tensor, *_: Any, **__: Any) -> Tensor:
+        weighted, weights = (gradient, output.exp()) if is_log else (gradient * output, output)
+        return (weighted - weights * all_reduced(weighted.sum(dim, keepdim=True), spec, axes)).to(dtype)
+
+    return in_every_form(local_call.call, run)
 
 
 REDUCTION: Table = family(
@@ -247,9 +306,13 @@ REDUCTION: Table = family(
         "any": _reduction("max"),
         "all": _reduction("min"),
         "var var_mean std std_mean": Rule(var, _var),
-        "linalg_vector_norm norm": Rule(norm, _norm_of_one, skip_empty=True, sizes=()),
-        "_foreach_norm": Rule(norm, _norms, kind="each"),
+        "linalg_vector_norm norm": Rule(norm, _norm, skip_empty=True, sizes=()),
+        "_foreach_norm": Rule(norm, _norm, kind="each"),
         "logsumexp special_logsumexp": Rule(logsumexp, _logsumexp, sizes=()),
+        "_softmax _log_softmax": Rule(softmax, _softmax, sizes=()),
+        "_safe_softmax": Rule(glu, skip_empty=True),
+        "glu glu_backward": Rule(glu),
+        "_softmax_backward_data _log_softmax_backward_data": Rule(softmax, _softmax_backward, sizes=()),
     },
     unordered=True,
 ) | family({"segment_reduce _segment_reduce_backward": Rule(segment_reduce, skip_empty=True)})

@@ -1,4 +1,4 @@
-"""Rules of neural network operators: normalisation, convolution, pooling, attention, losses, optimizers.
+"""Rules of neural network operators: normalisation, convolution, operators on images, attention, losses.
 
 May import: exchange, language.
 """

@@ -14,8 +14,7 @@ import torch
 
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import sharding_axes, with_arguments
-from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
-from ..language.rule_tables import family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 QUERY_SIDE = ("query", "grad_out", "grad_out_", "out", "logsumexp")
 KEY_SIDE = ("key", "value")

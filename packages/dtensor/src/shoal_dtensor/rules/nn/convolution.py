@@ -15,10 +15,9 @@ from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import contiguous_stride
-from ..exchange.halo import Halos, Windows, halo_traffic, windows_of
+from ..exchange import Halos, Windows, halo_traffic, windows_of
 from ..language.local_ops import in_every_form, sharding_axes, with_arguments
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic
-from ..language.rule_tables import family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
 
 Case = dict[str, Any]
 

@@ -17,20 +17,20 @@ from torch import Tensor
 from shoal_mesh.internal import bound
 
 from ...layout.spec import Spec
-from ..language.index_bounds import check_bounds
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
     bytes_of,
+    check_bounds,
     in_every_form,
+    in_shard,
     mean_of_sums,
     mean_rows,
     sharding_axes,
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table
-from ..language.rule_tables import family
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -47,15 +47,6 @@ def loss(call: OpCall) -> Iterator[Row]:
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
-def _loss(local_call: LocalCall) -> LocalFunction | None:
-    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count)."""
-    axes = _loss_axes(local_call)
-    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
-        return None
-    finish, run = mean_of_sums(local_call, axes), _divided(local_call)
-    return lambda *args, **kwargs: finish(run(*args, **kwargs))
-
-
 def _loss_axes(local_call: LocalCall) -> tuple[int, ...]:
     """The axes that shard what a mean is over; none without a mean."""
     if local_call.call["reduction"] != MEAN:
@@ -63,22 +54,29 @@ def _loss_axes(local_call: LocalCall) -> tuple[int, ...]:
     return tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
 
 
-def _loss_gradient(local_call: LocalCall) -> LocalFunction | None:
-    """The gradient of the sum / global count."""
-    return _divided(local_call) if _loss_axes(local_call) else None
+def _loss(local_call: LocalCall) -> LocalFunction | None:
+    """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count).
 
-
-def _divided(local_call: LocalCall) -> LocalFunction:
-    """The operator with a sum in the place of its mean, divided by the global count."""
-    call = local_call.call
+    Of a gradient the one of the sum / global count.
+    """
+    call, axes = local_call.call, _loss_axes(local_call)
+    is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
+    if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
+        return None
     # Broadcast from the last dim on.  torch.broadcast_shapes would import sympy.
     by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
     count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
-    sum_of = with_arguments(call, reduction=SUM)
+    count = call["self"].shape[0] if has_samples else count
+    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, axes)
+    has_nothing, sum_of = 0 in local_call["self"].local_shape, with_arguments(call, reduction=SUM)
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        total: Tensor = sum_of(*args, **kwargs)
-        return total.div_(count)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = sum_of(*args, **kwargs)
+        total, *rest = [result] if isinstance(result, Tensor) else result
+        if has_nothing:  # some kernels leave a sum of no samples as the memory was
+            total.zero_()
+        total = finish(total.div_(count))
+        return (total, *rest) if rest else total
 
     return run
 
@@ -98,27 +96,6 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
     if is_backward:
         yield from call.linear("grad_output")
-
-
-def _sample_loss(local_call: LocalCall) -> LocalFunction | None:
-    """Mean below = sum over shards of (this shard's sum / global number of samples)."""
-    call, axes = local_call.call, _loss_axes(local_call)
-    if not axes:
-        return None
-    count, sum_of = call["self"].shape[0], with_arguments(call, reduction=SUM)
-    is_gradient = "grad_output" in call.places
-    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, axes)
-    has_nothing = 0 in local_call.inputs[call.places["self"][0]].local_shape
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        result = sum_of(*args, **kwargs)
-        if has_nothing:  # torch's kernels leave a sum of no samples as the memory was
-            (result if isinstance(result, Tensor) else result[0]).zero_()
-        if isinstance(result, Tensor):
-            return finish(result.div_(count))
-        return (finish(result[0].div_(count)), *result[1:])
-
-    return run
 
 
 # -- negative log-likelihood ---------------------------------------------------------------------------------------
@@ -175,16 +152,15 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
 
 def _picker(spec: Spec, classes: int, ignored: int) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
     """A function giving the loss and the weight of every target, zero where another rank has the class."""
-    start, held, count = spec.offset(classes), spec.local_shape[classes], spec.shape[classes]
+    held, count = spec.local_shape[classes], spec.shape[classes]
 
     def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
-        local = target - start
-        skipped = (local < 0) | (local >= held) | (target == ignored)
         if not held:
             zero = bound(x.new_zeros(target.shape), target, *(() if weight is None else (weight,)))
             return zero, zero
-        local = local.masked_fill(skipped, 0)
+        local, is_local = in_shard(target, spec, classes)
+        skipped = ~is_local | (target == ignored)
         picked = x.gather(classes, local.unsqueeze(classes)).squeeze(classes)
         weights = torch.ones_like(picked) if weight is None else weight[local]
         weights = weights.masked_fill(skipped, 0)
@@ -210,16 +186,14 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     spec, classes = local_call.inputs[1], _class_dim(call)
     if not sharding_axes(spec, (classes,)):
         return None
-    start, size = spec.offset(classes), spec.local_shape[classes]
-    ignored, reduction = call["ignore_index"], call["reduction"]
+    size, ignored, reduction = spec.local_shape[classes], call["ignore_index"], call["reduction"]
 
     def run(gradient: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *rest: Any, **_: Any) -> Tensor:
         result = torch.zeros_like(x)
         if not size:
             return bound(result, gradient, target)
-        local = target - start
-        skipped = (local < 0) | (local >= size) | (target == ignored)
-        local = local.masked_fill(skipped, 0)
+        local, is_local = in_shard(target, spec, classes)
+        skipped = ~is_local | (target == ignored)
         each = -gradient / rest[-1] if reduction == MEAN else -gradient
         values = each.expand(target.shape) if weight is None else each * weight[local]
         values = values.masked_fill(skipped, 0).to(x.dtype)
@@ -228,7 +202,7 @@ def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-_LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss_gradient, sizes=())
+_LOSS_BACKWARD = Rule(pointwise(linear=(0,)).rows, _loss, sizes=())
 
 LOSS: Table = family(
     {
@@ -242,7 +216,7 @@ LOSS: Table = family(
     unordered=True,
 ) | family(
     {
-        "multi_margin_loss multilabel_margin_loss_forward": Rule(sample_loss, _sample_loss, skip_empty=True),
-        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(sample_loss, _sample_loss, skip_empty=True),
+        "multi_margin_loss multilabel_margin_loss_forward": Rule(sample_loss, _loss, skip_empty=True),
+        "multi_margin_loss_backward multilabel_margin_loss_backward": Rule(sample_loss, _loss, skip_empty=True),
     }
 )

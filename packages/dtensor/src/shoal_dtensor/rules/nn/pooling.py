@@ -1,6 +1,11 @@
-"""Sharding of pooling: the dims before the spatial ones, and spatial dims along which windows slide.
+"""Sharding of operators on images: pooling, resampling, moves of elements between dims.
 
-Along those, ranks fetch the border rows that their windows read; other spatial dims are replicated.
+The dims before the spatial ones are free.  Along a spatial dim, ranks fetch the border rows that their windows read;
+other spatial dims are replicated.  Resampling to a multiple of a sharded dim enlarges the shard with the rows beside
+it, and leaves out what the halos gave; at the ends of the dim nothing is added, so the kernel does there what it does
+with the global tensor.  Linear, by 2:
+
+    rank 1 holds rows 4 5 6 7, reads 3 4 5 6 7 8, enlarges them to 12 rows, and keeps rows 2..9 of those
 """
 
 from __future__ import annotations
@@ -13,12 +18,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..exchange.halo import Halos, Windows, halo_traffic, per_dim, windows_of
-from ..language.index_bounds import moved_between_boxes
-from ..language.local_ops import with_arguments, zeros
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
-from ..language.rule_tables import family
-from .planes import planes, spatial_dims
+from ..exchange import Halos, Windows, halo_traffic, per_dim, windows_of
+from ..language.local_ops import contribution, moved_between_boxes, with_arguments
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, family
+
+
+def spatial_dims(call: OpCall) -> int:
+    """How many spatial dims an operator has, by its name: 2 for `max_pool2d`."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in call.op.__name__)
+
+
+def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
+    """Rows for the leading dims that all operands share: each plane is treated for itself; spatial dims are replicated.
+
+    Args:
+        call: of an operator whose name says how many spatial dims it has.
+        linear: the argument in which the operator is linear.
+    """
+    operands = (*call.tensors, *call.outputs)
+    for d in range(max(min(t.ndim for t in operands) - spatial_dims(call), 0)):
+        if len({t.shape[d] for t in operands}) == 1:
+            entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
+            yield call.row(**entries)
+    if linear:
+        yield from call.linear(linear)
+
+
+def im2col(call: OpCall) -> Iterator[Row]:
+    """`im2col` and `col2im`: batch; channels, each with all elements of its window (3 x 3: 9 columns per channel)."""
+    source, result = call["self"], call.outputs[0]
+    channel = source.ndim - (2 if "col2im" in call.op.__name__ else 3)
+    per_result = max(source.shape[channel] // max(result.shape[channel], 1), 1)
+    per_source = max(result.shape[channel] // max(source.shape[channel], 1), 1)
+    if channel:
+        yield call.row(self=S(0), out=S(0))
+    yield call.row(self=S(channel, per_result), out=S(channel, per_source))
+    yield from call.linear("self")
+
+
+def channel_shuffle(call: OpCall) -> Iterator[Row]:
+    """Channels are replicated."""
+    yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim) if d != 1)
+
+
+def pixel_shuffle(call: OpCall) -> Iterator[Row]:
+    """And back: by 2, a channel of 2 x 2 pixels of the fine image is 4 channels of the coarse one."""
+    up = "upscale_factor" in call.bound
+    factor, last = call["upscale_factor" if up else "downscale_factor"], call["self"].ndim - 1
+    pairs = [(S(d), S(d)) for d in range(last - 2)]
+    pairs += [(S(last - 2, factor**2), S(last - 2)), (S(last - 1), S(last - 1, factor)), (S(last), S(last, factor))]
+    for coarse, fine in pairs:
+        yield call.row(self=coarse, out=fine) if up else call.row(self=fine, out=coarse)
+    yield from call.linear("self")
+
+
+# --- windows: pooling, resampling -------------------------------------------------------------------------------------
+
+# With float32 scales a nearest neighbour is exact up to a factor of 40; 41 / 41 rounds down.
+LARGEST = 16
+# How many inputs to either side of its own an output reads.
+BESIDE = {"nearest": 0, "linear": 1, "cubic": 2, "lanczos": 3}
 
 
 def _takes_maximum(call: OpCall) -> bool:
@@ -27,6 +86,8 @@ def _takes_maximum(call: OpCall) -> bool:
 
 def _windows(call: OpCall) -> dict[int, Windows]:
     """For every spatial dim its windows; averages only where every window counts alike."""
+    if "upsample" in call.op.__name__:
+        return _enlarging(call)
     source, pooled, spatial = call["self"], call.get("grad_output") or call.outputs[0], spatial_dims(call)
     if call.schema.outs:  # the targets would be those of the shards with halos
         return {}
@@ -46,61 +107,90 @@ def _counts_alike(call: OpCall, windows: Windows) -> bool:
     return not overhangs and (call["count_include_pad"] or windows.padding == 0)
 
 
-def pool(call: OpCall) -> Iterator[Row]:
+def _enlarging(call: OpCall) -> dict[int, Windows]:
+    """For every spatial dim that becomes a multiple of itself its windows: each input makes as many outputs."""
+    if call.get("align_corners") or "scale_factors" in call.bound:
+        return {}
+    if call.schema.outs:  # the targets would be those of the shards with halos
+        return {}
+    gradient, spatial = call.get("grad_output"), spatial_dims(call)
+    small = call.tensors[0].shape if gradient is None else call["input_size"]
+    large = (gradient or call.outputs[0]).shape
+    beside = next(count for kind, count in BESIDE.items() if kind in call.op.__name__)
+    given = ("scales",) if spatial == 1 else ("scales_d", "scales_h", "scales_w")[-spatial:]
+    windows = {}
+    for dim, name in enumerate(given, len(small) - spatial):
+        n, factor = small[dim], large[dim] // max(small[dim], 1)
+        if factor * n == large[dim] and 1 <= factor <= LARGEST and call.get(name) in (None, float(factor)):
+            windows[dim] = Windows(n, large[dim], factor, factor, transposed=True, beside=beside)
+    return windows
+
+
+def windowed(call: OpCall) -> Iterator[Row]:
     """Rows of planes, then one per spatial dim: what has the result's size is sharded as its windows are."""
     is_gradient = "grad_output" in call.places
     yield from planes(call, "grad_output" if is_gradient else "" if _takes_maximum(call) else "self")
     for dim, windows in _windows(call).items():
-        unpooled, pooled = S(dim), S(dim, map=windows)
-        inputs: dict[str, Any] = {name: unpooled if name == "self" else pooled for name in call.places}
-        traffic = halo_traffic(windows, call["self"], dim)
-        yield call.row(**inputs, out=unpooled if is_gradient else pooled, traffic=traffic)
+        whole, result = S(dim), S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
+        inputs: dict[str, Any] = {name: whole if name == "self" else result for name in call.places}
+        traffic = halo_traffic(windows, call.get("self", call.tensors[0]), dim)
+        yield call.row(**inputs, out=whole if is_gradient else result, traffic=traffic)
 
 
 def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:
-    """The operator without padding along the dims with halos, which are the shards' padding."""
+    """The operator with the sizes of shards with halos, without padding along the dims with halos, which are theirs."""
     call, spatial = local_call.call, spatial_dims(local_call.call)
+    if "upsample" in call.op.__name__:
+        windows, large = _windows(call), (call.get("grad_output") or call.outputs[0]).shape
+        dims = range(len(large) - spatial, len(large))
+        sizes = [halos.shape[d] * windows[d].stride if d in halos.dims else large[d] for d in dims]
+        return with_arguments(
+            call, output_size=sizes, **{"input_size": halos.shape} if "input_size" in call.bound else {}
+        )
     if "output_size" in call.bound:
         return with_arguments(call, output_size=[*local_call.outputs[0].local_shape[-spatial:]])
-    return (
-        with_arguments(call, padding=halos.unpadded(call, "padding", spatial)) if "padding" in call.bound else call.op
-    )
+    if "padding" in call.bound:
+        return with_arguments(call, padding=halos.unpadded(call, "padding", spatial))
+    return call.op
 
 
-def _pool(local_call: LocalCall) -> LocalFunction | None:
+def _windowed(local_call: LocalCall) -> LocalFunction | None:
     call, source = local_call.call, local_call.inputs[0]
     halos, spatial, largest = Halos(source, _windows(call)), spatial_dims(call), _takes_maximum(call)
     if not halos:
         return None
     empty = 0 in local_call.outputs[0].local_shape
-    on_halos = zeros(local_call) if empty else _on_halos(local_call, halos)
+    on_halos = contribution(local_call) if empty else _on_halos(local_call, halos)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         fill = (-inf if x.is_floating_point() else torch.iinfo(x.dtype).min) if largest else 0.0
         result = on_halos(halos.fetch(x, fill), *args, **kwargs)
         if empty or not largest:
-            return result
+            return result if empty else halos.cropped(result)
         sizes, first = (halos.shape[-spatial:], source.shape[-spatial:]), halos.first[-spatial:]
         return result[0], moved_between_boxes(result[1], *sizes, first)[0]
 
     return run
 
 
-def _pool_backward(local_call: LocalCall) -> LocalFunction | None:
-    call, (gradient, source) = local_call.call, local_call.inputs[:2]
+def _windowed_backward(local_call: LocalCall) -> LocalFunction | None:
+    """What the others' outputs read of a shard comes back from them."""
+    call, gradient, source = local_call.call, local_call.inputs[0], local_call.outputs[0]
     halos, spatial, empty = Halos(source, _windows(call)), spatial_dims(call), 0 in gradient.local_shape
-    if not halos:
+    if not halos and "input_size" not in call.bound:
         return None
-    back = _on_halos(local_call, halos)
+    back, takes_input = _on_halos(local_call, halos), "self" in call.places
 
-    def run(gradient: Tensor, x: Tensor, *args: Any) -> Tensor:
+    def run(gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (takes_input or empty):
+            return halos.return_gradient(back(halos.uncropped(gradient), *args, **kwargs))
         wide = gradient.new_zeros(halos.shape)
         if _takes_maximum(call) and not empty:
             sizes, here = (source.shape[-spatial:], halos.shape[-spatial:]), [-n for n in halos.first[-spatial:]]
             places, _ = moved_between_boxes(args[-1], *sizes, here)
             wide.flatten(-spatial).scatter_add_(-1, places.flatten(-spatial), gradient.flatten(-spatial))
         elif not empty:
-            wide = back(gradient, wide, *args)
+            wide = back(gradient, wide, *args[1:], **kwargs)
         return halos.return_gradient(wide)
 
     return run
@@ -117,22 +207,55 @@ def fractional_max_pool(call: OpCall) -> Iterator[Row]:
             yield call.row(self=S(d), random_samples=S(own), out=S(d))
 
 
-_POOL = Rule(pool, _pool, skip_empty=True)
-_POOL_BACKWARD = Rule(pool, _pool_backward, skip_empty=True)
+# --- sampling at given places -----------------------------------------------------------------------------------------
+
+
+def grid_sampler(call: OpCall) -> Iterator[Row]:
+    """Batch, channels of the image, rows and columns of the grid."""
+    yield call.row(input=S(0), grid=S(0), out=S(0))
+    yield call.row(input=S(1), out=S(1))
+    yield from (call.row(grid=S(d - 1), out=S(d)) for d in range(2, call["input"].ndim))
+    yield from call.linear("input")
+
+
+def grid_sampler_backward(call: OpCall) -> Iterator[Row]:
+    yield call.row(grad_output=S(0), input=S(0), grid=S(0), out=S(0))
+    yield call.row(grad_output=S(1), input=S(1), out0=S(1), out1=P("sum"))
+    for d in range(2, call["input"].ndim):
+        yield call.row(grad_output=S(d), grid=S(d - 1), out0=P("sum"), out1=S(d - 1))
+    yield from call.linear("grad_output")
+
+
+_WINDOWED = Rule(windowed, _windowed, skip_empty=True)
+_BACKWARD = Rule(windowed, _windowed_backward, skip_empty=True)
 
 POOLING: Table = family(
     {
-        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d": _POOL,
-        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward": _POOL_BACKWARD,
-        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward": _POOL_BACKWARD,
-        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": _POOL,
-        "avg_pool2d_backward avg_pool3d_backward": _POOL_BACKWARD,
-        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward": _POOL_BACKWARD,
+        "im2col col2im": Rule(im2col, skip_empty=True),
+        "pixel_shuffle pixel_unshuffle": Rule(pixel_shuffle, skip_empty=True),
+        "channel_shuffle native_channel_shuffle": Rule(channel_shuffle, skip_empty=True),
+        "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d": _WINDOWED,
+        "max_pool2d_with_indices_backward max_pool3d_with_indices_backward": _BACKWARD,
+        "adaptive_max_pool2d_backward adaptive_max_pool3d_backward": _BACKWARD,
+        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d": _WINDOWED,
+        "avg_pool2d_backward avg_pool3d_backward": _BACKWARD,
+        "_adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward": _BACKWARD,
         "avg_pool1d": Rule(partial(planes, linear="self"), skip_empty=True),
         "max_unpool2d max_unpool3d": Rule(planes, skip_empty=True),
         "fractional_max_pool2d fractional_max_pool3d": Rule(fractional_max_pool, skip_empty=True),
         "fractional_max_pool2d_backward fractional_max_pool3d_backward": Rule(
             partial(planes, linear="grad_output"), skip_empty=True
         ),
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _WINDOWED,
+        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _WINDOWED,
+        "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d": _WINDOWED,
+        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa _upsample_lanczos2d_aa": _WINDOWED,
+        "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward": _BACKWARD,
+        "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward": _BACKWARD,
+        "_upsample_nearest_exact3d_backward upsample_linear1d_backward": _BACKWARD,
+        "upsample_bilinear2d_backward upsample_trilinear3d_backward upsample_bicubic2d_backward": _BACKWARD,
+        "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward": _BACKWARD,
+        "grid_sampler_2d grid_sampler_3d": Rule(grid_sampler, skip_empty=True),
+        "grid_sampler_2d_backward grid_sampler_3d_backward": Rule(grid_sampler_backward, skip_empty=True),
     }
 )

@@ -1,26 +1,163 @@
 """Sharding of slices, selections and splits, of their gradients, and of writes into a slice, out of place.
 
 A slice of a sharded dim stays sharded: each shard keeps what it has of the selected range, a view of local storage.
-A selected index is held by one coordinate; the result is sharded so that this coordinate has all of it.
-Gradients are put into zeros, the other way round.
+`x[1:7]` of 8 elements on 2 ranks: shards of 4 and 4 keep 3 and 3.  A selected index is held by one coordinate; the
+result is sharded so that this coordinate has all of it.  Gradients are put into zeros, the other way round: many
+shardings of the longer dim fit, and that of `torch.chunk` is preferred, which the forward input most likely had.
+
+Each map is a value (hashable, printable) that takes the sharding of one dim and gives the sharding of another, over the
+same mesh axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from shoal_mesh import broadcast
-from shoal_mesh.internal import bound
+from shoal_mesh.internal import bound, dataclass
 
+from ...layout.dim_sharding import DimSharding
 from ..language.local_ops import in_every_form
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
-from ..language.rule_tables import family
-from .slice_maps import SelectGradMap, SelectMap, SliceGradMap, SliceMap, local_bounds, slice_map
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 from .views import same_dims
+
+
+@dataclass(frozen=True, slots=True)
+class SliceMap:
+    """Each shard keeps its elements at `start`, `start + step`, ... below `stop`.
+
+    Example:
+        >>> SliceMap(1, 7)(DimSharding((0,), (2,), (4, 4))).sizes
+        (3, 3)
+    """
+
+    start: int
+    stop: int
+    step: int = 1
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        if sharding.ragged is None and 0 <= self.start < self.step and sharding.step % self.step == 0:
+            length, step = self.before(sharding.length), sharding.step // self.step  # x[::2] of 4 + 4: 2 + 2
+            return DimSharding.chunks(sharding.axes, sharding.axis_sizes, length, step)
+        bounds = [self.before(offset) for offset in (*sharding.offsets, sharding.length)]
+        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
+
+    def before(self, position: int) -> int:
+        """How many selected elements are before `position`."""
+        return max(0, -(-(min(position, self.stop) - self.start) // self.step))
+
+    def count(self, start: int, length: int) -> int:
+        """How many selected elements are among `length` from `start` on."""
+        return self.before(start + length) - self.before(start)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectMap:
+    """The shard that has element `index` holds all `length` elements of the result, the others none."""
+
+    index: int
+    length: int
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        owner = sharding.shard_with(self.index)
+        sizes = tuple(self.length if shard == owner else 0 for shard in range(sharding.shards))
+        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class SliceGradMap:
+    """The inverse of `SliceMap(start, ..., step)`: each shard of `length` elements has what it had of the slice."""
+
+    length: int
+    start: int
+    step: int = 1
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        default = chunk_sharding(self.length, sharding)
+        selected = SliceMap(self.start, self.start + sharding.length * self.step, self.step)
+        if selected(default) == sharding:
+            return default
+        ends = [*sharding.offsets[1:], sharding.length]
+        bounds = [0, *(self._bound(end, sharding.length) for end in ends[:-1]), self.length]
+        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
+
+    def _bound(self, elements: int, total: int) -> int:
+        """Where the shard ends that ends with the first `elements` of the slice."""
+        if elements in (0, total):
+            return 0 if elements == 0 else self.length
+        return self.start + elements * self.step
+
+
+@dataclass(frozen=True, slots=True)
+class SelectGradMap:
+    """The inverse of `SelectMap`: of `length` elements, the one non-empty shard has element `index`."""
+
+    length: int
+    index: int
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        default = chunk_sharding(self.length, sharding)
+        start, stop = sharding.interval_of(default.shard_with(self.index))
+        if start < stop:
+            return default
+        sizes = tuple(self.length if size else 0 for size in sharding.sizes)
+        return DimSharding(sharding.axes, sharding.axis_sizes, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PadMap:
+    """The dim grows by `before` elements at its start and `after` at its end, which belong to the first and last shard.
+
+    Where a width is negative, the dim loses as many elements, each shard those that it has of them.
+    """
+
+    before: int
+    after: int
+    exclusive: ClassVar[bool] = (
+        True  # no second operand may be sharded along the dim: its shards would be next to these
+    )
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        kept = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))
+        sizes = list(kept(sharding).sizes)
+        sizes[0] += max(0, self.before)
+        sizes[-1] += max(0, self.after)
+        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(sizes))
+
+
+def slice_map(call: OpCall, length: int) -> SliceMap:
+    """The range that `start`, `end` and `step` select of `length` elements, as Python's slices do."""
+    start, stop = _clamped(call["start"], 0, length), _clamped(call["end"], length, length)
+    return SliceMap(start, max(start, stop), call["step"])
+
+
+def _clamped(position: int | None, default: int, length: int) -> int:
+    """A position among `length` elements; computed, not asked of `slice.indices`, which takes no symbols."""
+    if position is None:
+        return default
+    return min(max(position + length, 0) if position < 0 else position, length)
+
+
+def local_bounds(selected: SliceMap, offset: int, length: int) -> tuple[int, int, int]:
+    """The slice as the shard sees it that starts at `offset` and keeps `length` elements: start, stop, step."""
+    if not length:
+        return 0, 0, 1
+    start = selected.start + selected.before(offset) * selected.step - offset
+    return start, start + (length - 1) * selected.step + 1, selected.step
+
+
+def chunk_sharding(length: int, like: DimSharding) -> DimSharding:
+    """`length` elements, sharded over the axes of `like` in the sizes of `torch.chunk`."""
+    sharding = DimSharding.chunks((), (), length, length)
+    for axis, ways in zip(like.axes, like.axis_sizes, strict=True):
+        sharding = sharding.chunked(axis, ways)
+    return sharding
+
 
 aten: Any = torch.ops.aten
 
@@ -33,8 +170,14 @@ def _other_dims(call: OpCall, ndim: int, dim: int, name: str = "self") -> Iterat
 
 
 def slice_(call: OpCall) -> Iterator[Row]:
+    """The results of `split` are slices that follow each other."""
     source, dim = call["self"], call.dim()
-    yield call.row(self=S(dim), out=S(dim, map=slice_map(call, source.shape[dim])))
+    if "start" in call.bound:
+        maps = [slice_map(call, source.shape[dim])]
+    else:
+        ends = accumulate(output.shape[dim] for output in call.outputs)
+        maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]
+    yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
     yield from _other_dims(call, source.ndim, dim)
     yield from call.keeping_partials("self")
 
@@ -47,17 +190,6 @@ def _slice(local_call: LocalCall) -> LocalFunction | None:
     bounds = local_bounds(selected, spec.offset(dim), local_call.outputs[0].local_shape[dim])
     index = (*[slice(None)] * dim, slice(*bounds))
     return lambda x, *args, **kwargs: x[index]
-
-
-def split(call: OpCall) -> Iterator[Row]:
-    source, dim = call["self"], call.dim()
-    start, maps = 0, []
-    for output in call.outputs:
-        maps.append(SliceMap(start, start + output.shape[dim]))
-        start += output.shape[dim]
-    yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
-    yield from _other_dims(call, source.ndim, dim)
-    yield from call.keeping_partials("self")
 
 
 def _split(local_call: LocalCall) -> LocalFunction | None:
@@ -75,10 +207,14 @@ def _after(dim: int, removed: int) -> int:
 
 
 def select(call: OpCall) -> Iterator[Row]:
-    source, target, dim = call["self"], call.outputs[0], call.dim()
-    index = call["index"] % source.shape[dim]
-    yield from (call.row(self=S(dim), out=S(d, map=SelectMap(index, n))) for d, n in enumerate(target.shape) if n)
-    if not target.ndim:  # one element, which no dim is left to be sharded
+    """`unbind` selects every index."""
+    source, dim, is_one = call["self"], call.dim(), "index" in call.bound
+    indices = [call["index"] % source.shape[dim]] if is_one else [*range(len(call.outputs))]
+    shape = call.outputs[0].shape if call.outputs else ()
+    for d, n in enumerate(shape):
+        if n:
+            yield call.row(self=S(dim), out=[S(d, map=SelectMap(index, n)) for index in indices])
+    if is_one and not shape:  # one element, which no dim is left to be sharded
         yield call.row(self=S(dim), traffic=lambda ranks: source.dtype.itemsize, ordered=True)
     yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
     yield from call.keeping_partials("self")
@@ -105,15 +241,6 @@ def _select(local_call: LocalCall) -> LocalFunction | None:
 def _nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty shard, made of `x`: a compiler must see that every rank uses it, or ranks' graphs differ."""
     return x.narrow(0, 0, 0).reshape(shape)
-
-
-def unbind(call: OpCall) -> Iterator[Row]:
-    source, dim, count = call["self"], call.dim(), len(call.outputs)
-    for d, n in enumerate(call.outputs[0].shape if count else ()):
-        if n:
-            yield call.row(self=S(dim), out=[S(d, map=SelectMap(i, n)) for i in range(count)])
-    yield from same_dims(call, ((d, _after(d, dim)) for d in range(source.ndim) if d != dim))
-    yield from call.keeping_partials("self")
 
 
 def _unbind(local_call: LocalCall) -> LocalFunction | None:
@@ -209,12 +336,12 @@ def _slice_scatter(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-_SPLIT = Rule(split, _split, unordered=True)
+_SPLIT = Rule(slice_, _split, unordered=True)
 
 SLICING: Table = {
     aten.slice.Tensor: Rule(slice_, _slice, unordered=True),
     aten.select.int: Rule(select, _select, unordered=True),
-    aten.unbind.int: Rule(unbind, _unbind, unordered=True),
+    aten.unbind.int: Rule(select, _unbind, unordered=True),
     aten.slice_backward.default: Rule(slice_backward, _slice_backward, unordered=True),
     aten.select_backward.default: Rule(select_backward, _slice_backward, unordered=True),
     aten.split.Tensor: _SPLIT,

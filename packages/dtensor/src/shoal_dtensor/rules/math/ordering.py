@@ -1,0 +1,375 @@
+"""Sharding of operators that compare along a dim: sort, median, topk and argmax, and cumulative ones.
+
+Along a sharded dim the shards are exchanged for complete columns and back.  Where few values of a shard matter, every
+rank gathers those: the candidates of `topk` and `argmax`, the totals of the shards before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal_mesh import Comm, all_gather, all_gather_v, all_to_all_blocks
+from shoal_mesh.internal import bound, dataclass
+
+from ...layout.dim_sharding import chunk_sizes
+from ...layout.spec import Spec
+from ..language.local_ops import bytes_of, in_every_form, moved_between_boxes, shard_index, sharding_axes
+from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family
+
+aten: Any = torch.ops.aten
+
+
+# --- whole columns ----------------------------------------------------------------------------------------------------
+
+
+class _Columns:
+    """Whole columns along a sharded dim in place of shards: two all-to-alls instead of a gather.
+
+    A (6, 4) tensor sharded by rows on 2 ranks, and what each rank has after `take`:
+
+        rank 0: rows 0..2 of columns a b c d        rank 0: rows 0..5 of columns a b
+        rank 1: rows 3..5 of columns a b c d        rank 1: rows 0..5 of columns c d
+
+    A rank sends half of its 12 elements, not all of them.
+    """
+
+    def __init__(self, spec: Spec, dim: int) -> None:
+        self.spec, self.dim, self.index = spec, dim, shard_index(spec, dim)
+        self.sizes: tuple[int, ...] = spec.dim_sharding(dim).sizes
+        self.rest: list[int] = [n for d, n in enumerate(spec.local_shape) if d != dim]
+        self.columns: tuple[int, ...] = chunk_sizes(prod(self.rest), len(self.sizes))
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator of the shards; asked for when the function runs, so that a plan needs no process group."""
+        return self.spec.mesh.comm(self.spec.dim_sharding(self.dim).axes)
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's columns, `(columns, length)`, from its shard."""
+        rows = x.movedim(self.dim, -1).reshape(prod(self.rest), self.sizes[self.index])
+        result = x.new_empty(self.columns[self.index], sum(self.sizes))
+        self._exchange(rows.split_with_sizes(self.columns), result.split_with_sizes(self.sizes, 1))
+        return result
+
+    def shard(self, columns: Tensor) -> Tensor:
+        """This rank's shard of a result that is sharded like the input, from its columns."""
+        size = self.sizes[self.index]
+        result = columns.new_empty(prod(self.rest), size)
+        self._exchange(columns.split_with_sizes(self.sizes, 1), result.split_with_sizes(self.columns))
+        return result.view(*self.rest, size).movedim(-1, self.dim).contiguous()
+
+    def gather(self, values: Tensor) -> Tensor:
+        """One value per column, `(columns,)` here, as all columns' values on every rank."""
+        return all_gather_v(values.contiguous(), self.comm, self.columns).view(self.rest)
+
+    def _exchange(self, blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        all_to_all_blocks([[block] for block in blocks], self.comm, [[part] for part in out])
+
+
+def _exchanged(call: OpCall) -> Traffic:
+    """Input and outputs are what all ranks together send when shards become columns and results shards."""
+    return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
+
+
+def _other_dims(call: OpCall, dim: int) -> Iterator[Row]:
+    """The other dims, which results keep unless the call drops `dim`."""
+    ndim = call["self"].ndim
+    dropped = call.outputs[0].ndim < ndim
+    yield from (call.row(self=S(d), out=S(d - (dropped and d > dim))) for d in range(ndim) if d != dim)
+
+
+def _arguments(call: OpCall, *names: str) -> dict[str, Any]:
+    return {name: call[name] for name in names if name in call.bound}
+
+
+# --- sort -------------------------------------------------------------------------------------------------------------
+
+
+def sort(call: OpCall) -> Iterator[Row]:
+    if call["self"].ndim:
+        dim = call.dim()
+        yield from _other_dims(call, dim)
+        yield call.row(self=S(dim), out=S(dim), traffic=_exchanged(call), ordered=True)
+
+
+def _sort(local_call: LocalCall) -> LocalFunction | None:
+    """Each rank sorts some complete columns."""
+    call, spec = local_call.call, local_call["self"]
+    if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    columns, named = _Columns(spec, dim), {"stable": True} | _arguments(call, "descending")
+
+    def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        return tuple(map(columns.shard, torch.sort(columns.take(x), dim=-1, **named)))
+
+    return in_every_form(call, run)
+
+
+# --- one value per column ---------------------------------------------------------------------------------------------
+
+
+def median(call: OpCall) -> Iterator[Row]:
+    if call["self"].ndim and "dim" in call.bound:
+        dim = call.dim()
+        yield from _other_dims(call, dim)
+        yield call.row(self=S(dim), traffic=_exchanged(call))
+
+
+def _median(local_call: LocalCall) -> LocalFunction | None:
+    """Each rank has some complete columns; every rank gathers what all of them give."""
+    call, spec = local_call.call, local_call["self"]
+    if not spec.ndim or "dim" not in call.bound or not spec.dim_shardings[dim := call.dim()].axes:
+        return None
+    function, named = getattr(torch, call.op.__name__.split(".")[0]), _arguments(call, "k")
+    columns, keepdim = _Columns(spec, dim), bool(call["keepdim"])
+
+    def run(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        results = map(columns.gather, function(columns.take(x), dim=-1, **named))
+        return tuple(result.unsqueeze(dim) if keepdim else result for result in results)
+
+    return in_every_form(call, run)
+
+
+# --- topk, argmax -----------------------------------------------------------------------------------------------------
+
+
+def _best_of_shards(
+    spec: Spec, dim: int, offers: Sequence[int], best: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The best along a sharded dim, with their indices: the best of what every shard offers.
+
+    Args:
+        spec: of the input; dim: its sharded dim.
+        offers: how many values of a column each shard has to offer.
+        best: the best values of a tensor along the dim, and their indices.
+    """
+    axes, offset = spec.dim_sharding(dim).axes, spec.offset(dim)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, indices = best(x)
+        comm = spec.mesh.comm(axes)
+        values, indices = (all_gather_v(t.contiguous(), comm, offers, dim) for t in (values, indices + offset))
+        values, chosen = best(values)
+        return values, indices.gather(dim, chosen)
+
+    return run
+
+
+def topk(call: OpCall) -> Iterator[Row]:
+    if call["self"].ndim:
+        dim, values = call.dim(), call.outputs[0]
+        candidates = prod(values.shape) * (values.dtype.itemsize + 8)
+        yield from _other_dims(call, dim)
+        yield call.row(self=S(dim), traffic=lambda ranks: candidates * (ranks - 1))
+
+
+def _topk(local_call: LocalCall) -> LocalFunction | None:
+    """The k best of the k best of each shard."""
+    call, spec = local_call.call, local_call["self"]
+    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
+        return None
+    k, named = int(call["k"]), _arguments(call, "largest", "sorted")
+
+    def best(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, indices = torch.topk(x, min(k, x.shape[dim]), dim, **named)
+        return values, indices
+
+    find = _best_of_shards(spec, dim, [min(k, n) for n in sharding.sizes], best)
+    return in_every_form(call, lambda x, *args, **kwargs: find(x))
+
+
+def argmax(call: OpCall) -> Iterator[Row]:
+    source, keepdim = call["self"], bool(call["keepdim"])
+    offer = source.dtype.itemsize + 8  # a value and its index
+    if call["dim"] is None:
+        yield from (call.row(self=S(d), traffic=lambda ranks: offer * ranks, ordered=True) for d in range(source.ndim))
+        return
+    dim, columns = call.dim(), prod(call.outputs[0].shape)
+    for d in range(source.ndim):
+        if d == dim:
+            yield call.row(self=S(d), traffic=lambda ranks: columns * offer * ranks, ordered=True)
+        else:
+            yield call.row(self=S(d), out=S(d if keepdim or d < dim else d - 1))
+
+
+def _best(x: Tensor, dim: int, largest: bool, *, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = (torch.max if largest else torch.min)(x, dim, keepdim)
+    return values, indices
+
+
+def _argmax(local_call: LocalCall) -> LocalFunction | None:
+    """The first best of the shards' first best."""
+    call, spec = local_call.call, local_call["self"]
+    if call["dim"] is None:
+        return in_every_form(call, _of_all_elements(local_call)) if sharding_axes(spec) else None
+    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
+        return None
+    largest, keepdim, with_values = "max" in call.op.__name__, bool(call["keepdim"]), len(call.outputs) == 2
+
+    def best(x: Tensor) -> tuple[Tensor, Tensor]:  # an empty shard has none to offer
+        return _best(x, dim, largest, keepdim=True) if x.shape[dim] else (x, x.to(torch.int64))
+
+    find = _best_of_shards(spec, dim, [min(n, 1) for n in sharding.sizes], best)
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Any:
+        results = tuple(t if keepdim else t.squeeze(dim) for t in find(x))
+        return results if with_values else results[1]
+
+    return in_every_form(call, run)
+
+
+def _of_all_elements(local_call: LocalCall) -> LocalFunction:
+    """The index of the extreme of all elements, counted in the flattened global tensor; of equal ones the first."""
+    call, spec = local_call.call, local_call["self"]
+    largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
+    offers = _shards_with_elements(spec, axes)
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        values, indices = x.new_empty(0), x.new_empty(0, dtype=torch.int64)
+        if x.numel():
+            best, index = _best(x.reshape(-1), 0, largest)
+            index, _ = moved_between_boxes(index, spec.local_shape, spec.shape, spec.local_offset)
+            values, indices = best.reshape(1), index.reshape(1)
+        comm = spec.mesh.comm(axes)
+        values, indices = all_gather_v(values, comm, offers), all_gather_v(indices, comm, offers)
+        best, _ = _best(values, 0, largest)
+        winners = (values == best) | (values != values)
+        return indices[winners].min().reshape(shape)
+
+    return run
+
+
+def _shards_with_elements(spec: Spec, axes: tuple[int, ...]) -> list[int]:
+    """For every coordinate along mesh axes, the last varying fastest: 1 if its shard has elements, 0 if not."""
+    coordinate = [*(spec.coordinate or (0,) * spec.mesh.ndim)]
+    result = []
+    for place in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
+        for axis, index in zip(axes, place, strict=True):
+            coordinate[axis] = index
+        result.append(int(0 not in spec.local_shape_at(coordinate)))
+    return result
+
+
+# --- aminmax ----------------------------------------------------------------------------------------------------------
+
+
+def aminmax(call: OpCall) -> Iterator[Row]:
+    """The smallest value is the smallest over shards of each shard's own; likewise the largest."""
+    ndim, dim = call["self"].ndim, None if call["dim"] is None else call.dim()
+    for d in range(ndim):
+        if dim is None or d == dim:
+            yield call.row(self=S(d), min=P("min"), max=P("max"))
+        else:
+            yield call.row(self=S(d), out=S(d if d < dim or call["keepdim"] else d - 1))
+
+
+# --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
+
+
+aten: Any = torch.ops.aten
+
+
+def cumulative(call: OpCall) -> Iterator[Row]:
+    """Every dim may be sharded; along the scanned one a total per column is gathered."""
+    source, dim = call["self"], call.dim()
+    columns = prod(n for d, n in enumerate(source.shape) if d != dim)
+    total = columns * sum(output.dtype.itemsize for output in call.outputs)
+    for d in range(source.ndim):
+        yield call.row(self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None)
+
+
+def cumsum(call: OpCall) -> Iterator[Row]:
+    yield from cumulative(call)
+    yield from call.linear("self")
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """A cumulative operator: how totals combine, and the total of nothing."""
+
+    combine: Callable[[Tensor, Tensor], Tensor]
+    nothing: float
+
+
+SUM = Scan(torch.add, 0.0)
+PRODUCT = Scan(torch.mul, 1.0)
+LOGSUMEXP = Scan(torch.logaddexp, -torch.inf)
+
+
+def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
+    """The last element of every shard's scan, `nothing` for an empty shard, on every rank."""
+    shape, n = list(scanned.shape), scanned.shape[dim]
+    shape[dim] = 1
+    end = scanned.narrow(dim, n - 1, 1) if n else scanned.new_full(shape, nothing)
+    return all_gather(end.contiguous(), spec.mesh.comm(spec.dim_sharding(dim).axes), dim)
+
+
+def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
+    """A local scan, combined with the totals of the shards before."""
+
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        spec, call = local_call["self"], local_call.call
+        if not spec.ndim or not spec.dim_sharding(dim := call.dim()).axes:
+            return None
+        before = shard_index(spec, dim)
+        functional = getattr(aten, call.op.__name__.split(".")[0].removesuffix("_")).default
+
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = functional(x, *args, **kwargs)
+            totals = _ends(result, spec, dim, scan.nothing)
+            prefix = torch.full_like(totals.narrow(dim, 0, 1), scan.nothing)
+            for shard in range(before):
+                prefix = scan.combine(prefix, totals.narrow(dim, shard, 1))
+            return scan.combine(result, prefix) if before else bound(result, totals)
+
+        return in_every_form(call, run)
+
+    return local
+
+
+def _extremes(local_call: LocalCall) -> LocalFunction | None:
+    """`cummax` and `cummin`: the running extreme and its index; of equal ones the last, and NaN beats all."""
+    spec, call = local_call["self"], local_call.call
+    if not spec.ndim or not (sharding := spec.dim_sharding(dim := call.dim())).axes:
+        return None
+    before, offset = shard_index(spec, dim), spec.offset(dim)
+    largest = "cummax" in call.op.__name__
+    functional = aten.cummax.default if largest else aten.cummin.default
+    holders = [shard for shard in range(before) if sharding.sizes[shard]]
+
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        values, indices = functional(x, dim)
+        indices += offset
+        ends, places = _ends(values, spec, dim, 0), _ends(indices, spec, dim, 0)
+        for shard in reversed(holders):
+            end, place = ends.narrow(dim, shard, 1), places.narrow(dim, shard, 1)
+            later = (values >= end if largest else values <= end) & ~_nan(end) | _nan(values)
+            values, indices = torch.where(later, values, end), torch.where(later, indices, place)
+        return (values, indices) if holders else (bound(values, ends), bound(indices, places))
+
+    return in_every_form(call, run)
+
+
+def _nan(x: Tensor) -> Tensor:
+    return x != x
+
+
+ORDERING: Table = family(
+    {
+        "sort.default sort.stable sort.values sort.values_stable": Rule(sort, _sort),
+        "median nanmedian mode kthvalue": Rule(median, _median),
+        "topk": Rule(topk, _topk),
+        "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(argmax, _argmax, unordered=True, skip_empty=True),
+        "aminmax": Rule(aminmax, skip_empty=True),
+        "cumsum": Rule(cumsum, _scanned(SUM), sizes=()),
+        "cumprod": Rule(cumulative, _scanned(PRODUCT), sizes=()),
+        "logcumsumexp": Rule(cumulative, _scanned(LOGSUMEXP), sizes=()),
+        "cummax cummin": Rule(cumulative, _extremes),
+    }
+)

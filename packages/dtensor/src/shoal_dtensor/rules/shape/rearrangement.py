@@ -1,0 +1,345 @@
+"""Sharding of operators that put tensors together, move whole dims or look at diagonals: cat, pad, roll, repeat, tril.
+
+Along a dim that grows, the sharded operand stays where it is, and its first and last shard take in what comes before
+and after it: `cat([a, x, b])` with x of 4 rows on 2 ranks is a, x[:2] on rank 0 and x[2:], b on rank 1.  To roll, flip
+or repeat a sharded dim, each rank sends exactly the ranges that others need.
+
+Of a diagonal, a view, rows and columns may be sharded; where both are, by different mesh axes, an element is held by
+the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks, two ranks hold the diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal_mesh.internal import dataclass
+
+from ...layout.dim_sharding import DimSharding
+from ...layout.spec import Spec
+from ..exchange import Relocation, Run, intervals
+from ..language.local_ops import bytes_of, in_every_form, shard_index, with_arguments
+from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
+from .slicing import PadMap, SliceMap, chunk_sharding
+from .views import rearrangement, same_dims, with_input_sizes
+
+aten: Any = torch.ops.aten
+
+
+def _is_end(spec: Spec, dim: int) -> tuple[bool, bool]:
+    """Whether this rank holds the first and the last shard of a dim."""
+    shard = shard_index(spec, dim)
+    return shard == 0, shard == spec.dim_sharding(dim).shards - 1
+
+
+# --- cat and stack ----------------------------------------------------------------------------------------------------
+
+
+def cat(call: OpCall) -> Iterator[Row]:
+    (result,), tensors = call.outputs, call.tensors
+    dim = int(call["dim"]) % max(result.ndim, 1)
+    # torch lets 1-D tensors without elements pass beside tensors of any shape.
+    joined = [i for i, t in enumerate(tensors) if t.ndim == result.ndim]
+    for d in (d for d in range(result.ndim) if d != dim):
+        yield call.row(tensors=[S(d) if i in joined else R for i in range(len(tensors))], out=S(d))
+    lengths = [t.shape[dim] if i in joined else 0 for i, t in enumerate(tensors)]
+    for i in joined:
+        padded = PadMap(sum(lengths[:i]), sum(lengths[i + 1 :]))
+        yield call.row(tensors=[S(dim) if j == i else R for j in range(len(tensors))], out=S(dim, map=padded))
+    yield from call.keeping_partials("tensors")
+
+
+def _cat(local_call: LocalCall) -> LocalFunction | None:
+    """Along the dim, a rank joins what it holds of the operands that its shard of the result covers."""
+    (result,) = local_call.outputs
+    dim = int(local_call.call["dim"]) % max(result.ndim, 1)
+    joined = [i for i, spec in enumerate(local_call.inputs) if spec.ndim == result.ndim]
+    if not result.ndim or not any(local_call.inputs[i].dim_shardings[dim].axes for i in joined):
+        return None
+    op, chosen = local_call.call.op, _covered(local_call, joined, dim)
+    dtypes = {spec.dtype for spec in local_call.inputs}
+
+    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        operands = [tensors[i] for i in chosen] or [tensors[joined[0]].narrow(dim, 0, 0)]
+        if torch.compiler.is_compiling():  # a compiler must see that every rank uses all of them, as in `bound`
+            operands = [tensors[i] if i in chosen else tensors[i].narrow(dim, 0, 0) for i in joined]
+        # Which tensors a rank joins must not decide the dtype of the result.
+        typed = operands if len(dtypes) == 1 else [t.to(result.dtype) for t in operands]
+        return op(typed, *args, **kwargs)
+
+    return run
+
+
+def _covered(local_call: LocalCall, joined: Sequence[int], dim: int) -> list[int]:
+    """The operands of which this rank holds elements that belong to its shard of the result.
+
+    Of two operands that different axes shard, one has all its elements on one coordinate; a rank there may hold them,
+    and those of replicated operands, without being the one that joins them.
+    """
+    where = local_call.outputs[0].coordinate or (0,) * local_call.outputs[0].mesh.ndim
+    start, stop = local_call.outputs[0].dim_sharding(dim).interval(where)
+    chosen, before = [], 0
+    for i in joined:
+        first, last = local_call.inputs[i].dim_sharding(dim).interval(where)
+        if start <= before + first < before + last <= stop:
+            chosen.append(i)
+        before += local_call.inputs[i].shape[dim]
+    return chosen
+
+
+def stack(call: OpCall) -> Iterator[Row]:
+    dim = int(call["dim"]) % call.outputs[0].ndim
+    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(call.outputs[0].ndim - 1)), "tensors")
+    yield from call.keeping_partials("tensors")
+
+
+# --- pad --------------------------------------------------------------------------------------------------------------
+
+
+def _pads(call: OpCall) -> dict[int, tuple[int, int]]:
+    """For every padded dim how much it grows at its start and its end."""
+    pad, ndim = [int(n) for n in call["pad"]], call["self"].ndim
+    return {ndim - 1 - i // 2: (pad[i], pad[i + 1]) for i in range(0, len(pad), 2) if (pad[i], pad[i + 1]) != (0, 0)}
+
+
+def constant_pad_nd(call: OpCall) -> Iterator[Row]:
+    pads = _pads(call)
+    for d in range(call["self"].ndim):
+        yield call.row(self=S(d), out=S(d, map=PadMap(*pads[d])) if d in pads else S(d))
+    if all(max(pair) <= 0 for pair in pads.values()):
+        yield from call.keeping_partials("self")
+    elif call["value"] == 0:
+        yield from call.linear("self")
+
+
+def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
+    """Each rank pads only the ends that it holds; a negative width takes elements off the shards that reach there.
+
+    Of 6 elements on 2 ranks, with pad (2, -4), rank 0 pads by (2, -1) and rank 1 by (0, -3).
+    """
+    source, pads = local_call["self"], _pads(local_call.call)
+    if not any(source.dim_shardings[d].axes for d in pads):
+        return None
+    local: list[int] = []
+    for d in reversed(range(source.ndim)):
+        before, after = pads.get(d, (0, 0))
+        first, last = _is_end(source, d)
+        start, stop = source.box(source.coordinate or (0,) * source.mesh.ndim)[d]
+        low = before if before >= 0 and first else -min(max(0, -before - start), stop - start)
+        end = source.shape[d] - stop
+        high = after if after >= 0 and last else -min(max(0, -after - end), stop - start + min(low, 0))
+        local += [low, high]
+    op = local_call.call.op
+    return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
+
+
+def reflection_pad(call: OpCall) -> Iterator[Row]:
+    """Reflecting and replicating pads read all of the padded dims, the last ones; batch and channels may be sharded."""
+    padded = len(call["padding"]) // 2
+    name = "grad_output" if "grad_output" in call.bound else "self"
+    for d in range(call["self"].ndim - padded):
+        entries: dict[str, Any] = {"self": S(d), name: S(d)}
+        yield call.row(out=S(d), **entries)
+    yield from call.keeping_partials("self") if name == "self" else call.linear("grad_output")
+
+
+_REFLECTION = Rule(reflection_pad, skip_empty=True)
+
+
+def _a_shard(call: OpCall) -> Traffic:
+    """A rank receives at most its shard of the result."""
+    return lambda ranks: bytes_of(call.outputs[0]) / ranks
+
+
+# --- roll and flip ----------------------------------------------------------------------------------------------------
+
+
+def _runs(call: OpCall) -> dict[int, tuple[Run, ...]]:
+    """For every dim that roll or flip rearranges, where its positions come from."""
+    source = call["self"]
+    if call.get("shifts") is None:
+        lengths = {int(d) % max(source.ndim, 1): source.shape[d] for d in call["dims"]} if source.ndim else {}
+        return {d: (Run(n - 1, 0, n, back=True),) for d, n in lengths.items()}
+    total: dict[int, int] = {}
+    for d, shift in zip(call["dims"], call["shifts"], strict=True):
+        total[int(d) % source.ndim] = total.get(int(d) % source.ndim, 0) + int(shift)
+    turns = {d: shift % max(source.shape[d], 1) for d, shift in total.items()}
+    return {d: (Run(0, k, source.shape[d] - k), Run(source.shape[d] - k, 0, k)) for d, k in turns.items()}
+
+
+def _rolls_flattened(call: OpCall) -> bool:
+    return call.get("shifts") is not None and not call["dims"]
+
+
+def roll(call: OpCall) -> Iterator[Row]:
+    if not _rolls_flattened(call):
+        moving = _runs(call)
+        yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
+        yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
+    yield from call.keeping_partials("self")
+
+
+def _roll(local_call: LocalCall) -> LocalFunction | None:
+    """Rearrange the other dims locally and the sharded ones between ranks; dims are independent of each other."""
+    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
+    if _rolls_flattened(call):
+        return None
+    runs = _runs(call)
+    sharded = [d for d in runs if source.dim_shardings[d].axes]
+    if not sharded:
+        return None
+    moves = [Relocation(source, d, intervals(target.dim_sharding(d)), runs[d]) for d in sharded]
+    local = [i for i, d in enumerate(call["dims"]) if int(d) % source.ndim not in sharded]
+    dims = [call["dims"][i] for i in local]
+    shifts = None if call.get("shifts") is None else [call["shifts"][i] for i in local]
+
+    def run(x: Tensor, *args: object) -> Tensor:
+        if dims:
+            x = aten.flip.default(x, dims) if shifts is None else aten.roll.default(x, shifts, dims)
+        for move in moves:
+            x = move.forwards(x)
+        return x
+
+    return in_every_form(call, run)
+
+
+def rot90(call: OpCall) -> Iterator[Row]:
+    ndim = call["self"].ndim
+    turned = {int(d) % ndim for d in call["dims"]}
+    yield from same_dims(call, ((d, d) for d in range(ndim) if d not in turned))
+    yield from call.keeping_partials("self")
+
+
+# --- repeat -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatMap:
+    """A dim that became `times` as long, in the shards of `torch.chunk`."""
+
+    times: int
+
+    def __call__(self, sharding: DimSharding) -> DimSharding:
+        return chunk_sharding(sharding.length * self.times, sharding)
+
+
+def repeat(call: OpCall) -> Iterator[Row]:
+    repeats, ndim = call["repeats"], call["self"].ndim
+    new = len(repeats) - ndim
+    yield from same_dims(call, ((d, d + new) for d in range(ndim) if repeats[d + new] == 1))
+    for d in range(ndim):
+        if repeats[d + new] > 1:
+            repeated = S(d + new, map=RepeatMap(repeats[d + new]))
+            yield call.row(self=S(d), out=repeated, traffic=_a_shard(call))
+    yield from call.keeping_partials("self")
+
+
+def _repeat(local_call: LocalCall) -> LocalFunction | None:
+    """Fetch the ranges of the sharded dims, then repeat the others locally."""
+    call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
+    repeats = [int(n) for n in call["repeats"]]
+    new = len(repeats) - source.ndim
+    sharded = [d for d in range(source.ndim) if source.dim_shardings[d].axes and repeats[d + new] > 1]
+    if not sharded:
+        return None
+    runs = {d: [Run(0, i * n, n) for i in range(repeats[d + new])] for d, n in enumerate(source.shape)}
+    moves = [Relocation(source, d, intervals(target.dim_sharding(d + new)), runs[d]) for d in sharded]
+    rest = [1 if i - new in sharded else n for i, n in enumerate(repeats)]
+
+    def run(x: Tensor, repeats: Sequence[int]) -> Tensor:
+        for move in moves:
+            x = move.forwards(x)
+        return x.repeat(rest)
+
+    return in_every_form(call, run)
+
+
+# --- diagonals and triangles ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DiagonalMap(SliceMap):
+    """The rows, or columns, that a diagonal crosses; sharded by both, a shard is what they share."""
+
+    intersects: ClassVar[bool] = True
+
+
+def _beside_matrix(call: OpCall, ndim: int) -> list[int]:
+    """The other dims of a tensor of `ndim` dims that has the rows and columns."""
+    matrix = {int(call["dim1"]) % ndim, int(call["dim2"]) % ndim}
+    return [d for d in range(ndim) if d not in matrix]
+
+
+def diagonal(call: OpCall) -> Iterator[Row]:
+    one, two, offset = call.dim("dim1"), call.dim("dim2"), call["offset"]
+    last, length = call.outputs[0].ndim - 1, call.outputs[0].shape[-1]
+    for d, start in ((one, max(0, -offset)), (two, max(0, offset))):
+        yield call.row(self=S(d), out=S(last, map=DiagonalMap(start, start + length)))
+    yield from same_dims(call, ((d, i) for i, d in enumerate(_beside_matrix(call, call["self"].ndim))))
+
+
+def _diagonal(local_call: LocalCall) -> LocalFunction | None:
+    """The diagonal of the shard that is on the global diagonal."""
+    call, spec = local_call.call, local_call["self"]
+    one, two = call.dim("dim1"), call.dim("dim2")
+    if spec.coordinate is None or not (spec.dim_shardings[one].axes or spec.dim_shardings[two].axes):
+        return None
+    row, column = (spec.dim_sharding(d).interval(spec.coordinate)[0] for d in (one, two))
+    offset = call["offset"] + row - column
+    shape = local_call.outputs[0].local_shape
+    if not shape[-1]:
+        return lambda x, *args: x.new_empty(shape)
+    return lambda x, *args: x.diagonal(offset, one, two)
+
+
+def diagonal_backward(call: OpCall) -> Iterator[Row]:
+    yield from same_dims(call, enumerate(_beside_matrix(call, len(call["input_sizes"]))), "grad_output")
+    yield from call.linear("grad_output")
+
+
+def diagonal_scatter(call: OpCall) -> Iterator[Row]:
+    for i, d in enumerate(_beside_matrix(call, call["self"].ndim)):
+        yield call.row(self=S(d), src=S(i), out=S(d))
+    yield from call.keeping_partials("self", "src")
+
+
+def diag_embed(call: OpCall) -> Iterator[Row]:
+    yield from same_dims(call, enumerate(_beside_matrix(call, call.outputs[0].ndim)))
+    yield from call.linear("self")
+
+
+def tril(call: OpCall) -> Iterator[Row]:
+    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim)))
+    yield from call.linear("self")
+
+
+def _tril(local_call: LocalCall) -> LocalFunction | None:
+    """The global diagonal, as the shard that starts at (row, column) counts it."""
+    row, column = local_call["self"].local_offset[-2:]
+    diagonal = local_call.call["diagonal"] + row - column
+    return None if row == column else with_arguments(local_call.call, diagonal=diagonal)
+
+
+REARRANGEMENT: Table = family(
+    {
+        "cat.default cat.out": Rule(cat, _cat),
+        "stack": Rule(stack),
+        "constant_pad_nd.default": Rule(constant_pad_nd, _constant_pad_nd),
+        "reflection_pad1d.default reflection_pad2d.default reflection_pad3d.default": _REFLECTION,
+        "replication_pad1d.default replication_pad2d.default replication_pad3d.default": _REFLECTION,
+        "reflection_pad1d_backward.default reflection_pad2d_backward.default": _REFLECTION,
+        "reflection_pad3d_backward.default replication_pad1d_backward.default": _REFLECTION,
+        "replication_pad2d_backward.default replication_pad3d_backward.default": _REFLECTION,
+        "roll flip": Rule(roll, _roll),
+        "rot90": Rule(rot90),
+        "repeat": Rule(repeat, _repeat),
+        "diagonal.default": rearrangement(diagonal, _diagonal),
+        "diagonal_backward.default": Rule(diagonal_backward, with_input_sizes, skip_empty=True),
+        "diagonal_scatter": Rule(diagonal_scatter),
+        "diag_embed": Rule(diag_embed),
+        "tril triu": Rule(tril, _tril),
+    }
+)
