@@ -1,6 +1,6 @@
 """Operators that run on shards, forward and backward, and the collectives that they run.
 
-Covers: rules/nn/{attention,norms}.py, rules/math/{reduction,pointwise}.py, rules/index/gather_scatter.py, rows of others.
+Covers: rules/nn/{attention,norms}.py, rules/math/{reduction,pointwise}.py, rules/index/gather_scatter.py, others.
 Each case equals the single device in float64, and what runs on the way is reductions, or exchanges of border rows.
 """
 

@@ -5,22 +5,23 @@ a list of tensors is not searched for numbers.
 """
 
 from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
-
 import torch
-
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
-
 from .._torch import OpOverload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.tensor_meta import TensorMeta, flatten
 from .c10d import is_collective
 from .plain_tensors import is_candidate
+from collections.abc import Callable, Mapping
+from typing import Any
+from ..layout.symbolic_sizes import constant, traced_with
+from ..layout.tensor_meta import TensorMeta
+
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -263,3 +264,35 @@ def indices_at(place: Any, element: int) -> Iterator[int]:
     index = place[element] if isinstance(place, list) and place else place
     if isinstance(index, int):
         yield index
+
+
+# --- symbolic_calls: Deciding calls whose sizes torch.compile keeps as symbols, so that one graph serves every length. What moves is chosen for the sizes that the compiler traces with: any choice is right, so it needs no guard. Whether the operator may then run on the shards is asked of the rule with the symbols themsel
+
+
+class NeedsConstantsError(Exception):
+    """A call cannot be decided for symbols; never seen by users."""
+
+
+def constants_of(value: Any) -> Any:
+    """Arguments of a call with constants in place of symbols."""
+    return _replaced(value, int, constant)
+
+
+def example_of(value: Any) -> Any:
+    """Anything of a call, with the sizes that the compiler traces with in place of symbols."""
+    return _replaced(value, lambda n: traced_with((n,))[0], lambda spec: spec.example)
+
+
+def _replaced(value: Any, size: Callable[[Any], int], spec: Callable[[Any], Any]) -> Any:
+    """A structure with its symbols and specs of symbols replaced."""
+    if type(value) is torch.SymInt:
+        return size(value)
+    if isinstance(value, Spec):
+        return value if value.example is None else spec(value)
+    if isinstance(value, Mapping):
+        return {name: _replaced(item, size, spec) for name, item in value.items()}
+    if isinstance(value, TensorMeta):
+        return TensorMeta(*(_replaced(part, size, spec) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)([_replaced(item, size, spec) for item in value])
+    return value

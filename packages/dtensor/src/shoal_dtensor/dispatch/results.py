@@ -1,20 +1,21 @@
 """DTensors around what local functions return."""
 
 from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-
 import torch
-
 from .._torch import around
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.memory_format import in_memory_order, memory_order
-
-if TYPE_CHECKING:
-    from ..layout.spec import Spec
+from ..layout.spec import Spec
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+from torch import Tensor
+from .._torch import OpOverload, change_shape, count_write, is_tracing, view_of
+from ..errors import InPlaceError
+from ..layout.tensor_meta import TensorMeta, flatten
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
@@ -95,3 +96,159 @@ def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]
         return local if alias is not None else in_memory_order(spec)(local)
 
     return mapped(result, ordered)
+
+
+# --- in_place: Writes and views of one storage: what is refused on all ranks alike, what is left to do after a write. Three things live here: checks before an operator writes, views that change a tensor's own shape (`squeeze_`, `t_`), and views that had to be redistributed. The latter share no memory with their ba
+
+
+def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:
+    """Refuse writes that would not do what they do on one device.
+
+    Args:
+        op: the overload.
+        specs: of all its tensors; writes: the indices of those that are written to.
+        copies: the indices of views whose storage is not their base's.
+
+    Raises:
+        InPlaceError: if one of them is such a view, or has elements that share memory.
+    """
+    if copies.intersection(writes):
+        raise InPlaceError(
+            f"{op} writes to a view whose base had to be redistributed to take it, so the write would not "
+            f"reach the base; write to the base itself, or redistribute the base before taking the view"
+        )
+    for spec in (specs[i] for i in writes):
+        # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on without those.
+        if 0 not in spec.shape and any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+            raise InPlaceError(
+                f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride {spec.stride}: several of "
+                f"its elements are one place in memory; write to the tensor before expand, or to a clone"
+            )
+
+
+def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMeta]) -> None:
+    """Refuse `out=` tensors of another shape than the results.
+
+    Raises:
+        InPlaceError: if there is one.
+    """
+    for out, meta in zip(outs, results, strict=False):
+        if tuple(out.shape) != tuple(meta.shape):
+            raise InPlaceError(
+                f"{op} got out= of shape {tuple(out.shape)} for a result of shape {tuple(meta.shape)}: a DTensor is "
+                f"not resized; pass one of the result's shape"
+            )
+
+
+def with_overlap_fallback(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A local function that writes to its first argument, also where another argument overlaps with it.
+
+    Kernels refuse overlaps, but not on a rank whose shard has no or one element, and the others would stop without it.
+    Where shards differ in size, the arguments are read before the first one is written to, on every rank.
+    """
+
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(first, *args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith("unsupported operation: some elements of the input tensor"):
+                raise
+        return call(first, *(arg.clone() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)
+
+    return run
+
+
+def count_writes(places: Sequence[int | str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Let autograd know that these arguments were written to: what it has saved of them is out of date.
+
+    Raises:
+        InPlaceError: if a list that autograd records has a tensor twice, or beside a view of it: it would be given one
+            history where there are two, as torch gives plain ones.
+    """
+    for place in places:
+        written = args[place] if isinstance(place, int) else kwargs[place]
+        count_write(written)
+        if torch.is_grad_enabled() and isinstance(written, list | tuple) and _overlap(written):
+            raise InPlaceError(
+                "an in-place operator on a list wrote to a tensor twice, as itself and as a view of it, and autograd "
+                "records it: the gradients would be wrong. Write to them one after the other, or under torch.no_grad()"
+            )
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor is among several twice, or beside a view of it, and one of them has a gradient."""
+    known = {*map(id, tensors)}
+    twice = len(known) < len(tensors) or any(id(tensor._base) in known for tensor in tensors)
+    return twice and any(tensor.requires_grad for tensor in tensors)
+
+
+def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
+    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place."""
+    view = view_of(op)
+    if view is None:
+        return None
+
+    def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        viewed = view(tensor, *args, **kwargs)
+        change_shape(op, tensor, *args, **kwargs)
+        tensor._become(viewed._local_tensor, viewed._spec)
+        return tensor
+
+    return run
+
+
+class _ViewSource(NamedTuple):
+    """Where the values of a redistributed view come from.
+
+    Attributes:
+        op, args, kwargs: the call that returned it; `base` is the first tensor among its arguments.
+        item: which of the call's outputs it is.
+        spec: of the base at that time.
+        version: of the base when the values were taken.
+    """
+
+    op: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    item: int
+    base: Any
+    spec: Spec
+    version: int
+
+
+def follow(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], views: Any) -> Any:
+    """What a view operator has returned by copying; its tensors follow the base from here on."""
+    base = next(flatten([*args, *kwargs.values()]))
+    if not (is_tracing() or base.is_inference()):  # there nothing is written, or nobody counts
+        for item, view in enumerate(flatten(views)):
+            view._source = _ViewSource(op, args, kwargs, item, base, base._spec, base._version)
+    return views
+
+
+def following_base(slot: Any) -> property:
+    """The attribute of such views that is read in place of the slot that holds their local tensor."""
+    return property(
+        lambda view: _current_values(view, slot.__get__(view)), lambda view, local: slot.__set__(view, local)
+    )
+
+
+def _current_values(view: Any, local: torch.Tensor) -> torch.Tensor:
+    """The local tensor of such a view, whose values were `local` when it was last read.
+
+    Raises:
+        InPlaceError: if the base has changed its shape in place since.
+    """
+    source: _ViewSource | None = view.__dict__.get("_source")
+    if source is None or source.base._version == source.version:
+        return local
+    base = source.base
+    if base._spec is not source.spec:
+        raise InPlaceError(
+            f"a view by {source.op} of {source.spec!r} is read after its base became {base._spec!r}; "
+            f"take the view again"
+        )
+    with torch.no_grad():
+        again = [*flatten(source.op(*source.args, **source.kwargs))][source.item]
+    view._local_tensor = values = again._local_tensor
+    view._source = source._replace(version=base._version)
+    return values  # type: ignore[no-any-return]  # a tensor

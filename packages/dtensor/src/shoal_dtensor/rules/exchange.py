@@ -327,11 +327,7 @@ class Halo:
 
 
 class Halos:
-    """The halos of a shard along all sharded dims along which windows run.
-
-    Args:
-        spec: of the input.
-        windows: for every dim that has some, its windows.
+    """The halos of a shard of an input along all sharded dims along which windows run.
 
     Attributes:
         shape: of the shard with its halos, and with what is beyond the ends of the input.

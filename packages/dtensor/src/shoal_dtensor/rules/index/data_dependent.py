@@ -56,9 +56,6 @@ def assumed_result_bytes(call: OpCall) -> Traffic:
     return lambda ranks: size
 
 
-# --- operators --------------------------------------------------------------------------------------------------------
-
-
 def replicated(call: OpCall) -> Iterator[Row]:
     """Every element on every rank."""
     yield from ()
@@ -158,21 +155,16 @@ def _masked_scatter(local_call: LocalCall) -> LocalFunction | None:
 
 
 def searchsorted(call: OpCall) -> Iterator[Row]:
-    """How many boundaries are below a value is the sum over shards of the boundaries; a sorter has global indices."""
-    last, is_tensor = call["sorted_sequence"].ndim - 1, isinstance(call["self"], TensorMeta)
-    for d in range(last):  # rows of boundaries belong to rows of values
-        yield call.row(sorted_sequence=S(d), self=S(d), sorter=S(d), out=S(d))
-    for d in range(last, call["self"].ndim if is_tensor else last):
-        yield call.row(self=S(d), out=S(d))
-    if call["sorter"] is None:
-        yield call.row(sorted_sequence=S(last), out=P("sum"))
-
-
-def bucketize(call: OpCall) -> Iterator[Row]:
-    """As `searchsorted`: how many boundaries are below a value is the sum over shards of the boundaries."""
-    if isinstance(call["self"], TensorMeta):
-        yield from (call.row(self=S(d), out=S(d)) for d in range(call["self"].ndim))
-    yield call.row(boundaries=S(0), out=P("sum"))
+    """And `bucketize`: how many boundaries are below a value is the sum over shards; a sorter has global indices."""
+    boundaries = "boundaries" if "boundaries" in call.bound else "sorted_sequence"
+    last = call[boundaries].ndim - 1
+    for d in range(call["self"].ndim if isinstance(call["self"], TensorMeta) else last):
+        # Rows of boundaries belong to rows of values.
+        entries: dict[str, Any] = {"self": S(d)} | ({boundaries: S(d), "sorter": S(d)} if d < last else {})
+        yield call.row(out=S(d), **entries)
+    if call.get("sorter") is None:
+        sharded: dict[str, Any] = {boundaries: S(last)}
+        yield call.row(out=P("sum"), **sharded)
 
 
 def isin(call: OpCall) -> Iterator[Row]:
@@ -242,8 +234,7 @@ DATA_DEPENDENT: Table = family(
         "_sparse_coo_tensor_with_dims_and_tensors": Rule(replicated, _sparse, kind="dynamic"),
         "masked_scatter.default masked_scatter_.default": Rule(masked_scatter, _masked_scatter),
         "masked_scatter_backward.default": Rule(replicated),
-        "searchsorted": Rule(searchsorted),
-        "bucketize": Rule(bucketize),
+        "searchsorted bucketize": Rule(searchsorted),
         "isin": Rule(isin),
         "histc": Rule(histc, _histc),
         "bincount.default": Rule(bincount, _bincount, kind="dynamic"),

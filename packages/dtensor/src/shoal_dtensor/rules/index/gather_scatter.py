@@ -39,26 +39,16 @@ def lookup_partial(source: TensorMeta) -> P:
 
 
 def gather(call: OpCall) -> Iterator[Row]:
-    source, index = call["self"], call["index"]
-    if source.ndim and index.ndim:
+    """And `index_select`, whose index, of one dim, is for whole slices."""
+    source, index, per_element = call["self"], call["index"], "gather" in call.op.__name__
+    if source.ndim and (index.ndim or not per_element):
         dim = call.dim()
-        for d in range(source.ndim):
+        for d in (d for d in range(source.ndim) if d != dim):
             # An index that is shorter in a dim reads only the first rows there: shards would not match.
-            if d != dim and source.shape[d] == index.shape[d]:
-                yield call.row(self=S(d), index=S(d), out=S(d))
-        yield call.row(index=S(dim), out=S(dim))
-        if adds_up(source):
-            yield call.row(self=S(dim), out=lookup_partial(source))
-    yield from call.keeping_partials("self")
-
-
-def index_select(call: OpCall) -> Iterator[Row]:
-    source = call["self"]
-    if source.ndim:
-        dim = call.dim()
-        yield from (call.row(self=S(d), out=S(d)) for d in range(source.ndim) if d != dim)
-        if call["index"].ndim:
-            yield call.row(index=S(0), out=S(dim))
+            if not per_element or source.shape[d] == index.shape[d]:
+                yield call.row(self=S(d), index=S(d) if per_element else R, out=S(d))
+        if index.ndim:
+            yield call.row(index=S(dim if per_element else 0), out=S(dim))
         if adds_up(source):
             yield call.row(self=S(dim), out=lookup_partial(source))
     yield from call.keeping_partials("self")
@@ -271,8 +261,7 @@ def per_sample_weights_backward(call: OpCall) -> Iterator[Row]:
 
 GATHER_SCATTER: Table = family(
     {
-        "gather": Rule(gather, _lookup),
-        "index_select": Rule(index_select, _lookup),
+        "gather index_select": Rule(gather, _lookup),
         "scatter.src scatter.value scatter.reduce scatter.value_reduce": _SCATTER,
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
         "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,

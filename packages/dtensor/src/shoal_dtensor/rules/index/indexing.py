@@ -88,7 +88,9 @@ def index(call: OpCall) -> Iterator[Row]:
     source, *indices = call.tensors
     where = indexed_dims(source, call["indices"])
     if any(map(_is_mask, indices)):
-        yield from _masked(call, where) if len(indices) == 1 else ()
+        # The length of `x[mask]` is data-dependent: every rank gathers the elements of all.
+        for d in where.indexed[0] if len(indices) == 1 and not where.first else ():
+            yield call.row(self=S(d), indices=S(d), traffic=assumed_result_bytes(call))
         return
     yield from (call.row(self=S(d), out=S(o)) for d, o in where.kept)
     for j in range(where.ndim):
@@ -98,13 +100,6 @@ def index(call: OpCall) -> Iterator[Row]:
     summed = where.indexed if adds_up(source) else ()
     yield from (call.row(self=S(d), out=R, traffic=reduced) for dims in summed for d in dims)
     yield from call.keeping_partials("self")
-
-
-def _masked(call: OpCall, where: IndexedDims) -> Iterator[Row]:
-    """The length of `x[mask]` is data-dependent: every rank gathers the elements of all."""
-    if not where.first:
-        traffic = assumed_result_bytes(call)
-        yield from (call.row(self=S(d), indices=S(d), traffic=traffic) for d in where.indexed[0])
 
 
 def _read_masked(local_call: LocalCall) -> LocalFunction | None:
@@ -169,16 +164,11 @@ def index_put(call: OpCall) -> Iterator[Row]:
     yield from (call.row(self=S(d), out=S(d)) for dims in where.indexed for d in dims)
     if call["accumulate"]:
         yield call.row(self=P("sum"), values=P("sum"), out=P("sum"))
-        yield from () if any(map(_is_mask, indices)) else _accumulated(call, where, ndim)
-
-
-def _accumulated(call: OpCall, where: IndexedDims, ndim: int) -> Iterator[Row]:
-    """Indices and values sharded alike: each rank adds its own, a partial sum."""
-    _, *indices, values = call.tensors
-    for j in range(where.ndim):
-        of_indices = all(index.ndim == where.ndim and index.shape[j] != 1 for index in indices)
-        if of_indices and values.ndim == ndim and values.shape[where.first + j] != 1:
-            yield call.row(self=P("sum"), indices=S(j), values=S(where.first + j), out=P("sum"))
+        # Indices and values sharded alike: each rank adds its own, a partial sum.
+        for j in range(where.ndim if values.ndim == ndim and not any(map(_is_mask, indices)) else 0):
+            of_indices = all(index.ndim == where.ndim and index.shape[j] != 1 for index in indices)
+            if of_indices and values.shape[where.first + j] != 1:
+                yield call.row(self=P("sum"), indices=S(j), values=S(where.first + j), out=P("sum"))
 
 
 def _same_everywhere(call: OpCall, where: IndexedDims) -> bool:
@@ -221,14 +211,22 @@ def _index_put(local_call: LocalCall) -> LocalFunction | None:
     ndim = spec.ndim - len(dims) + where.ndim
 
     def run(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *args: Any) -> Any:
-        positions = list(aten.broadcast_tensors.default(_as_integers(indices)))
+        integers = [  # every mask replaced by where it is true, one tensor per dim
+            part
+            for index in indices
+            if index is not None
+            for part in (index.nonzero().unbind(1) if _is_mask(index) else (index,))
+        ]
+        positions = list(aten.broadcast_tensors.default(integers))
         shape, is_local = positions[0].shape, torch.ones_like(positions[0], dtype=torch.bool)
         for n in sharded:
             positions[n], is_in_dim = local_positions(positions[n], spec, dims[n])
             is_local &= is_in_dim
         common = range(first, first + len(shape))
         others = (*range(first), *range(first + len(shape), ndim))
-        rows = values.expand(*_value_shape(values, ndim, first, shape)).permute(*common, *others)
+        wide = [1] * (ndim - values.ndim) + list(values.shape)
+        wide[first : first + len(shape)] = shape
+        rows = values.expand(wide).permute(*common, *others)
         rows = rows.reshape(shape.numel(), *rows.shape[len(shape) :])
         positions, rows = _in_shard(
             x, dims, [p.reshape(-1) for p in positions], rows, is_local.reshape(-1), first, adds
@@ -271,21 +269,6 @@ def _in_shard(  # noqa: PLR0913  # all that is written
     held = aten.index.Tensor(x, _target(x, dims, there)).movedim(first, 0)
     row = torch.where(is_local.any(), rows.index_select(0, last), held)
     return [torch.where(is_local, p, q) for p, q in zip(positions, there, strict=True)], torch.where(column, rows, row)
-
-
-def _as_integers(indices: Sequence[Tensor | None]) -> list[Tensor]:
-    """Index tensors with every mask replaced by where it is true, one tensor per dim."""
-    integers: list[Tensor] = []
-    for index in indices:
-        if index is not None:
-            integers += index.nonzero().unbind(1) if _is_mask(index) else [index]
-    return integers
-
-
-def _value_shape(values: Tensor, ndim: int, first: int, positions: Sequence[int]) -> list[int]:
-    """`values`' shape with all dims, its indexed ones as wide as the positions."""
-    shape = [1] * (ndim - values.ndim) + list(values.shape)
-    return [positions[d - first] if first <= d < first + len(positions) else n for d, n in enumerate(shape)]
 
 
 # --- flat indices -----------------------------------------------------------------------------------------------------

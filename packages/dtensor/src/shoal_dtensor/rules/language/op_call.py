@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,9 +13,12 @@ from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload, unmarked_writes
 from ...layout.placements import REDUCE_OPS, Partial
-from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
 from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
 
 _TENSOR_KINDS = ("TensorType", "ListType")
 
@@ -273,7 +276,6 @@ class OpCall:
             >>> [entry.dim for entry in row.inputs], row.outputs
             ([1, 0], (Partial(sum),))
         """
-        inputs, outputs = self._slots
         if not entries.keys() <= self.schema.entry_names:
             unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
             raise RowError(
@@ -281,20 +283,16 @@ class OpCall:
                 f"{', '.join(self.schema.inputs)} and the results {', '.join(self.results) or 'none'}"
             )
         given: list[Entry] = []
-        for name, count in inputs:
-            self._add(given, name, entries.get(name, R), count)
+        for name, place in self.places.items():
+            if place:
+                self._add(given, name, entries.get(name, R), len(place))
         everything = R if "out" in self.places else entries.get("out", R)
         results: list[Entry] = []
-        for i, (name, count) in enumerate(outputs):
+        for i, (name, place) in enumerate(self.results.items()):
             entry = entries.get(f"out{i}", everything)
-            self._add(results, name, entry if name == "out" or name in self.places else entries.get(name, entry), count)
+            entry = entry if name == "out" or name in self.places else entries.get(name, entry)
+            self._add(results, name, entry, len(place))
         return Row(tuple(given), tuple(results), even, traffic, ordered)
-
-    @cached_property
-    def _slots(self) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        """Names and numbers of the tensors that rows have entries for: inputs that are tensors, and all results."""
-        inputs = [(name, len(place)) for name, place in self.places.items() if place]
-        return inputs, [(name, len(place)) for name, place in self.results.items()]
 
     def _add(self, row: list[Entry], name: str, given: Entry | Sequence[Entry], count: int) -> None:
         """Append the entries of `count` tensors, given one for all or a sequence."""

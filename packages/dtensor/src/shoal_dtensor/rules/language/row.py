@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
-from ...layout.dim_sharding import DimSharding
 from ...layout.placements import Partial, Replicate
 
-ShardingMap = Callable[[DimSharding], DimSharding]
+if TYPE_CHECKING:
+    from ...layout.dim_sharding import DimSharding
+
+ShardingMap = Callable[["DimSharding"], "DimSharding"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,19 +154,16 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
 
 
 def _tensor_overloads(name: str) -> Iterator[Any]:
+    """The overloads that take tensors, fill no list and take no dim by its name."""
     packet = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
-        if overload not in ("Dict_Tensor", "Tensor_list") and _reached(op):
+        kinds = [(argument, str(argument.type)) for argument in op._schema.arguments]
+        fills_list = any(argument.is_out and "List" in kind for argument, kind in kinds)
+        by_name = any(argument.name == "dim" and "str" in kind for argument, kind in kinds)
+        takes_tensors = any("Tensor" in kind for _, kind in kinds)
+        if takes_tensors and not (fills_list or by_name or overload in ("Dict_Tensor", "Tensor_list")):
             yield op
-
-
-def _reached(op: OpOverload) -> bool:
-    """Whether it takes tensors, fills no list and takes no dim by its name."""
-    kinds = [(argument, str(argument.type)) for argument in op._schema.arguments]
-    fills_list = any(argument.is_out and "List" in kind for argument, kind in kinds)
-    by_name = any(argument.name == "dim" and "str" in kind for argument, kind in kinds)
-    return any("Tensor" in kind for _, kind in kinds) and not fills_list and not by_name
 
 
 def merge(**tables: Table) -> Table:

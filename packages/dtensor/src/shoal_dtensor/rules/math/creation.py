@@ -42,12 +42,7 @@ def _of_partials(call: OpCall) -> Iterator[Row]:
 
 
 def _fills(name: str, *parameters: str | float) -> Rule:
-    """The rule of an operator that is one fill: its in-place form, `out=` form, functional form or `_like` form.
-
-    Args:
-        name: of the fill.
-        parameters: numbers, or names of the operator's own arguments.
-    """
+    """The rule of an operator that is one fill, in any form, by numbers or names of the operator's own arguments."""
 
     def local(local_call: LocalCall) -> LocalFunction:
         values = [local_call.call[value] if isinstance(value, str) else value for value in parameters]

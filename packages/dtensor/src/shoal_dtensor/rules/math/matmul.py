@@ -21,8 +21,6 @@ from ..language.local_ops import in_every_form, sharding_axes
 from ..language.notation import Pattern, factor_rows, parse, product
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
-# --- a product and an added operand -----------------------------------------------------------------------------------
-
 
 def _added(text: str, name: str = "self") -> Rule:
     """`beta * c + alpha * (product)`; `c` is the argument `name`, which has the last dims of the output."""
@@ -64,8 +62,6 @@ def _added_alone(local_call: LocalCall) -> LocalFunction | None:
 
     return in_every_form(local_call.call, run)
 
-
-# --- products ---------------------------------------------------------------------------------------------------------
 
 _WITH_BIAS = _added("... k, n k -> ... n", "bias")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import Comm, all_gather, all_gather_v, all_to_all_blocks
-from shoal_mesh.internal import bound, dataclass
+from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
@@ -77,25 +77,20 @@ def _exchanged(call: OpCall) -> Traffic:
     return lambda ranks: bytes_of(*call.tensors, *call.outputs) / ranks
 
 
-def _other_dims(call: OpCall, dim: int) -> Iterator[Row]:
-    """The other dims, which results keep unless the call drops `dim`."""
-    ndim = call["self"].ndim
+def _other_dims(call: OpCall) -> Iterator[Row]:
+    """The dims that the call does not work along, which results keep unless the call drops `dim`."""
+    ndim, dims = call["self"].ndim, call.dims()
     dropped = call.outputs[0].ndim < ndim
-    yield from (call.row(self=S(d), out=S(d - (dropped and d > dim))) for d in range(ndim) if d != dim)
+    yield from (call.row(self=S(d), out=S(d - (dropped and d > dims[0]))) for d in range(ndim) if d not in dims)
 
 
 def _arguments(call: OpCall, *names: str) -> dict[str, Any]:
     return {name: call[name] for name in names if name in call.bound}
 
 
-# --- sort -------------------------------------------------------------------------------------------------------------
-
-
 def sort(call: OpCall) -> Iterator[Row]:
-    if call["self"].ndim:
-        dim = call.dim()
-        yield from _other_dims(call, dim)
-        yield call.row(self=S(dim), out=S(dim), traffic=_exchanged(call), ordered=True)
+    yield from _other_dims(call)
+    yield from (call.row(self=S(d), out=S(d), traffic=_exchanged(call), ordered=True) for d in call.dims())
 
 
 def _sort(local_call: LocalCall) -> LocalFunction | None:
@@ -111,14 +106,10 @@ def _sort(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-# --- one value per column ---------------------------------------------------------------------------------------------
-
-
 def median(call: OpCall) -> Iterator[Row]:
-    if call["self"].ndim and "dim" in call.bound:
-        dim = call.dim()
-        yield from _other_dims(call, dim)
-        yield call.row(self=S(dim), traffic=_exchanged(call))
+    yield from _other_dims(call)
+    if "dim" in call.bound:
+        yield from (call.row(self=S(d), traffic=_exchanged(call)) for d in call.dims())
 
 
 def _median(local_call: LocalCall) -> LocalFunction | None:
@@ -142,13 +133,7 @@ def _median(local_call: LocalCall) -> LocalFunction | None:
 def _best_of_shards(
     spec: Spec, dim: int, offers: Sequence[int], best: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The best along a sharded dim, with their indices: the best of what every shard offers.
-
-    Args:
-        spec: of the input; dim: its sharded dim.
-        offers: how many values of a column each shard has to offer.
-        best: the best values of a tensor along the dim, and their indices.
-    """
+    """The `best` along a sharded dim, with their indices: those of the offers, so many of each shard and column."""
     axes, offset = spec.dim_sharding(dim).axes, spec.offset(dim)
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,11 +147,10 @@ def _best_of_shards(
 
 
 def topk(call: OpCall) -> Iterator[Row]:
-    if call["self"].ndim:
-        dim, values = call.dim(), call.outputs[0]
-        candidates = prod(values.shape) * (values.dtype.itemsize + 8)
-        yield from _other_dims(call, dim)
-        yield call.row(self=S(dim), traffic=lambda ranks: candidates * (ranks - 1))
+    values = call.outputs[0]
+    candidates = prod(values.shape) * (values.dtype.itemsize + 8)
+    yield from _other_dims(call)
+    yield from (call.row(self=S(d), traffic=lambda ranks: candidates * (ranks - 1)) for d in call.dims())
 
 
 def _topk(local_call: LocalCall) -> LocalFunction | None:
@@ -185,17 +169,9 @@ def _topk(local_call: LocalCall) -> LocalFunction | None:
 
 
 def argmax(call: OpCall) -> Iterator[Row]:
-    source, keepdim = call["self"], bool(call["keepdim"])
-    offer = source.dtype.itemsize + 8  # a value and its index
-    if call["dim"] is None:
-        yield from (call.row(self=S(d), traffic=lambda ranks: offer * ranks, ordered=True) for d in range(source.ndim))
-        return
-    dim, columns = call.dim(), prod(call.outputs[0].shape)
-    for d in range(source.ndim):
-        if d == dim:
-            yield call.row(self=S(d), traffic=lambda ranks: columns * offer * ranks, ordered=True)
-        else:
-            yield call.row(self=S(d), out=S(d if keepdim or d < dim else d - 1))
+    offers = prod(call.outputs[0].shape) * (call["self"].dtype.itemsize + 8)  # a value and its index
+    yield from _other_dims(call)
+    yield from (call.row(self=S(d), traffic=lambda ranks: offers * ranks, ordered=True) for d in call.dims())
 
 
 def _best(x: Tensor, dim: int, largest: bool, *, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -256,17 +232,10 @@ def _shards_with_elements(spec: Spec, axes: tuple[int, ...]) -> list[int]:
     return result
 
 
-# --- aminmax ----------------------------------------------------------------------------------------------------------
-
-
 def aminmax(call: OpCall) -> Iterator[Row]:
     """The smallest value is the smallest over shards of each shard's own; likewise the largest."""
-    ndim, dim = call["self"].ndim, None if call["dim"] is None else call.dim()
-    for d in range(ndim):
-        if dim is None or d == dim:
-            yield call.row(self=S(d), min=P("min"), max=P("max"))
-        else:
-            yield call.row(self=S(d), out=S(d if d < dim or call["keepdim"] else d - 1))
+    yield from _other_dims(call)
+    yield from (call.row(self=S(d), min=P("min"), max=P("max")) for d in call.dims())
 
 
 # --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
@@ -289,17 +258,8 @@ def cumsum(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A cumulative operator: how totals combine, and the total of nothing."""
-
-    combine: Callable[[Tensor, Tensor], Tensor]
-    nothing: float
-
-
-SUM = Scan(torch.add, 0.0)
-PRODUCT = Scan(torch.mul, 1.0)
-LOGSUMEXP = Scan(torch.logaddexp, -torch.inf)
+# How totals combine, and the total of nothing.
+_SCANS = {"cumsum": (torch.add, 0.0), "cumprod": (torch.mul, 1.0), "logcumsumexp": (torch.logaddexp, -torch.inf)}
 
 
 def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
@@ -310,27 +270,23 @@ def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
     return all_gather(end.contiguous(), spec.mesh.comm(spec.dim_sharding(dim).axes), dim)
 
 
-def _scanned(scan: Scan) -> Callable[[LocalCall], LocalFunction | None]:
+def _scanned(local_call: LocalCall) -> LocalFunction | None:
     """A local scan, combined with the totals of the shards before."""
+    spec, call = local_call["self"], local_call.call
+    if not spec.ndim or not spec.dim_sharding(dim := call.dim()).axes:
+        return None
+    before, name = shard_index(spec, dim), call.op.__name__.split(".")[0].removesuffix("_")
+    functional, (combine, nothing) = getattr(aten, name).default, _SCANS[name]
 
-    def local(local_call: LocalCall) -> LocalFunction | None:
-        spec, call = local_call["self"], local_call.call
-        if not spec.ndim or not spec.dim_sharding(dim := call.dim()).axes:
-            return None
-        before = shard_index(spec, dim)
-        functional = getattr(aten, call.op.__name__.split(".")[0].removesuffix("_")).default
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = functional(x, *args, **kwargs)
+        totals = _ends(result, spec, dim, nothing)
+        prefix = torch.full_like(totals.narrow(dim, 0, 1), nothing)
+        for shard in range(before):
+            prefix = combine(prefix, totals.narrow(dim, shard, 1))
+        return combine(result, prefix) if before else bound(result, totals)
 
-        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            result: Tensor = functional(x, *args, **kwargs)
-            totals = _ends(result, spec, dim, scan.nothing)
-            prefix = torch.full_like(totals.narrow(dim, 0, 1), scan.nothing)
-            for shard in range(before):
-                prefix = scan.combine(prefix, totals.narrow(dim, shard, 1))
-            return scan.combine(result, prefix) if before else bound(result, totals)
-
-        return in_every_form(call, run)
-
-    return local
+    return in_every_form(call, run)
 
 
 def _extremes(local_call: LocalCall) -> LocalFunction | None:
@@ -367,9 +323,8 @@ ORDERING: Table = family(
         "topk": Rule(topk, _topk),
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(argmax, _argmax, unordered=True, skip_empty=True),
         "aminmax": Rule(aminmax, skip_empty=True),
-        "cumsum": Rule(cumsum, _scanned(SUM), sizes=()),
-        "cumprod": Rule(cumulative, _scanned(PRODUCT), sizes=()),
-        "logcumsumexp": Rule(cumulative, _scanned(LOGSUMEXP), sizes=()),
+        "cumsum": Rule(cumsum, _scanned, sizes=()),
+        "cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _extremes),
     }
 )

@@ -19,19 +19,17 @@ from shoal_mesh import all_reduce
 from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
-from ..language.notation import keeps_digits, pointwise
+from ..language.notation import Partials, keeps_digits, pointwise
 from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
 IDEMPOTENT = ("avg", "max", "min", "band", "bor")  # reducing equal values gives that value
 
 
-def _only(call: OpCall, index: int, op: str) -> tuple[Entry, ...]:
-    return tuple(P(op) if i == index else R for i in range(len(call.tensors)))
-
-
-def _all(call: OpCall, op: str) -> tuple[Entry, ...]:
-    return (P(op),) * len(call.tensors)
+def _partial(call: OpCall, op: str, *operands: int) -> tuple[tuple[Entry, ...], Entry]:
+    """These operands, or all where none is named, and the result are partial `op`."""
+    count = range(len(call.tensors))
+    return tuple(P(op) if i in (operands or count) else R for i in count), P(op)
 
 
 def _number_operands(call: OpCall) -> int:
@@ -65,14 +63,12 @@ def _sums(call: OpCall) -> PartialRows:
     name = call.op.__name__.partition(".")[0]
     # A number makes a partial sum a value that users read: only what is written in place stays partial (`_offset`).
     whole = bool(_number_operands(call)) and (name.startswith("_foreach") or not name.endswith("_"))
-    rows: PartialRows = [(_all(call, op), P(op)) for op in (("avg",) if whole else ("sum", "avg"))]
-    if len(call.tensors) == 2:
-        rows += [(_only(call, i, "avg"), P("avg")) for i in (0, 1)]
-    return rows
+    rows = [_partial(call, op) for op in (("avg",) if whole else ("sum", "avg"))]
+    return rows + [_partial(call, "avg", i) for i in (0, 1) if len(call.tensors) == 2]
 
 
 def _reversed_difference(call: OpCall) -> PartialRows:
-    return [(_all(call, op), P(op)) for op in (("avg",) if _number_operands(call) else ("sum", "avg"))]
+    return [_partial(call, op) for op in (("avg",) if _number_operands(call) else ("sum", "avg"))]
 
 
 def _negated(call: OpCall) -> PartialRows:
@@ -107,37 +103,31 @@ def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
     return op in ("sum", "avg") and floating and keeps_digits(source.dtype, target.dtype)
 
 
-def _result(call: OpCall) -> TensorMeta:
-    return (call.outputs or call.tensors)[0]
-
-
-def _chosen(call: OpCall, first: int, count: int) -> PartialRows:
-    """One of `count` operands from `first` on is chosen for every element, not by its value."""
-    before, after = (R,) * first, (R,) * (len(call.tensors) - first - count)
+def _chosen(call: OpCall) -> PartialRows:
+    """`where`: one of the operands behind the condition is chosen for every element, not by its value."""
+    chosen = range(1, len(call.tensors))
+    kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], call.outputs[0])] for op in REDUCE_OPS}
     rows: PartialRows = []
-    chosen = range(first, first + count)
-    kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], _result(call))] for op in REDUCE_OPS}
-    if count > 1 or not any(isinstance(value, int | float | complex) for value in call.bound.values()):
-        rows += [((*before, *(P(op),) * count, *after), P(op)) for op in REDUCE_OPS if len(kept[op]) == count]
-    for op in IDEMPOTENT:
-        rows += [(_only(call, i, op), P(op)) for i in kept[op]]
+    if len(chosen) > 1 or not any(isinstance(value, int | float | complex) for value in call.bound.values()):
+        rows += [_partial(call, op, *chosen) for op in REDUCE_OPS if len(kept[op]) == len(chosen)]
+    rows += [_partial(call, op, i) for op in IDEMPOTENT for i in kept[op]]
     return list(dict.fromkeys(rows))
 
 
 def _masked_fill(call: OpCall) -> PartialRows:
-    rows: PartialRows = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    rows = [_partial(call, op, 0) for op in IDEMPOTENT]
     if len(call.tensors) == 2:
-        rows.append(((P("sum"), R), P("sum")))
-    if len(call.tensors) == 3:
-        ops = [op for op in REDUCE_OPS if _commutes(op, call.tensors[2], _result(call))]
-        rows += [((P(op), R, P(op)), P(op)) for op in ops]
-        rows += [((R, R, P(op)), P(op)) for op in ops if op in IDEMPOTENT]
+        rows.append(_partial(call, "sum", 0))
+    else:
+        ops = [op for op in REDUCE_OPS if _commutes(op, call.tensors[2], (call.outputs or call.tensors)[0])]
+        rows += [_partial(call, op, 0, 2) for op in ops]
+        rows += [_partial(call, op, 2) for op in ops if op in IDEMPOTENT]
     return rows
 
 
 def _copied(call: OpCall) -> PartialRows:
     """`copy_`: the source's values, so any reduction may wait if the target has the same one."""
-    return _replaced(call) + [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
+    return _replaced(call) + [_partial(call, op, 0) for op in IDEMPOTENT]
 
 
 def _replaced(call: OpCall) -> PartialRows:
@@ -146,58 +136,44 @@ def _replaced(call: OpCall) -> PartialRows:
         return []
     target, source = call.tensors
     # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
-    return [(_all(call, op), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
+    return [_partial(call, op) for op in REDUCE_OPS if _commutes(op, source, target)]
 
 
 def _filled(call: OpCall) -> PartialRows:
     """`fill`: old values do not matter."""
-    rows: PartialRows = [(_only(call, 0, op), P(op)) for op in IDEMPOTENT]
-    if len(call.tensors) == 1:
-        rows.append(((P("sum"),), P("sum")))
-    return rows + _replaced(call)
+    ops = (*IDEMPOTENT, "sum") if len(call.tensors) == 1 else IDEMPOTENT
+    return [_partial(call, op, 0) for op in ops] + _replaced(call)
 
 
 def _extremum(op: str) -> Rule:
     """The larger (smaller) of two values, each fixed or a partial `op`; not `fmax`, which drops a NaN that wins."""
-
-    def rows(call: OpCall) -> PartialRows:
-        return [(_all(call, op), P(op)), *((_only(call, i, op), P(op)) for i in range(len(call.tensors)))]
-
-    return pointwise(partial=rows)
+    return pointwise(
+        partial=lambda call: [_partial(call, op), *(_partial(call, op, i) for i in range(len(call.tensors)))]
+    )
 
 
-def _bits(op: str) -> Rule:
-    """Bitwise `op` of two partial values that are to be reduced with the same `op`."""
-    return pointwise(partial=lambda call: [] if _number_operands(call) else [(_all(call, op), P(op))])
-
-
-def _multiplied(call: OpCall) -> PartialRows:
-    return [] if _number_operands(call) else [(_all(call, "product"), P("product"))]
+def _joint(op: str) -> Partials:
+    """`op` of two partial values that are to be reduced with the same `op`."""
+    return lambda call: [] if _number_operands(call) else [_partial(call, op)]
 
 
 def _linear_in(*groups: tuple[int, ...], averages: tuple[int, ...]) -> Rule:
     """Linear in the operands of each group together; an average of one of `averages` may meet fixed others."""
-
-    def rows(call: OpCall) -> PartialRows:
-        kept = [(op, group) for op in ("sum", "avg") for group in groups] + [("avg", (i,)) for i in averages]
-        count = range(len(call.tensors))
-        return [(tuple(P(op) if i in group else R for i in count), P(op)) for op, group in kept]
-
-    return pointwise(partial=rows)
+    kept = [(op, group) for op in ("sum", "avg") for group in groups] + [("avg", (i,)) for i in averages]
+    return pointwise(partial=lambda call: [_partial(call, op, *group) for op, group in kept])
 
 
 def _divided(call: OpCall) -> PartialRows:
     """True division is linear in the dividend; rounded division is not."""
     if call.get("rounding_mode") is not None or not isinstance(call[call.schema.inputs[0]], TensorMeta):
         return []
-    rest = (R,) * (len(call.tensors) - 1)
-    return [((P(op), *rest), P(op)) for op in ("sum", "avg")]
+    return [_partial(call, op, 0) for op in ("sum", "avg")]
 
 
 def _of_real_gradients(call: OpCall) -> PartialRows:
     """Linear in the gradient, but for integers, to which the result is rounded."""
     ops = ("sum", "avg") if call.tensors[0].dtype.is_floating_point else ()
-    return [(_only(call, 0, op), P(op)) for op in ops]
+    return [_partial(call, op, 0) for op in ops]
 
 
 def equal(call: OpCall) -> Iterator[Row]:
@@ -234,17 +210,15 @@ _RULES: dict[str, Rule] = {
     "positive": _KEPT,
     "copy_ copy": pointwise(partial=_copied),
     "fill": replace(pointwise(partial=_filled), local=_offset),
-    "zero": pointwise(partial=lambda call: [((P(op),), P(op)) for op in REDUCE_OPS if op != "bxor"]),
-    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(
-        partial=lambda call: _chosen(call, 1, len(call.tensors) - 1)
-    ),
+    "zero": pointwise(partial=lambda call: [_partial(call, op) for op in REDUCE_OPS if op != "bxor"]),
+    "where.self where.ScalarOther where.ScalarSelf where.self_out": pointwise(partial=_chosen),
     "where.Scalar": _PLAIN,
     "masked_fill": replace(pointwise(partial=_masked_fill), local=_offset),
     # -- linear
     "add sub": _SUM,
     "rsub": pointwise(partial=_reversed_difference),
     "neg": pointwise(linear=(0,), partial=_negated),
-    "mul": pointwise(linear=(0, 1), partial=_multiplied),
+    "mul": pointwise(linear=(0, 1), partial=_joint("product")),
     "div true_divide divide": pointwise(partial=_divided),
     "lerp": _linear_in((0, 1), averages=(0, 1)),
     "addcmul": _linear_in((0, 1), (0, 2), averages=(0,)),
@@ -259,9 +233,9 @@ _RULES: dict[str, Rule] = {
     "hardtanh hardsigmoid special_ndtr special_expit round": _RISING,
     "maximum max.other max.out": _extremum("max"),
     "minimum min.other min.out": _extremum("min"),
-    "bitwise_and __and__ __iand__": _bits("band"),
-    "bitwise_or __or__ __ior__": _bits("bor"),
-    "bitwise_xor __xor__ __ixor__": _bits("bxor"),
+    "bitwise_and __and__ __iand__": pointwise(partial=_joint("band")),
+    "bitwise_or __or__ __ior__": pointwise(partial=_joint("bor")),
+    "bitwise_xor __xor__ __ixor__": pointwise(partial=_joint("bxor")),
     "clamp clip clamp_min clamp_max": pointwise(monotone=True),
     # -- nothing but sharding
     "abs acos acosh angle arccos asin arcsin atanh arctanh arctan2 atan2 cos cosh digamma erfc erfinv frac": _PLAIN,

@@ -70,9 +70,6 @@ def _shards_reduced(local_call: LocalCall) -> bool:
     return bool(sharding_axes(local_call.inputs[0], reduced_dims(local_call.call)))
 
 
-# --- mean, variance ---------------------------------------------------------------------------------------------------
-
-
 def mean(call: OpCall) -> Iterator[Row]:
     for row in _rows(call, P("sum")):
         yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
@@ -187,9 +184,6 @@ def _norm(local_call: LocalCall) -> LocalFunction:
     return run
 
 
-# --- log-sum-exp ------------------------------------------------------------------------------------------------------
-
-
 def logsumexp(call: OpCall) -> Iterator[Row]:
     """Complex numbers have no maximum to subtract."""
     is_complex = call.outputs[0].dtype.is_complex
@@ -218,9 +212,6 @@ def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
     shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
     largest = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -inf)
     return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
-
-
-# --- segments ---------------------------------------------------------------------------------------------------------
 
 
 def segment_reduce(call: OpCall) -> Iterator[Row]:

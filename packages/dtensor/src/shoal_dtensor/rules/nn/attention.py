@@ -87,9 +87,6 @@ def attention_backward(call: OpCall) -> Iterator[Row]:
         yield from call.linear(first)
 
 
-# --- sharded queries under a causal mask -----------------------------------------------------------------------------
-
-
 def _attend(local_call: LocalCall) -> LocalFunction | None:
     """Under a causal mask the operator without it, forwards or backwards, and with this rank's rows of the mask.
 

@@ -34,8 +34,6 @@ from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 
 NONE, MEAN, SUM = 0, 1, 2
 
-# -- elementwise losses --------------------------------------------------------------------------------------------
-
 
 def loss(call: OpCall) -> Iterator[Row]:
     """Without reduction elementwise; else every sharded dim leaves a partial sum."""
@@ -79,9 +77,6 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
         return (total, *rest) if rest else total
 
     return run
-
-
-# -- losses of one sample each ---------------------------------------------------------------------------------------
 
 
 def sample_loss(call: OpCall) -> Iterator[Row]:

@@ -24,9 +24,6 @@ from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, 
 SPATIAL = 2  # the first dim behind the channels
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
 def _sums(*statistics: TensorMeta) -> Traffic:
     """The all-reduce of so many numbers."""
     return all_reduce_traffic(bytes_of(*statistics))
@@ -194,11 +191,21 @@ def _per_channel(spec: Spec) -> list[int]:
     return [-1, *[1] * (spec.ndim - 2)]
 
 
-# --- local functions --------------------------------------------------------------------------------------------------
-
-
 Local = Callable[[LocalCall], LocalFunction | None]
-StatisticsOf = Callable[[LocalCall], Statistics | None]
+
+
+def _local(
+    function: Callable[[LocalCall, Statistics], LocalFunction],
+    statistics_of: Callable[[LocalCall], Statistics | None],
+    otherwise: Local = lambda local_call: None,
+) -> Local:
+    """`function` where a dim is sharded that statistics are over, else what `otherwise` returns."""
+
+    def local(local_call: LocalCall) -> LocalFunction | None:
+        statistics = statistics_of(local_call)
+        return otherwise(local_call) if statistics is None else function(local_call, statistics)
+
+    return local
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -206,40 +213,34 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _normalise(statistics_of: StatisticsOf, otherwise: Local | None = None) -> Local:
+def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     """Mean = (sum over shards of x) / count; variance = (sum over shards of (x - mean) ** 2) / count.
 
     RMS norm, which has no bias, takes 0 for the mean.
     """
+    call = local_call.call
+    names, parameters, outputs = call.schema.positional, statistics.parameters, local_call.outputs
+    eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
 
-    def local(local_call: LocalCall) -> LocalFunction | None:
-        statistics, call = statistics_of(local_call), local_call.call
-        if statistics is None:
-            return otherwise(local_call) if otherwise else None
-        names, parameters, outputs = call.schema.positional, statistics.parameters, local_call.outputs
-        eps = torch.finfo(local_call["input"].dtype).eps if call["eps"] is None else call["eps"]
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        x, weight, bias = given["input"], given["weight"], given.get("bias")
+        centred, made = _wide(x).reshape(statistics.shape), []
+        if "bias" in given:
+            made = [*statistics.means(centred)]
+            centred = centred - made[0]
+        (variance,) = statistics.means(centred * centred)
+        made.append((variance + eps).rsqrt())
+        result = (centred * made[-1]).reshape(x.shape)
+        result = result if weight is None else result * weight.reshape(parameters)
+        result = result if bias is None else result + bias.reshape(parameters)
+        if "momentum" in given:
+            _update(given, made[0], variance, statistics.count)
+            made.append(x.new_empty(0))  # what some overloads reserve for their gradient
+        pairs = zip((result, *made), outputs, strict=False)
+        return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
 
-        def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            x, weight, bias = given["input"], given["weight"], given.get("bias")
-            centred, made = _wide(x).reshape(statistics.shape), []
-            if "bias" in given:
-                made = [*statistics.means(centred)]
-                centred = centred - made[0]
-            (variance,) = statistics.means(centred * centred)
-            made.append((variance + eps).rsqrt())
-            result = (centred * made[-1]).reshape(x.shape)
-            result = result if weight is None else result * weight.reshape(parameters)
-            result = result if bias is None else result + bias.reshape(parameters)
-            if "momentum" in given:
-                _update(given, made[0], variance, statistics.count)
-                made.append(x.new_empty(0))  # what some overloads reserve for their gradient
-            pairs = zip((result, *made), outputs, strict=False)
-            return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
-
-        return in_every_form(call, run)
-
-    return local
+    return in_every_form(call, run)
 
 
 def _update(given: dict[str, Any], mean: Tensor, variance: Tensor, count: int) -> None:
@@ -250,39 +251,33 @@ def _update(given: dict[str, Any], mean: Tensor, variance: Tensor, count: int) -
             running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
 
 
-def _normalise_backward(statistics_of: StatisticsOf, otherwise: Local | None = None) -> Local:
+def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
     """The two means of the gradient that the input's needs are sums over shards / count; of RMS norm it needs one."""
+    call = local_call.call
+    names, mask = call.schema.positional, call["output_mask"]
+    mean_name = next((name for name in ("mean", "save_mean") if name in names), "")
+    rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
 
-    def local(local_call: LocalCall) -> LocalFunction | None:
-        statistics, call = statistics_of(local_call), local_call.call
-        if statistics is None:
-            return otherwise(local_call) if otherwise else None
-        names, mask = call.schema.positional, call["output_mask"]
-        mean_name = next((name for name in ("mean", "save_mean") if name in names), "")
-        rstd_name = next(name for name in ("rstd", "save_invstd", "save_var") if name in names)
+    def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        x, weight, rstd = given["input"], given["weight"], statistics.given(given[rstd_name])
+        gradient, normal = _wide(given["grad_out"]), _wide(x).reshape(statistics.shape)
+        scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
+        scaled = scaled.reshape(statistics.shape)
+        if mean_name:
+            normal = (normal - statistics.given(given[mean_name])) * rstd
+            first, second = statistics.means(scaled, scaled * normal)
+            of_input = (scaled - first - normal * second) * rstd
+        else:
+            normal = normal * rstd
+            (second,) = statistics.means(scaled * normal)
+            of_input = (scaled - normal * second) * rstd
+        of_weight = statistics.summed(gradient * normal.reshape(x.shape))
+        results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
+        specs = iter(local_call.outputs)
+        return tuple(t.to(next(specs).dtype) if wanted else None for t, wanted in zip(results, mask, strict=False))
 
-        def run(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            x, weight, rstd = given["input"], given["weight"], statistics.given(given[rstd_name])
-            gradient, normal = _wide(given["grad_out"]), _wide(x).reshape(statistics.shape)
-            scaled = gradient if weight is None else gradient * weight.reshape(statistics.parameters)
-            scaled = scaled.reshape(statistics.shape)
-            if mean_name:
-                normal = (normal - statistics.given(given[mean_name])) * rstd
-                first, second = statistics.means(scaled, scaled * normal)
-                of_input = (scaled - first - normal * second) * rstd
-            else:
-                normal = normal * rstd
-                (second,) = statistics.means(scaled * normal)
-                of_input = (scaled - normal * second) * rstd
-            of_weight = statistics.summed(gradient * normal.reshape(x.shape))
-            results = (of_input.reshape(x.shape), of_weight, statistics.summed(gradient))
-            specs = iter(local_call.outputs)
-            return tuple(t.to(next(specs).dtype) if wanted else None for t, wanted in zip(results, mask, strict=False))
-
-        return in_every_form(call, run)
-
-    return local
+    return in_every_form(call, run)
 
 
 def _resized(local_call: LocalCall) -> LocalFunction | None:
@@ -306,28 +301,26 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(local_call.call, run)
 
 
+_LAYER = _local(_normalise, _of_trailing_dims)
+_LAYER_BACKWARD = _local(_normalise_backward, _of_trailing_dims)
+_BATCH = _local(_normalise, _of_batch, _with_given)
+_BATCH_BACKWARD = _local(_normalise_backward, _of_batch)
+_GROUP = _local(_normalise, _of_groups, _resized)
+_GROUP_BACKWARD = _local(_normalise_backward, _of_groups, _resized)
 _SIZES = ("normalized_shape",)
-_BATCH_BACKWARD = _normalise_backward(_of_batch)
 
 NORMS: Table = family(
     {
-        "native_layer_norm _fused_rms_norm": Rule(
-            layer_norm, _normalise(_of_trailing_dims), skip_empty=True, sizes=_SIZES
-        ),
-        "native_layer_norm_backward _fused_rms_norm_backward": Rule(
-            layer_norm_backward, _normalise_backward(_of_trailing_dims), sizes=_SIZES
-        ),
-        "native_batch_norm _native_batch_norm_legit _batch_norm_with_update _batch_norm_no_update": Rule(
-            batch_norm, _normalise(_of_batch, _with_given), skip_empty=True
-        ),
+        "native_layer_norm _fused_rms_norm": Rule(layer_norm, _LAYER, skip_empty=True, sizes=_SIZES),
+        "native_layer_norm_backward _fused_rms_norm_backward": Rule(layer_norm_backward, _LAYER_BACKWARD, sizes=_SIZES),
+        "native_batch_norm _native_batch_norm_legit": Rule(batch_norm, _BATCH, skip_empty=True),
+        "_batch_norm_with_update _batch_norm_no_update": Rule(batch_norm, _BATCH, skip_empty=True),
         "native_batch_norm_backward batch_norm_backward": Rule(batch_norm_backward, _BATCH_BACKWARD, skip_empty=True),
     },
     unordered=True,
 ) | family(
     {
-        "native_group_norm": Rule(group_norm, _normalise(_of_groups, _resized), skip_empty=True),
-        "native_group_norm_backward": Rule(
-            group_norm_backward, _normalise_backward(_of_groups, _resized), skip_empty=True
-        ),
+        "native_group_norm": Rule(group_norm, _GROUP, skip_empty=True),
+        "native_group_norm_backward": Rule(group_norm_backward, _GROUP_BACKWARD, skip_empty=True),
     }
 )

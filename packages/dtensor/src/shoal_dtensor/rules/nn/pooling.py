@@ -29,12 +29,7 @@ def spatial_dims(call: OpCall) -> int:
 
 
 def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
-    """Rows for the leading dims that all operands share: each plane is treated for itself; spatial dims are replicated.
-
-    Args:
-        call: of an operator whose name says how many spatial dims it has.
-        linear: the argument in which the operator is linear.
-    """
+    """Rows for the leading dims that all operands share, and of the argument in which the operator is linear."""
     operands = (*call.tensors, *call.outputs)
     for d in range(max(min(t.ndim for t in operands) - spatial_dims(call), 0)):
         if len({t.shape[d] for t in operands}) == 1:
@@ -129,10 +124,10 @@ def _enlarging(call: OpCall) -> dict[int, Windows]:
 def windowed(call: OpCall) -> Iterator[Row]:
     """Rows of planes, then one per spatial dim: what has the result's size is sharded as its windows are."""
     is_gradient = "grad_output" in call.places
-    yield from planes(call, "grad_output" if is_gradient else "" if _takes_maximum(call) else "self")
+    yield from planes(call, "" if _takes_maximum(call) and not is_gradient else next(iter(call.places)))
     for dim, windows in _windows(call).items():
         whole, result = S(dim), S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
-        inputs: dict[str, Any] = {name: whole if name == "self" else result for name in call.places}
+        inputs: dict[str, Any] = {name: whole if name in ("self", "input") else result for name in call.places}
         traffic = halo_traffic(windows, call.get("self", call.tensors[0]), dim)
         yield call.row(**inputs, out=whole if is_gradient else result, traffic=traffic)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
-from ...layout.spec import Spec
 from ..exchange import Relocation, Run, intervals
 from ..language.local_ops import bytes_of, in_every_form, shard_index, with_arguments
 from ..language.rule import LocalCall, LocalFunction, OpCall, R, Row, Rule, S, Table, Traffic, family
@@ -27,15 +26,6 @@ from .slicing import PadMap, SliceMap, chunk_sharding
 from .views import rearrangement, same_dims, with_input_sizes
 
 aten: Any = torch.ops.aten
-
-
-def _is_end(spec: Spec, dim: int) -> tuple[bool, bool]:
-    """Whether this rank holds the first and the last shard of a dim."""
-    shard = shard_index(spec, dim)
-    return shard == 0, shard == spec.dim_sharding(dim).shards - 1
-
-
-# --- cat and stack ----------------------------------------------------------------------------------------------------
 
 
 def cat(call: OpCall) -> Iterator[Row]:
@@ -126,11 +116,11 @@ def _constant_pad_nd(local_call: LocalCall) -> LocalFunction | None:
     local: list[int] = []
     for d in reversed(range(source.ndim)):
         before, after = pads.get(d, (0, 0))
-        first, last = _is_end(source, d)
+        shard, last = shard_index(source, d), source.dim_sharding(d).shards - 1
         start, stop = source.box(source.coordinate or (0,) * source.mesh.ndim)[d]
-        low = before if before >= 0 and first else -min(max(0, -before - start), stop - start)
+        low = before if before >= 0 and shard == 0 else -min(max(0, -before - start), stop - start)
         end = source.shape[d] - stop
-        high = after if after >= 0 and last else -min(max(0, -after - end), stop - start + min(low, 0))
+        high = after if after >= 0 and shard == last else -min(max(0, -after - end), stop - start + min(low, 0))
         local += [low, high]
     op = local_call.call.op
     return lambda x, pad, *args, **kwargs: op(x, local, *args, **kwargs)
@@ -211,9 +201,6 @@ def rot90(call: OpCall) -> Iterator[Row]:
     turned = {int(d) % ndim for d in call["dims"]}
     yield from same_dims(call, ((d, d) for d in range(ndim) if d not in turned))
     yield from call.keeping_partials("self")
-
-
-# --- repeat -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,15 +82,12 @@ class SliceGradMap:
         selected = SliceMap(self.start, self.start + sharding.length * self.step, self.step)
         if selected(default) == sharding:
             return default
-        ends = [*sharding.offsets[1:], sharding.length]
-        bounds = [0, *(self._bound(end, sharding.length) for end in ends[:-1]), self.length]
-        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
-    def _bound(self, elements: int, total: int) -> int:
-        """Where the shard ends that ends with the first `elements` of the slice."""
-        if elements in (0, total):
-            return 0 if elements == 0 else self.length
-        return self.start + elements * self.step
+        def end(n: int) -> int:  # of the shard that ends with the first `n` elements of the slice
+            return 0 if n == 0 else self.length if n == sharding.length else self.start + n * self.step
+
+        bounds = [0, *map(end, sharding.offsets[1:]), self.length]
+        return DimSharding(sharding.axes, sharding.axis_sizes, tuple(b - a for a, b in pairwise(bounds)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +303,6 @@ def _slice_backward(local_call: LocalCall) -> LocalFunction:
     return run
 
 
-# --- writes into a slice, out of place --------------------------------------------------------------------------------
-
-
 def slice_scatter(call: OpCall) -> Iterator[Row]:
     """`select_scatter` too, whose source lacks the dim."""
     dim, is_one = call.dim(), "index" in call.bound
@@ -336,16 +330,15 @@ def _slice_scatter(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-_SPLIT = Rule(slice_, _split, unordered=True)
-
-SLICING: Table = {
-    aten.slice.Tensor: Rule(slice_, _slice, unordered=True),
-    aten.select.int: Rule(select, _select, unordered=True),
-    aten.unbind.int: Rule(select, _unbind, unordered=True),
-    aten.slice_backward.default: Rule(slice_backward, _slice_backward, unordered=True),
-    aten.select_backward.default: Rule(select_backward, _slice_backward, unordered=True),
-    aten.split.Tensor: _SPLIT,
-    aten.split_with_sizes.default: _SPLIT,
-    aten.unsafe_split.Tensor: _SPLIT,
-    aten.unsafe_split_with_sizes.default: _SPLIT,
-} | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter)})
+SLICING: Table = family(
+    {
+        "slice.Tensor": Rule(slice_, _slice),
+        "split.Tensor split_with_sizes.default": Rule(slice_, _split),
+        "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split),
+        "select.int": Rule(select, _select),
+        "unbind.int": Rule(select, _unbind),
+        "slice_backward.default": Rule(slice_backward, _slice_backward),
+        "select_backward.default": Rule(select_backward, _slice_backward),
+    },
+    unordered=True,
+) | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter)})

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table
+from ..language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S, Table, family
 
 
 class DimMapping(NamedTuple):
@@ -165,9 +165,6 @@ def rearrangement(
     return Rule(with_partials, local, unordered=True, sizes=sizes)
 
 
-# --- reshapes -------------------------------------------------------------------------------------------------------
-
-
 def view(call: OpCall) -> Iterator[Row]:
     """The row-major order of elements stays: rows of any reshape, from its global shapes."""
     for m in reshape_mappings(call["self"].shape, call.outputs[0].shape):
@@ -223,9 +220,6 @@ def view_dtype(call: OpCall) -> Iterator[Row]:
         yield call.row(self=S(last, max(1, n // steps)), out=S(last, max(1, m // steps)))
 
 
-# --- permutations ---------------------------------------------------------------------------------------------------
-
-
 def permute(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
     yield from same_dims(call, ((int(dim) % ndim, i) for i, dim in enumerate(call["dims"])))
@@ -239,9 +233,6 @@ def transpose(call: OpCall) -> Iterator[Row]:
 def t(call: OpCall) -> Iterator[Row]:
     ndim = call["self"].ndim
     yield from same_dims(call, ((d, ndim - 1 - d) for d in range(ndim)))
-
-
-# --- broadcasts, windows ----------------------------------------------------------------------------------------------
 
 
 def expand(call: OpCall) -> Iterator[Row]:
@@ -281,9 +272,6 @@ def view_as_complex(call: OpCall) -> Iterator[Row]:
     yield from call.linear("self")
 
 
-# --- gradients of views -----------------------------------------------------------------------------------------------
-
-
 def with_input_sizes(local_call: LocalCall) -> LocalFunction:
     """The gradient of a view, whose operator takes the sizes of its input: this rank's."""
     op, shape = local_call.call.op, local_call.outputs[0].local_shape
@@ -303,27 +291,22 @@ def unfold_backward(call: OpCall) -> Iterator[Row]:
     yield from call.linear("grad_in")
 
 
-_RESHAPE = rearrangement(view, _view)
-_SQUEEZE = rearrangement(squeeze, _squeeze)
-
-VIEWS: Table = {
-    aten.view.default: _RESHAPE,
-    aten._unsafe_view.default: _RESHAPE,
-    aten._reshape_alias.default: _RESHAPE,
-    aten.unsqueeze.default: rearrangement(unsqueeze, None, sizes=()),
-    aten.squeeze.default: _SQUEEZE,
-    aten.squeeze.dim: _SQUEEZE,
-    aten.squeeze.dims: _SQUEEZE,
-    aten.view.dtype: Rule(view_dtype),
-    aten.permute.default: rearrangement(permute, None, sizes=()),
-    aten.transpose.int: rearrangement(transpose, None, sizes=()),
-    aten.t.default: rearrangement(t, None, sizes=()),
-    aten.expand.default: rearrangement(expand, _expand),
-    aten.unfold.default: rearrangement(unfold, _unfold),
-    aten.view_as_real.default: Rule(view_as_real),
-    aten.view_as_complex.default: Rule(view_as_complex),
-    # Strides are about one storage, which no rank has: gathered, and so no view of its input.
-    aten.as_strided.default: Rule(lambda call: call.keeping_partials("self")),
-    aten.as_strided_scatter.default: Rule(lambda call: call.keeping_partials("self", "src")),
-    aten.unfold_backward.default: Rule(unfold_backward, with_input_sizes, skip_empty=True),
-}
+VIEWS: Table = family(
+    {
+        "view.default _unsafe_view.default _reshape_alias.default": rearrangement(view, _view),
+        "unsqueeze.default": rearrangement(unsqueeze, None, sizes=()),
+        "squeeze.default squeeze.dim squeeze.dims": rearrangement(squeeze, _squeeze),
+        "view.dtype": Rule(view_dtype),
+        "permute.default": rearrangement(permute, None, sizes=()),
+        "transpose.int": rearrangement(transpose, None, sizes=()),
+        "t.default": rearrangement(t, None, sizes=()),
+        "expand.default": rearrangement(expand, _expand),
+        "unfold.default": rearrangement(unfold, _unfold),
+        "view_as_real.default": Rule(view_as_real),
+        "view_as_complex.default": Rule(view_as_complex),
+        # Strides are about one storage, which no rank has: gathered, and so no view of its input.
+        "as_strided.default": Rule(lambda call: call.keeping_partials("self")),
+        "as_strided_scatter.default": Rule(lambda call: call.keeping_partials("self", "src")),
+        "unfold_backward.default": Rule(unfold_backward, with_input_sizes, skip_empty=True),
+    }
+)
