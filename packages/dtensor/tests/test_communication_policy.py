@@ -1,4 +1,4 @@
-"""Covers: dispatch/communication_policy.py: nothing communicates on its own where that is forbidden."""
+"""Covers: dispatch/decision.py: nothing communicates on its own where that is forbidden."""
 
 from __future__ import annotations
 

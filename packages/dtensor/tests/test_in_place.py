@@ -1,4 +1,4 @@
-"""Covers: dispatch/in_place.py: operators that change a tensor's shape in place."""
+"""Covers: dispatch/results.py: operators that change a tensor's shape in place."""
 
 from __future__ import annotations
 

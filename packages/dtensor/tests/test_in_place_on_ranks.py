@@ -1,4 +1,4 @@
-"""Covers: dispatch/in_place.py, redistribute/execution/norm_cache.py: writes in place, on gloo ranks."""
+"""Covers: dispatch/results.py, redistribute/execution/norm_cache.py: writes in place, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_dtensor import (
     communication,
     distribute_tensor,
 )
-from shoal_dtensor.dispatch.in_place import check_outs
+from shoal_dtensor.dispatch.results import check_outs
 from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError
 from shoal_dtensor.tensor.autograd import redistributed
 from shoal_mesh import CommDebugMode, DeviceMesh, abstract_mesh, init_device_mesh

@@ -5,23 +5,23 @@ a list of tensors is not searched for numbers.
 """
 
 from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
+
 import torch
+
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
+
 from .._torch import OpOverload
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
-from ..layout.tensor_meta import TensorMeta, flatten
-from .c10d import is_collective
-from .plain_tensors import is_candidate
-from collections.abc import Callable, Mapping
-from typing import Any
 from ..layout.symbolic_sizes import constant, traced_with
-from ..layout.tensor_meta import TensorMeta
-
+from ..layout.tensor_meta import TensorMeta, flatten
+from .composites import is_collective
+from .plain_tensors import is_candidate
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -73,13 +73,7 @@ class Plain(NamedTuple):
 
 
 def readers_of(op: OpOverload, cls: Any, *, by_value: bool) -> Readers:
-    """How the arguments of an operator are read.
-
-    Args:
-        op: the overload.
-        cls: the DTensor class.
-        by_value: whether numbers are part of the key, or only their types.
-    """
+    """How the arguments of an operator are read; numbers are part of the key `by_value`, or only by their types."""
     arguments = op._schema.arguments
     if is_collective(op):  # one decision for all arguments, among which process groups are new objects in every call
         return Readers((_unread,) * len(arguments), {argument.name: _unread for argument in arguments})
@@ -181,12 +175,7 @@ def _specs(tensors: Any) -> tuple[Spec, ...] | None:
 
 
 def specs_of(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call with specs in place of tensors; plain tensors are replicated.
-
-    Args:
-        cls: the DTensor class.
-        args, kwargs: the arguments.
-    """
+    """The arguments of a call with specs in place of tensors; plain tensors are replicated."""
     given = (cls, args, kwargs)
     return [_with_specs(arg, given) for arg in args], {name: _with_specs(arg, given) for name, arg in kwargs.items()}
 
@@ -252,21 +241,12 @@ def places_of(arguments: Iterable[tuple[int | str, Any]]) -> Iterator[tuple[int 
             yield from ((place, i) for i, item in enumerate(value) if isinstance(item, TensorMeta))
 
 
-def numbered(value: Any, numbers: Iterator[int]) -> Any:
-    """The structure of an argument with each tensor replaced by its flat index."""
-    if isinstance(value, TensorMeta):
-        return next(numbers)
-    return [numbered(item, numbers) for item in value] if is_list(value) else None
-
-
-def indices_at(place: Any, element: int) -> Iterator[int]:
-    """The flat indices that element `element` of a `foreach` call reads from an argument."""
-    index = place[element] if isinstance(place, list) and place else place
-    if isinstance(index, int):
-        yield index
-
-
-# --- symbolic_calls: Deciding calls whose sizes torch.compile keeps as symbols, so that one graph serves every length. What moves is chosen for the sizes that the compiler traces with: any choice is right, so it needs no guard. Whether the operator may then run on the shards is asked of the rule with the symbols themsel
+# --- sizes that torch.compile keeps as symbols ------------------------------------------------------------------------
+#
+# One graph serves every length.  What moves is chosen for the sizes that the compiler traces with: any choice is right,
+# so it needs no guard.  Whether the operator may then run on the shards is asked of the rule with the symbols
+# themselves: each of its comparisons becomes a guard of the graph.  What cannot be answered so is decided for
+# constants; the next length is another graph.
 
 
 class NeedsConstantsError(Exception):

@@ -70,15 +70,12 @@ def assign(rows: Sequence[Row], problem: ShardingProblem, mesh: DeviceMesh) -> S
     choices = [[*_candidates(rows, problem, axis), whole] for axis in range(mesh.ndim)]
     best: tuple[float, int] | None = None
     cheapest: Sharding | None = None
-    for combination in islice(product(*choices), MAX_COMBINATIONS):
-        for inputs, outputs in _resolve(combination, problem, mesh):
-            if not _keeps(problem, inputs, outputs) or any(_mixes(spec) for spec in (*inputs, *outputs)):
-                continue
-            changed = [i for i, (a, b) in enumerate(zip(problem.specs, inputs, strict=True)) if not a.same_layout(b)]
-            total = sum(price(problem.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
-            order = (round(total, 9), len(changed))
-            if best is None or order < best:
-                best, cheapest = order, Sharding(inputs, outputs, _communicating(combination))
+    for combination, inputs, outputs in _assignments(choices, problem, mesh):
+        changed = [i for i, (a, b) in enumerate(zip(problem.specs, inputs, strict=True)) if not a.same_layout(b)]
+        total = sum(price(problem.specs[i], inputs[i]) for i in changed) + _traffic(combination, mesh)
+        order = (round(total, 9), len(changed))
+        if best is None or order < best:
+            best, cheapest = order, Sharding(inputs, outputs, _communicating(combination))
     return cheapest
 
 
@@ -97,12 +94,20 @@ def unmoved(
     for axis in range(mesh.ndim):
         staying = _candidates([row for row in rows if _stays(row, problem, axis, communicating)], problem, axis)
         choices.append([*staying, whole] if _stays(whole, problem, axis) else staying)
+    for combination, inputs, outputs in _assignments(choices, problem, mesh):
+        if all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True)):
+            return Sharding(inputs, outputs, _communicating(combination))
+    return None
+
+
+def _assignments(
+    choices: Sequence[Sequence[Row]], problem: ShardingProblem, mesh: DeviceMesh
+) -> Iterator[tuple[Sequence[Row], tuple[Spec, ...], tuple[Spec, ...]]]:
+    """Every combination of a row per mesh axis, with specs of inputs and outputs that keep written tensors' layouts."""
     for combination in islice(product(*choices), MAX_COMBINATIONS):
         for inputs, outputs in _resolve(combination, problem, mesh):
-            unchanged = all(a.same_layout(b) for a, b in zip(problem.specs, inputs, strict=True))
-            if unchanged and _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
-                return Sharding(inputs, outputs, _communicating(combination))
-    return None
+            if _keeps(problem, inputs, outputs) and not any(map(_mixes, (*inputs, *outputs))):
+                yield combination, inputs, outputs
 
 
 def _with_whole(rows: Sequence[Row], problem: ShardingProblem) -> tuple[Sequence[Row], Row]:

@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed` on DTensors: on the local shards where that is what they mean, else refused.
+"""Operators that run by other calls: collectives of `torch.distributed`, and lists in which elements differ.
 
 `dist.all_reduce(weight.grad, group=data_parallel)` means the sum of the tensors that the ranks of the group hold.
 Where each of them holds the same shard of such a tensor, that is the sum of their shards:
@@ -6,26 +6,27 @@ Where each of them holds the same shard of such a tensor, that is the sum of the
 - the group has no other rank of the tensor's mesh: each rank of it holds a tensor on a mesh of its own; or
 - the group is all ranks along some mesh axes, along which the tensor is replicated.
 
-A reduction of values that are partial along other axes must commute with theirs.
+A reduction of values that are partial along other axes must commute with theirs.  All else is refused.
+
+An operator on lists does the same to every element: it runs on one after the other where one writes what is
+redistributed for another, or on those of one mesh by themselves.
 """
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
-from .._torch import OpOverload, count_write, group_ranks, reduction_name
+
+from .._torch import OpOverload, count_write, group_ranks, reduction_name, shares_memory
 from ..errors import InPlaceError, MixedTensorError, NoRuleError, PlacementError
 from ..layout.placements import Replicate
 from ..layout.tensor_meta import flatten
 from .results import wrap
-from ..layout.spec import Spec
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-from .._torch import OpOverload, shares_memory
-
 
 # Operator -> position of its group, position of its reduction.  All of them return what they are given, reduced or
 # broadcast; what gathers, scatters or exchanges makes tensors of other shapes, which only mesh axes can name.
@@ -42,6 +43,9 @@ _ON_SHARDS: dict[str, tuple[int | None, int | None]] = {
     "_c10d_functional::broadcast_": (2, None),
 }
 _UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
 
 
 def is_collective(op: OpOverload) -> bool:
@@ -130,7 +134,7 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     return axes if complete else None
 
 
-# --- foreach: Operators on lists that do the same to every element: one by one, or those of one mesh by themselves.
+# --- lists ------------------------------------------------------------------------------------------------------------
 
 
 def must_run_sequentially(moved: Sequence[tuple[Any, Any]], written: Sequence[int | str], args: Sequence[Any]) -> bool:
@@ -160,11 +164,6 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
     An element is what the lists have at one position; plain tensors without dims go with any kind.  None if all
     elements are of one kind, if an element is of two kinds, or if a tensor with dims is shared by all.
-
-    Args:
-        cls: the DTensor class.
-        op: the overload.
-        args, kwargs: its arguments.
     """
     values = [*args, *kwargs.values()]
     count = len(next(value for value in values if isinstance(value, list | tuple)))

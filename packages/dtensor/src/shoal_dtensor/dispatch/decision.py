@@ -1,24 +1,30 @@
-"""What a call does once it is decided, as data: one class per kind of call."""
+"""What a call does once it is decided, as data: one class per kind of call; and what it may communicate on its own.
+
+`communication("warn" | "forbid")` says so for operators, gradients and reads.  Plans and rules say beforehand what they
+send, and are refused before anything runs.  Beside that, local functions run under an observer of the mesh layer, so a
+collective that no rule declares is refused as well.
+"""
 
 from __future__ import annotations
+
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from shoal_mesh.internal import dataclass
-from ..layout.tensor_meta import TensorMeta
-from ..layout.spec import Spec
-from ..redistribute.steps import Plan
-from ..rules.language.rule import OpCall
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
 from warnings import warn
-from shoal_mesh.internal import Event, observe, unobserve
+
+from shoal_mesh.internal import Event, dataclass, observe, unobserve
+
 from ..errors import CommunicationForbiddenError
+from ..layout.tensor_meta import TensorMeta
 from ..scopes import Scope, current
 
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+    from ..redistribute.steps import Plan
+    from ..rules.language.rule import OpCall
 
 _LOG = logging.getLogger("shoal.decisions")  # SHOAL_LOG=decisions: see shoal_mesh.log_to_stderr
 
@@ -145,7 +151,7 @@ def log_decision(op: object, args: Sequence[Any], kwargs: Mapping[str, Any], dec
     _LOG.debug("%s(%s) -> %s%s", op, given, ", ".join(map(str, outputs)), "".join(f"\n  {move}" for move in moves))
 
 
-# --- communication_policy: `communication("warn" | "forbid")`: what an operator, a gradient or a read may start on its own. Plans and rules say beforehand what they send, and are refused before anything runs. Beside that, local functions run under an observer of the mesh layer, so a collective that no rule declares is refused
+# --- the communication policy -----------------------------------------------------------------------------------------
 
 
 def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:

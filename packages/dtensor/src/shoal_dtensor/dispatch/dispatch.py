@@ -30,7 +30,7 @@ from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
-from .communication_policy import watched
+from .composites import must_run_sequentially, run_by_kind, run_sequentially
 from .decision import (
     CompositeDecision,
     Decision,
@@ -39,13 +39,12 @@ from .decision import (
     ResultKind,
     SimpleDecision,
     log_decision,
+    watched,
 )
-from .foreach import must_run_sequentially, run_by_kind, run_sequentially
 from .global_outputs import run_on_few
-from .in_place import count_writes, follow
 from .plain_tensors import OF_SHAPES, check_recorded, values_read, verify_replicated
 from .propagate import Circumstances, decide, rule_of
-from .results import in_order, is_out_of_order, mapped, with_kernel_metadata, wrap_dynamic
+from .results import count_writes, follow, in_order, is_out_of_order, mapped, with_kernel_metadata, wrap_dynamic
 
 # Decisions kept per operator and scope; when full, the oldest goes.  A training step needs a handful per operator.
 MAX_DECISIONS = 4096

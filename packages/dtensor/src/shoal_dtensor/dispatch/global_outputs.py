@@ -38,12 +38,7 @@ class GlobalOutputs(NamedTuple):
 def by_meta_kernel(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Sequence[Spec]
 ) -> GlobalOutputs:
-    """The outputs of a call on global tensors; none if they depend on data.
-
-    Args:
-        op: the overload.
-        args, kwargs: its arguments, each tensor as its spec.
-        specs: all of those.
+    """The outputs of a call on global tensors, given as `specs`; none if they depend on data.
 
     Raises:
         OperatorArgumentError: if the operator refuses its arguments; OperatorIndexError: a dim or an index of them.

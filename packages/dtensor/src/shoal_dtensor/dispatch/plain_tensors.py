@@ -34,7 +34,7 @@ from ..errors import MixedTensorError, NoRuleError
 from ..rows_of_ranks import extremes_of_ranks
 from ..rules.language.op_call import schema_of
 from ..scopes import current
-from .communication_policy import notice_of
+from .decision import notice_of
 
 
 def _elements_spanned(tensor: torch.Tensor) -> int:
@@ -59,10 +59,8 @@ def verify_replicated(mesh: DeviceMesh, what: str, tensors: Sequence[torch.Tenso
     Values that are not known yet (while tracing) are not compared; tensors on the meta device have none and pass.
 
     Args:
-        mesh: of the DTensors beside them.
-        what: the operator, for the error.
-        tensors: the plain tensors.
-        candidates: whether this rank takes all of them for candidates.
+        mesh: of the DTensors beside them; what: the operator, for the error.
+        tensors: the plain tensors; candidates: whether this rank takes all of them for candidates.
 
     Raises:
         MixedTensorError: on every rank, if one of them is not a candidate or differs, on any rank.
@@ -186,10 +184,6 @@ def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
 
     Call it on the parameter of a function that got it from a loop over arguments: references are counted.
-
-    Args:
-        cls: the class of tensors that are not plain.
-        tensor: the plain tensor.
     """
     if sys.getrefcount(tensor) == _references_of_temporary():
         base = tensor._base

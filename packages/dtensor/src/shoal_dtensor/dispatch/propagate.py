@@ -27,12 +27,11 @@ from ..redistribute.steps import Plan
 from ..rng.modes import draws_at_once
 from ..rules.language.local_ops import local_function, nothing_of
 from ..rules.language.op_call import schema_of
-from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Row, Rule, S
+from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S
 from ..scopes import Scope
-from .arguments import indices_at, is_list, metas_of, numbered, places_of, specs_in
+from .arguments import NeedsConstantsError, constants_of, example_of, is_list, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
-from .c10d import collective_on_shards, is_collective
-from .communication_policy import notice_of
+from .composites import collective_on_shards, is_collective
 from .decision import (
     CompositeDecision,
     Decision,
@@ -41,11 +40,11 @@ from .decision import (
     MovingDecision,
     ResultKind,
     SimpleDecision,
+    notice_of,
 )
 from .global_outputs import by_few_elements, by_meta_kernel
-from .in_place import check_outs, check_writes, in_place_view, with_overlap_fallback
 from .plain_tensors import instead
-from .symbolic_calls import NeedsConstantsError, constants_of, example_of
+from .results import check_outs, check_writes, in_place_view, with_overlap_fallback
 
 
 class Circumstances(NamedTuple):
@@ -84,13 +83,7 @@ def decide(
     kwargs: Mapping[str, Any],
     circumstances: Circumstances,
 ) -> Decision:
-    """How to run `op`.
-
-    Args:
-        op: the overload.
-        args: its arguments, each tensor replaced by its `Spec`.
-        kwargs: its keyword arguments in schema order, likewise.
-        circumstances: what else the decision depends on.
+    """How to run `op`, given its arguments with a `Spec` in place of each tensor, keyword arguments in schema order.
 
     Raises:
         MixedTensorError: if the specs are of different meshes.
@@ -128,18 +121,13 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
     check_outs(op, outs, metas)
     named = {name: metas_of(value) for name, value in kwargs.items()}
     call = OpCall(op, tuple(map(metas_of, args)), named, tuple([spec.tensor_meta for spec in inputs]), metas)
-    sharding = _sharding_of(rule, call, inputs, outs)
-    return _decision(rule, call, specs, sharding, circumstances, binding)
-
-
-def _sharding_of(rule: Rule, call: OpCall, inputs: tuple[Spec, ...], outs: tuple[Spec, ...]) -> Sharding:
-    """The sharding of a call."""
     if rule is _LOCAL:
-        return _as_first_input(call, inputs)
-    if rule.kind == "each":
-        return _sharding_of_each(rule, call, inputs)
-    problem = ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered)
-    return _sharding(rule, call, problem)
+        sharding = _as_first_input(call, inputs)
+    elif rule.kind == "each":
+        sharding = _sharding_of_each(rule, call, inputs)
+    else:
+        sharding = _sharding(rule, call, ShardingProblem(inputs, call.outputs, call.fixed, outs, rule.unordered))
+    return _decision(rule, call, specs, sharding, circumstances, binding)
 
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
@@ -154,10 +142,11 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
         rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
-    for relaxed in (_reduced, _replicated):  # the written tensors' layouts; the result is redistributed back
+    for sharded in (True, False):  # the written tensors' layouts: reduced, or replicated; the result is sent back
         if sharding is None:
-            specs = tuple(relaxed(spec) if i in written else spec for i, spec in enumerate(problem.specs))
-            sharding = assign(rows, replace(problem, specs=specs, outs=tuple(map(relaxed, problem.outs))), mesh)
+            specs = tuple(_relaxed(s, sharded) if i in written else s for i, s in enumerate(problem.specs))
+            outs = tuple(_relaxed(spec, sharded) for spec in problem.outs)
+            sharding = assign(rows, replace(problem, specs=specs, outs=outs), mesh)
     if sharding is None:
         targets = [problem.specs[i] for i in sorted(written)] + list(problem.outs)
         raise InPlaceError(
@@ -182,37 +171,36 @@ def _symbolic_sharding(rule: Rule, call: OpCall, problem: ShardingProblem, mesh:
         spec if (spec.example or spec) is to else spec.with_(placements=to.placements, shard_order=to.shard_order)
         for spec, to in zip(problem.specs, chosen.inputs, strict=True)
     ]
-    rows = [row for row in rule.rows_of(call) if not _has_symbolic_runs(row)]
+    # Not those that fold a sharded dim behind one of symbolic size: placements count runs in integers.
+    rows = [
+        row
+        for row in rule.rows_of(call)
+        if all(type(e.runs) is int for e in (*row.inputs, *row.outputs) if isinstance(e, S))
+    ]
     sharding = unmoved(rows, replace(problem, specs=tuple(there)), mesh, communicating=bool(chosen.communicating))
     if sharding is None:
         raise NeedsConstantsError
     return sharding
 
 
-def _has_symbolic_runs(row: Row) -> bool:
-    """Whether a row folds a sharded dim behind one of symbolic size: placements count runs in integers."""
-    return any(isinstance(entry, S) and type(entry.runs) is not int for entry in (*row.inputs, *row.outputs))
-
-
-def _reduced(spec: Spec) -> Spec:
-    return spec.with_(placements=[Replicate() if p.is_partial() else p for p in spec.placements])
-
-
-def _replicated(spec: Spec) -> Spec:
-    return spec.with_(placements=[Replicate()] * spec.mesh.ndim)
+def _relaxed(spec: Spec, sharded: bool) -> Spec:
+    """A spec without partial placements, or not even sharded."""
+    return spec.with_(placements=[p if sharded and not p.is_partial() else Replicate() for p in spec.placements])
 
 
 def _sharding_of_each(rule: Rule, call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
     """Assign every element of a `foreach` call by itself: lists are walked in step, other arguments are shared."""
-    numbers, values = iter(range(len(inputs))), (*call.args, *call.kwargs.values())
-    places = [numbered(value, numbers) for value in values]
+    values = (*call.args, *call.kwargs.values())
+    of_item: dict[int | None, list[int]] = {None: []}  # flat indices by element; None: of shared arguments
+    for j, (_, item) in enumerate(places_of(enumerate(values))):
+        of_item.setdefault(item, []).append(j)
     count = max(len(value) for value in values if is_list(value))
     decided: list[Spec | None] = [None] * len(inputs)
     outputs: list[Spec | None] = [None] * len(call.outputs)
     communicating: set[int] = set()
     for i in range(count):
         element = [value[i] if is_list(value) and value else value for value in values]
-        indices = [j for place in places for j in indices_at(place, i)]
+        indices = sorted(of_item[None] + of_item.get(i, []))
         results = range(i, len(call.outputs), count)
         sub = OpCall(
             call.op,

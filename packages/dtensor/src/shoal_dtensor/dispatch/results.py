@@ -1,21 +1,29 @@
-"""DTensors around what local functions return."""
+"""DTensors around what local functions return; writes and views of one storage.
+
+Of these: checks before an operator writes, alike on all ranks; views that change a tensor's own shape (`squeeze_`,
+`t_`); and views that had to be redistributed.  The latter share no memory with their base, and follow it all the same:
+the base's version says whether it was written to since, and then the view's values are taken from it again before
+anything reads them.  All ranks write and read in the same order, so they do this at the same time.
+"""
 
 from __future__ import annotations
-from collections.abc import Callable, Sequence
+
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import torch
-from .._torch import around
+from torch import Tensor
+
+from .._torch import OpOverload, around, change_shape, count_write, is_tracing, view_of
+from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
-from ..redistribute.execution.memory_format import in_memory_order, memory_order
-from ..layout.spec import Spec
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-from torch import Tensor
-from .._torch import OpOverload, change_shape, count_write, is_tracing, view_of
-from ..errors import InPlaceError
 from ..layout.tensor_meta import TensorMeta, flatten
+from ..redistribute.execution.memory_format import in_memory_order, memory_order
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
 
 
 def wrap(cls: Any, local: torch.Tensor, spec: Spec) -> Any:
@@ -98,7 +106,7 @@ def in_order(result: Any, outputs: Sequence[Spec], aliased: Sequence[int | None]
     return mapped(result, ordered)
 
 
-# --- in_place: Writes and views of one storage: what is refused on all ranks alike, what is left to do after a write. Three things live here: checks before an operator writes, views that change a tensor's own shape (`squeeze_`, `t_`), and views that had to be redistributed. The latter share no memory with their ba
+# --- writes and views of one storage ----------------------------------------------------------------------------------
 
 
 def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], copies: frozenset[int]) -> None:

@@ -17,7 +17,7 @@ from shoal_mesh import check_replicas, purpose
 from shoal_mesh.internal import is_observed, note
 
 from .._torch import apply, is_transformed, make_wrapper
-from ..dispatch.communication_policy import obey
+from ..dispatch.decision import obey
 from ..dispatch.plain_tensors import check_recorded, verify_replicated
 from ..dispatch.results import wrap
 from ..errors import PlacementError

@@ -14,11 +14,10 @@ from shoal_mesh import DeviceMesh
 
 from .._torch import BASE, apply, around, disabled_torch_function, is_tracing, shares_memory, split, whole_when_compiled
 from ..argument_types import check_type
-from ..dispatch.communication_policy import obey
+from ..dispatch.decision import obey
 from ..dispatch.dispatch import dispatch
-from ..dispatch.in_place import following_base
 from ..dispatch.plain_tensors import check_recorded
-from ..dispatch.results import wrap
+from ..dispatch.results import following_base, wrap
 from ..errors import ArgumentTypeError, PlacementError
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import apply, is_tracing, is_transformed, thread_object, whole_when_compiled
-from ..dispatch.communication_policy import obey
+from ..dispatch.decision import obey
 from ..layout.spec import Spec
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch
