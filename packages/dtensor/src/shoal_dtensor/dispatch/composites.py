@@ -14,7 +14,7 @@ redistributed for another, or on those of one mesh by themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,11 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     count = len(next(value for value in values if isinstance(value, list | tuple)))
     lists = [value for value in values if _is_walked(value, count)]
     shared = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
-    kinds = [{*_kinds(cls, element)} for element in zip(*lists, strict=True)]
+    # Of each element the meshes of its DTensors, and None for plain tensors with dims.
+    elements = (
+        [t for t in element if isinstance(t, cls) or getattr(t, "ndim", 0)] for element in zip(*lists, strict=True)
+    )
+    kinds = [{t._spec.mesh if isinstance(t, cls) else None for t in element} for element in elements]
     groups: dict[Any, list[int]] = {None: [], **{kind: [] for own in kinds for kind in own}}
     if shared or any(len(own) > 1 for own in kinds) or len(set().union(*kinds)) < 2:
         return None
@@ -186,15 +190,6 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
         return results if op._schema.returns else None
 
     return run
-
-
-def _kinds(cls: Any, tensors: Sequence[Any]) -> Iterator[Any]:
-    """The mesh of each DTensor; None for a plain tensor with dims."""
-    for tensor in tensors:
-        if isinstance(tensor, cls):
-            yield tensor._spec.mesh
-        elif isinstance(tensor, torch.Tensor) and tensor.ndim:
-            yield None
 
 
 def _is_walked(value: Any, count: int) -> bool:

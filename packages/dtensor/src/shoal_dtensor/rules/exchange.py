@@ -35,7 +35,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from shoal_mesh import Comm, DeviceMesh, all_to_all_blocks
+from shoal_mesh import DeviceMesh, all_to_all_blocks
 from shoal_mesh.internal import dataclass
 
 from ..layout.dim_sharding import DimSharding
@@ -56,16 +56,6 @@ class Run:
     length: int
     back: bool = False
 
-    def between(self, held: Interval, wanted: Interval) -> Interval:
-        """The range of `i` with the input position in `held` and the output position in `wanted`."""
-        start, stop = wanted[0] - self.target, wanted[1] - self.target
-        if self.back:
-            low, high = self.source - held[1] + 1, self.source - held[0] + 1
-        else:
-            low, high = held[0] - self.source, held[1] - self.source
-        first = max(0, start, low)
-        return first, max(first, min(self.length, stop, high))
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -84,7 +74,12 @@ def intervals(sharding: DimSharding) -> list[Interval]:
 
 def _blocks(runs: Sequence[Run], held: Interval, wanted: Interval) -> Iterator[Block]:
     for run in runs:
-        first, last = run.between(held, wanted)
+        # Elements `i` of the run whose output position is wanted, and whose input position is held.
+        start, stop = wanted[0] - run.target, wanted[1] - run.target
+        low, high = held[0] - run.source, held[1] - run.source
+        if run.back:
+            low, high = 1 - high, 1 - low
+        first, last = max(0, start, low), min(run.length, stop, high)
         if last > first:
             source = run.source - last + 1 if run.back else run.source + first
             yield Block(source - held[0], run.target + first - wanted[0], last - first, run.back)
@@ -114,11 +109,6 @@ class Relocation:
         self.sends: list[list[Block]] = [[*_blocks(runs, self.held, there)] for there in wanted]
         self.receives: list[list[Block]] = [[*_blocks(runs, there, self.wanted)] for there in held]
 
-    @property
-    def comm(self) -> Comm:
-        """The communicator of the shards; asked for when the exchange runs, so that a plan needs no process group."""
-        return self.mesh.comm(self.axes)
-
     def forwards(self, x: Tensor) -> Tensor:
         """What this rank wants, out of the shards."""
         result = self._resized(x, self.wanted[1] - self.wanted[0])
@@ -141,7 +131,7 @@ class Relocation:
     def _exchange(self, blocks: list[list[Tensor]], out: list[list[Tensor]], source: Tensor, result: Tensor) -> None:
         blocks[self.index].append(source.narrow(self.dim, 0, 0))  # a rank that has and gets nothing knows the dtype
         out[self.index].append(result.narrow(self.dim, 0, 0))
-        all_to_all_blocks(blocks, self.comm, out)
+        all_to_all_blocks(blocks, self.mesh.comm(self.axes), out)
 
     def _block(self, x: Tensor, block: Block) -> Tensor:
         view = x.narrow(self.dim, block.source, block.length)

@@ -160,11 +160,9 @@ def searchsorted(call: OpCall) -> Iterator[Row]:
     last = call[boundaries].ndim - 1
     for d in range(call["self"].ndim if isinstance(call["self"], TensorMeta) else last):
         # Rows of boundaries belong to rows of values.
-        entries: dict[str, Any] = {"self": S(d)} | ({boundaries: S(d), "sorter": S(d)} if d < last else {})
-        yield call.row(out=S(d), **entries)
+        yield call.row({boundaries: S(d), "sorter": S(d)} if d < last else {}, self=S(d), out=S(d))
     if call.get("sorter") is None:
-        sharded: dict[str, Any] = {boundaries: S(last)}
-        yield call.row(out=P("sum"), **sharded)
+        yield call.row({boundaries: S(last)}, out=P("sum"))
 
 
 def isin(call: OpCall) -> Iterator[Row]:

@@ -84,8 +84,7 @@ def scatter(call: OpCall) -> Iterator[Row]:
     for d in range(target.ndim):
         # A shorter index writes only the first rows of a dim: shards would not match.
         if d != dim and all(t.shape[d] == target.shape[d] for t in (index, *sources)):
-            entries: dict[str, Any] = dict.fromkeys(call.places, S(d))
-            yield call.row(**entries, out=S(d))
+            yield call.row(dict.fromkeys(call.places, S(d)), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
 
 
@@ -137,8 +136,7 @@ def index_copy(call: OpCall) -> Iterator[Row]:
     dim = call.dim()
     for d in range(target.ndim):
         if d != dim:
-            sources: dict[str, Any] = {"source": S(d)} if "source" in call.places else {}
-            yield call.row(self=S(d), out=S(d), **sources)
+            yield call.row({"source": S(d)} if "source" in call.places else {}, self=S(d), out=S(d))
     yield call.row(self=S(dim), out=S(dim))
 
 

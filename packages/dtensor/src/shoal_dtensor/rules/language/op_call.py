@@ -244,12 +244,13 @@ class OpCall:
 
     def row(
         self,
+        entries: Mapping[str, Entry | Sequence[Entry]] | None = None,
         /,
         *,
         even: bool = False,
         traffic: Traffic | None = None,
         ordered: bool = False,
-        **entries: Entry | Sequence[Entry],
+        **named: Entry | Sequence[Entry],
     ) -> Row:
         """A row with entries by argument name; what is not named is replicated.
 
@@ -259,10 +260,10 @@ class OpCall:
         sequence with one for each.  If an argument and a result have the same name, the argument is meant.
 
         Args:
+            entries: `S(dim)`, `R` or `P(op)` by names that are computed; named: by names that are written out.
             even: whether every shard must have the same size.
             traffic: if the local function communicates: the bytes that each rank receives, given the number of ranks.
             ordered: see `Row`.
-            entries: `S(dim)`, `R` or `P(op)` by name.
 
         Raises:
             RowError: if the operator has no argument and no result of that name.
@@ -276,6 +277,7 @@ class OpCall:
             >>> [entry.dim for entry in row.inputs], row.outputs
             ([1, 0], (Partial(sum),))
         """
+        entries = {**(entries or {}), **named}
         if not entries.keys() <= self.schema.entry_names:
             unknown = ", ".join(sorted(entries.keys() - self.schema.entry_names))
             raise RowError(

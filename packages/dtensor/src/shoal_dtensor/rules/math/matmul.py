@@ -42,12 +42,9 @@ def _added_partials(call: OpCall, added: str) -> Iterator[Row]:
     """Linear in the added operand together with any one factor; an average may also meet a fixed added operand."""
     for factor in (name for name, place in call.places.items() if place and name != added):
         for op in ("sum", "avg"):
-            both: dict[str, Any] = {added: P(op), factor: P(op)}
-            yield call.row(out=P(op), **both)
-        alone: dict[str, Any] = {factor: P("avg")}
-        yield call.row(out=P("avg"), **alone)
-    kept: dict[str, Any] = {added: P("avg")}
-    yield call.row(out=P("avg"), **kept)
+            yield call.row({added: P(op), factor: P(op), "out": P(op)})
+        yield call.row({factor: P("avg"), "out": P("avg")})
+    yield call.row({added: P("avg"), "out": P("avg")})
 
 
 def _added_alone(local_call: LocalCall) -> LocalFunction | None:

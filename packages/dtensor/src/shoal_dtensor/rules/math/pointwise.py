@@ -298,8 +298,8 @@ def fused_optimizer(call: OpCall) -> Iterator[Row]:
     """A parameter, its gradient and its state are sharded alike; step counts, rates and scales are replicated."""
     shared = {a.name for a in call.op._schema.arguments if "List" not in str(a.type)} | {"state_steps"}
     for d in range(call.tensors[0].ndim):
-        entries: dict[str, Any] = {name: R if name in shared else S(d) for name in call.places}
-        yield call.row(**entries | {f"out{i}": entries[name] for i, name in enumerate(call.schema.written)})
+        entries = {name: R if name in shared else S(d) for name in call.places}
+        yield call.row(entries | {f"out{i}": entries[name] for i, name in enumerate(call.schema.written)})
 
 
 def unscale(call: OpCall) -> Iterator[Row]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from shoal_mesh.internal import sums_are_in_tree
 
 from ...errors import OperatorArgumentError
-from ...layout.placements import Partial
 from ...layout.spec import Spec
 from ..language.local_ops import (
     all_reduce_traffic,
@@ -43,12 +42,11 @@ def reduced_dims(call: OpCall) -> tuple[int, ...]:
 def _rows(call: OpCall, result: Entry | None, traffic: Traffic | None = None, **results: Entry) -> Iterator[Row]:
     """One row per input dim; sharding a reduced dim gives `result` (some by name), or no row if that is None."""
     reduced, keepdim = reduced_dims(call), bool(call.get("keepdim", False))
-    named: dict[str, Any] = results
     for d in range(call["self"].ndim):
         if d not in reduced:
             yield call.row(self=S(d), out=S(d if keepdim else d - sum(other < d for other in reduced)))
         elif result is not None:
-            yield call.row(self=S(d), out=result, traffic=traffic, **named)
+            yield call.row(self=S(d), out=result, traffic=traffic, **results)
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
@@ -64,10 +62,6 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
 def _count(local_call: LocalCall) -> int:
     """How many global elements go into one result."""
     return prod(local_call.inputs[0].shape[dim] for dim in reduced_dims(local_call.call))
-
-
-def _shards_reduced(local_call: LocalCall) -> bool:
-    return bool(sharding_axes(local_call.inputs[0], reduced_dims(local_call.call)))
 
 
 def mean(call: OpCall) -> Iterator[Row]:
@@ -105,11 +99,11 @@ def _correction(call: OpCall) -> float:
 
 def _var(local_call: LocalCall) -> LocalFunction | None:
     """Variance = (sum over shards of (x - mean) ** 2) / divisor, with the global mean; the deviation is its root."""
-    if not _shards_reduced(local_call):
-        return None
     call, spec, count = local_call.call, local_call.inputs[0], _count(local_call)
     dims, keepdim = list(reduced_dims(call)), bool(call.get("keepdim", False))
     axes, divisor = sharding_axes(spec, dims), max(count - _correction(call), 0.0)
+    if not axes:
+        return None
     is_deviation, with_mean = "std" in call.op.__name__, len(local_call.outputs) == 2
 
     def run(x: Tensor, *_: Any, **__: Any) -> Any:
@@ -150,12 +144,8 @@ def norm(call: OpCall) -> Iterator[Row]:
 
     The norm of partial norms is partial too, but it is what clipping returns, and `to_local` would read a rank's part.
     """
-    yield from _rows(call, _partial_norm(_order(call)))
-
-
-def _partial_norm(order: float) -> Partial:
-    simple = {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
-    return P(simple.get(order) or f"norm{order!r}")
+    order, simple = _order(call), {inf: "max", -inf: "min", 0.0: "sum", 1.0: "sum"}
+    yield from _rows(call, P(simple.get(order) or f"norm{order!r}"))
 
 
 def _norm(local_call: LocalCall) -> LocalFunction:
@@ -192,10 +182,10 @@ def logsumexp(call: OpCall) -> Iterator[Row]:
 
 def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
     """log(sum over ranks of sum exp(x - top)) + top, with the global maximum `top`."""
-    if not _shards_reduced(local_call):
-        return None
     call, spec, dims = local_call.call, local_call.inputs[0], reduced_dims(local_call.call)
     axes, dtype, keepdim = sharding_axes(spec, dims), local_call.outputs[0].dtype, bool(call.get("keepdim", False))
+    if not axes:
+        return None
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         x = x.to(dtype)
@@ -217,8 +207,7 @@ def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
 def segment_reduce(call: OpCall) -> Iterator[Row]:
     """Segments are along `axis`; lengths have the dims before it, all of which the kernel reads."""
     for d in range(int(call["axis"]) % call["data"].ndim + 1, call["data"].ndim):
-        values: dict[str, Any] = {name: S(d) for name in ("grad", "output", "data") if name in call.bound}
-        yield call.row(out=S(d), **values)
+        yield call.row({name: S(d) for name in ("grad", "output", "data") if name in call.bound}, out=S(d))
 
 
 # --- softmax ----------------------------------------------------------------------------------------------------------
@@ -231,8 +220,7 @@ def softmax(call: OpCall) -> Iterator[Row]:
     traffic = all_reduce_traffic((1 if is_gradient else 2) * rows * result.dtype.itemsize)
     # Of integers there is no kernel: all ranks get the error of the global tensor.
     for d in range(result.ndim if result.dtype.is_floating_point else 0):
-        entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
-        yield call.row(traffic=traffic if d == dim else None, **entries)
+        yield call.row(dict.fromkeys((*call.places, "out"), S(d)), traffic=traffic if d == dim else None)
     if is_gradient:
         yield from call.linear("grad_output")
 
@@ -241,8 +229,7 @@ def glu(call: OpCall) -> Iterator[Row]:
     """All dims but the normalised or halved one, of all operands."""
     for d in range(call.outputs[0].ndim):
         if d != call.dim():
-            entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
-            yield call.row(**entries)
+            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
     if "grad_output" in call.places:
         yield from call.linear("grad_output")
 

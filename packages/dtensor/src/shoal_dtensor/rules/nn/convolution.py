@@ -65,8 +65,7 @@ def convolution(call: OpCall) -> Iterator[Row]:
         yield call.row(traffic=traffic, **case)
     for op in ("sum", "avg"):
         for factor in ("input", "weight"):
-            partial: Case = {factor: P(op), "bias": P(op), "out": P(op)}
-            yield call.row(**partial)
+            yield call.row({factor: P(op), "bias": P(op), "out": P(op)})
 
 
 def convolution_backward(call: OpCall) -> Iterator[Row]:
@@ -76,9 +75,9 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
         gradients = [case.get(name, P("sum")) for name in ("input", "weight", "bias")]
         if is_summed:
             gradients[2] = R
-        inputs: Case = {name: case[name] for name in ("input", "weight") if name in case}
-        results: Case = {f"out{i}": entry for i, entry in enumerate(gradients)}
-        yield call.row(grad_output=R if is_summed else case["out"], traffic=traffic, **inputs, **results)
+        entries = {name: case[name] for name in ("input", "weight") if name in case}
+        entries |= {f"out{i}": entry for i, entry in enumerate(gradients)}
+        yield call.row(entries, grad_output=R if is_summed else case["out"], traffic=traffic)
     yield from call.linear("grad_output")
 
 

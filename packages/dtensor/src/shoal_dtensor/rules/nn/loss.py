@@ -6,7 +6,7 @@ runs with sharded classes: each rank looks up the targets whose class it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shoal_mesh.internal import bound
 
-from ...layout.spec import Spec
 from ..language.local_ops import (
     all_reduce_traffic,
     all_reduced,
@@ -30,7 +29,7 @@ from ..language.local_ops import (
     with_arguments,
 )
 from ..language.notation import ELLIPSIS, factor_rows, parse, pointwise
-from ..language.rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
+from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -84,10 +83,10 @@ def sample_loss(call: OpCall) -> Iterator[Row]:
     if call["self"].ndim < 2:
         return
     is_backward, reduces = "grad_output" in call.places, call["reduction"] != NONE
-    inputs: dict[str, Any] = {name: S(0) for name in call.places if name != "weight"}
+    inputs: dict[str, Entry] = {name: S(0) for name in call.places if name != "weight"}
     if is_backward and reduces:
         inputs["grad_output"] = R
-    row = call.row(**inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
+    row = call.row(inputs, out0=P("sum") if reduces and not is_backward else S(0), out=S(0))
     yield from mean_rows(call, row) if call["reduction"] == MEAN and not is_backward else (row,)
     if is_backward:
         yield from call.linear("grad_output")
@@ -129,27 +128,12 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
     axes = sharding_axes(spec)
     if not axes:
         return None
-    pick = _picker(spec, classes, call["ignore_index"])
     reduction, over_classes = call["reduction"], sharding_axes(spec, (classes,))
     finish = mean_of_sums(local_call, tuple(axis for axis in axes if axis not in over_classes))
+    ignored, held, count = call["ignore_index"], spec.local_shape[classes], spec.shape[classes]
 
-    def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        losses, weights = pick(x, target, weight)
-        if reduction == NONE:
-            losses = all_reduced(losses, spec, over_classes)
-            return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
-        total = all_reduced(weights.sum(), spec, axes)
-        loss = all_reduced(losses.sum(), spec, over_classes)
-        return (finish(loss / total) if reduction == MEAN else loss), total
-
-    return in_every_form(call, run)
-
-
-def _picker(spec: Spec, classes: int, ignored: int) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """A function giving the loss and the weight of every target, zero where another rank has the class."""
-    held, count = spec.local_shape[classes], spec.shape[classes]
-
-    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def pick(x: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss and the weight of every target, zero where another rank has the class."""
         check_bounds(target, (target == ignored) | ((target >= 0) & (target < count)), count)
         if not held:
             zero = bound(x.new_zeros(target.shape), target, *(() if weight is None else (weight,)))
@@ -161,7 +145,16 @@ def _picker(spec: Spec, classes: int, ignored: int) -> Callable[[Tensor, Tensor,
         weights = weights.masked_fill(skipped, 0)
         return (-picked * weights).masked_fill(skipped, 0), weights
 
-    return run
+    def run(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        losses, weights = pick(x, target, weight)
+        if reduction == NONE:
+            losses = all_reduced(losses, spec, over_classes)
+            return losses, all_reduced(weights, spec, axes) if x.ndim == 1 else x.new_zeros(())
+        total = all_reduced(weights.sum(), spec, axes)
+        loss = all_reduced(losses.sum(), spec, over_classes)
+        return (finish(loss / total) if reduction == MEAN else loss), total
+
+    return in_every_form(call, run)
 
 
 def nll_loss_backward(call: OpCall) -> Iterator[Row]:

@@ -52,8 +52,7 @@ def layer_norm_backward(call: OpCall) -> Iterator[Row]:
     free, traffic = _free(call), _sums(call["rstd"], call["rstd"])
     statistics = [name for name in ("mean", "rstd") if name in call.places]
     for d in range(free):
-        entries: dict[str, Any] = dict.fromkeys(statistics, S(d))
-        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), **entries)
+        yield call.row(dict.fromkeys(statistics, S(d)), grad_out=S(d), input=S(d), out0=S(d), out=P("sum"))
     for d in range(free, call["input"].ndim):
         rest = _parameters(call, d - free)
         yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=S(d - free), traffic=traffic, **rest)

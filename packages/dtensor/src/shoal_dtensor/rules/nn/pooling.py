@@ -33,8 +33,7 @@ def planes(call: OpCall, linear: str = "") -> Iterator[Row]:
     operands = (*call.tensors, *call.outputs)
     for d in range(max(min(t.ndim for t in operands) - spatial_dims(call), 0)):
         if len({t.shape[d] for t in operands}) == 1:
-            entries: dict[str, Any] = dict.fromkeys((*call.places, "out"), S(d))
-            yield call.row(**entries)
+            yield call.row(dict.fromkeys((*call.places, "out"), S(d)))
     if linear:
         yield from call.linear(linear)
 
@@ -127,9 +126,9 @@ def windowed(call: OpCall) -> Iterator[Row]:
     yield from planes(call, "" if _takes_maximum(call) and not is_gradient else next(iter(call.places)))
     for dim, windows in _windows(call).items():
         whole, result = S(dim), S(dim, windows.stride) if windows.transposed else S(dim, map=windows)
-        inputs: dict[str, Any] = {name: whole if name in ("self", "input") else result for name in call.places}
+        inputs = {name: whole if name in ("self", "input") else result for name in call.places}
         traffic = halo_traffic(windows, call.get("self", call.tensors[0]), dim)
-        yield call.row(**inputs, out=whole if is_gradient else result, traffic=traffic)
+        yield call.row(inputs, out=whole if is_gradient else result, traffic=traffic)
 
 
 def _on_halos(local_call: LocalCall, halos: Halos) -> LocalFunction:

@@ -131,8 +131,7 @@ def reflection_pad(call: OpCall) -> Iterator[Row]:
     padded = len(call["padding"]) // 2
     name = "grad_output" if "grad_output" in call.bound else "self"
     for d in range(call["self"].ndim - padded):
-        entries: dict[str, Any] = {"self": S(d), name: S(d)}
-        yield call.row(out=S(d), **entries)
+        yield call.row({"self": S(d), name: S(d), "out": S(d)})
     yield from call.keeping_partials("self") if name == "self" else call.linear("grad_output")
 
 

@@ -146,9 +146,7 @@ Rows = Callable[[OpCall], Iterable[Row]]
 
 def same_dims(call: OpCall, pairs: Iterable[tuple[int, int]], name: str = "self") -> Iterator[Row]:
     """One row per pair (dim of input `name`, dim of every output) that are sharded alike."""
-    for d, target in pairs:
-        entries: dict[str, Any] = {name: S(d)}
-        yield call.row(out=S(target), **entries)
+    yield from (call.row({name: S(d)}, out=S(target)) for d, target in pairs)
 
 
 def rearrangement(
