@@ -217,22 +217,16 @@ def _factor_shardings(
 
 def _factor_sharding(entry: S, sharding: AnyDimSharding, axes: tuple[int, ...], whole: bool) -> AnyDimSharding | None:
     """How `axes` shard the factor behind an entry of an operand with this dim sharding; None if they do not."""
+    if isinstance(sharding, StridedDimSharding) and whole:
+        return sharding if set(sharding.axes) == set(axes) else None
     if isinstance(sharding, StridedDimSharding):
-        if whole:
-            return sharding if set(sharding.axes) == set(axes) else None
         level = sharding.level(entry.runs)
     else:
         level = sharding if entry.runs == 1 else None
-    outer = _leading(level, axes) if level is not None else None
-    return outer.divided(entry.unit) if outer is not None else None
-
-
-def _leading(sharding: DimSharding, axes: tuple[int, ...]) -> DimSharding | None:
-    """The sharding by `axes` alone, if those are a dim sharding's outermost ones in any order; None otherwise."""
-    count = len(axes)
-    if set(sharding.axes[:count]) != set(axes) or len(sharding.axes) < count:
+    # By `axes` alone, which must be the outermost ones, in any order.
+    if level is None or set(level.axes[: len(axes)]) != set(axes):
         return None
-    return sharding.outer(count)
+    return level.outer(len(axes)).divided(entry.unit)
 
 
 DimShardings = dict[int, tuple[Row, AnyDimSharding]]

@@ -6,7 +6,7 @@ Nothing here touches values, and nothing here knows an operator by name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -132,7 +132,14 @@ def _decide(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], circ
 
 def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     """The cheapest sharding that keeps written tensors' layouts; else one with those reduced, or replicated."""
-    mesh = _common_mesh(call.op, problem.specs + problem.outs)
+    specs = problem.specs + problem.outs
+    mesh = specs[0].mesh
+    for spec in specs[1:]:
+        if spec.mesh is not mesh and spec.mesh != mesh:
+            raise MixedTensorError(
+                f"{call.op}: its inputs are on different meshes: {mesh} and {spec.mesh}; "
+                f"redistribute one of them to the other's mesh first{instead(str(call.op))}"
+            )
     if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
         return _symbolic_sharding(rule, call, problem, mesh)
     rows = rule.rows_of(call)
@@ -232,7 +239,11 @@ def _decision(  # what a decision is made of
     binding: Callable[[], LocalFunction],
 ) -> Decision:
     """The decision that gives every input of a call the spec that its sharding asks for."""
-    wanted = (*sharding.inputs, *_specs_of_outs(sharding.outputs, specs[len(sharding.inputs) :]))
+    wanted = [*sharding.inputs]
+    for i, out in enumerate(specs[len(sharding.inputs) :]):  # `out=` takes a result in its own layout, if that can be
+        to = sharding.outputs[i] if i < len(sharding.outputs) else out
+        fits = to.shape != out.shape or to.same_layout(out)
+        wanted.append(out if fits else out.with_(placements=to.placements, shard_order=to.shard_order))
     changed = [(i, a, b) for i, (a, b) in enumerate(zip(specs, wanted, strict=True)) if not a.same_layout(b)]
     plans = tuple((i, plan(a, b)) for i, a, b in changed)
     written = (*call.written, *range(len(sharding.inputs), len(specs)))
@@ -278,13 +289,6 @@ def _decision(  # what a decision is made of
     )
 
 
-def _specs_of_outs(results: Sequence[Spec], outs: Sequence[Spec]) -> Iterator[Spec]:
-    """The layouts in which `out=` arguments take results: their own, unless the results could not be given those."""
-    for i, out in enumerate(outs):
-        fits = i >= len(results) or results[i].shape != out.shape or results[i].same_layout(out)
-        yield out if fits else out.with_(placements=results[i].placements, shard_order=results[i].shard_order)
-
-
 def _needs(call: OpCall, plans: Sequence[tuple[int, Plan]], sharding: Sharding, mesh: DeviceMesh) -> list[str]:
     """A line for everything that a call communicates: plans of its inputs, and its local function along mesh axes."""
     moves = [f"  input {i}: {p.src!r} -> {p.dst!r}\n{p}" for i, p in plans if p.collectives]
@@ -323,13 +327,3 @@ def _as_first_input(call: OpCall, inputs: tuple[Spec, ...]) -> Sharding:
             )
     outputs = tuple(first.with_(stride=meta.stride, dtype=meta.dtype) for meta in call.outputs)
     return Sharding(inputs, outputs)
-
-
-def _common_mesh(op: OpOverload, specs: Sequence[Spec]) -> DeviceMesh:
-    for spec in specs[1:]:
-        if spec.mesh is not specs[0].mesh and spec.mesh != specs[0].mesh:
-            raise MixedTensorError(
-                f"{op}: its inputs are on different meshes: {specs[0].mesh} and {spec.mesh}; "
-                f"redistribute one of them to the other's mesh first{instead(str(op))}"
-            )
-    return specs[0].mesh

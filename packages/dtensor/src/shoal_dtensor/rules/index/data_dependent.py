@@ -30,7 +30,8 @@ def gathered(spec: Spec, axes: tuple[int, ...], *results: Tensor) -> list[Tensor
 
 
 def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *results: Tensor) -> list[Tensor]:
-    """The results of all ranks in the row-major order of their global `positions`, `(count, ndim)`."""
+    """Global positions, `(count, ndim)`, of those in every rank's shard, in row-major order, and results likewise."""
+    positions = positions + upload(spec.local_offset, positions.device, positions.dtype)
     positions, *results_of_all = gathered(spec, axes, positions, *results)
     flat = torch.zeros_like(positions[:, 0])
     for d, size in enumerate(spec.shape):
@@ -39,15 +40,10 @@ def in_global_order(spec: Spec, axes: tuple[int, ...], positions: Tensor, *resul
     return [positions[order], *(tensor[order] for tensor in results_of_all)]
 
 
-def global_positions(spec: Spec, positions: Tensor) -> Tensor:
-    """Global positions, `(count, ndim)`, from those in the shard."""
-    return positions + upload(spec.local_offset, positions.device, positions.dtype)
-
-
 def selected_by(mask: Tensor, spec: Spec, axes: tuple[int, ...], x: Tensor) -> Tensor:
     """What a sharded mask selects of `x`, on every rank; `spec` is that of the mask, or sharded like it."""
     found = mask.nonzero()
-    return in_global_order(spec, axes, global_positions(spec, found), x[found.unbind(1)])[1]
+    return in_global_order(spec, axes, found, x[found.unbind(1)])[1]
 
 
 def assumed_result_bytes(call: OpCall) -> Traffic:
@@ -75,21 +71,21 @@ def _sparse(local_call: LocalCall) -> LocalFunction:
 
 
 def nonzero(call: OpCall) -> Iterator[Row]:
+    """And `masked_select`, and `unique` unless it says where each element is, which is as large as the input."""
+    source, mask = call["self"], call.get("mask")
     traffic = assumed_result_bytes(call)
-    yield from (call.row(self=S(d), traffic=traffic) for d in range(call["self"].ndim))
+    for d in range(source.ndim if mask is None or mask.shape == source.shape else 0):
+        if not call.get("return_inverse"):
+            yield call.row({} if mask is None else {"mask": S(d)}, self=S(d), traffic=traffic)
 
 
 def _nonzero(local_call: LocalCall) -> LocalFunction | None:
     spec, axes = local_call["self"], sharding_axes(local_call["self"])
     if not axes:
         return None
-    return lambda x: in_global_order(spec, axes, global_positions(spec, x.nonzero()))[0]
-
-
-def unique(call: OpCall) -> Iterator[Row]:
-    """Where each element is among the unique ones (`return_inverse`) is as large as the input, which is gathered."""
-    if not call.get("return_inverse"):
-        yield from nonzero(call)
+    if "mask" in local_call.call.places:
+        return lambda x, mask: selected_by(mask, spec, axes, x)
+    return lambda x: in_global_order(spec, axes, x.nonzero())[0]
 
 
 def _unique(local_call: LocalCall) -> LocalFunction | None:
@@ -108,20 +104,6 @@ def _unique(local_call: LocalCall) -> LocalFunction | None:
         return (values, nothing, total if counted else nothing)[:count]
 
     return run
-
-
-def masked_select(call: OpCall) -> Iterator[Row]:
-    if call["self"].shape == call["mask"].shape:
-        traffic = assumed_result_bytes(call)
-        yield from (call.row(self=S(d), mask=S(d), traffic=traffic) for d in range(call["self"].ndim))
-
-
-def _masked_select(local_call: LocalCall) -> LocalFunction | None:
-    spec, axes = local_call["self"], sharding_axes(local_call["self"])
-    if not axes:
-        return None
-
-    return lambda x, mask: selected_by(mask, spec, axes, x)
 
 
 def masked_scatter(call: OpCall) -> Iterator[Row]:
@@ -221,9 +203,8 @@ def _bincount(local_call: LocalCall) -> LocalFunction | None:
 
 DATA_DEPENDENT: Table = family(
     {
-        "nonzero.default": Rule(nonzero, _nonzero, kind="dynamic"),
-        "masked_select.default": Rule(masked_select, _masked_select, kind="dynamic"),
-        "_unique2.default _unique.default": Rule(unique, _unique, kind="dynamic"),
+        "nonzero.default masked_select.default": Rule(nonzero, _nonzero, kind="dynamic"),
+        "_unique2.default _unique.default": Rule(nonzero, _unique, kind="dynamic"),
         # Neighbours and whole slices are compared.
         "unique_dim.default unique_consecutive.default repeat_interleave.Tensor": Rule(replicated, kind="dynamic"),
         "nonzero_static.default": Rule(replicated),

@@ -7,7 +7,7 @@ sharded sources leave a partial sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,24 +77,32 @@ def _lookup(local_call: LocalCall) -> LocalFunction | None:
 
 
 def scatter(call: OpCall) -> Iterator[Row]:
-    target, index = call["self"], call["index"]
-    if not (target.ndim and index.ndim):
+    """And `index_copy` and its like, whose index, of one dim, says which whole slices are written."""
+    target, index, source, per_element = call["self"], call["index"], _source(call), "scatter" in call.op.__name__
+    if not target.ndim or (per_element and not index.ndim):
         return
-    dim, sources = call.dim(), [call["src"]] if isinstance(call.get("src"), TensorMeta) else []
-    for d in range(target.ndim):
+    dim, operands = call.dim(), [index, *([call[source]] if source else [])]
+    for d in (d for d in range(target.ndim) if d != dim):
         # A shorter index writes only the first rows of a dim: shards would not match.
-        if d != dim and all(t.shape[d] == target.shape[d] for t in (index, *sources)):
-            yield call.row(dict.fromkeys(call.places, S(d)), out=S(d))
+        if not per_element or all(t.shape[d] == target.shape[d] for t in operands):
+            yield call.row({source: S(d)} if source else {}, self=S(d), index=S(d) if per_element else R, out=S(d))
     yield call.row(self=S(dim), out=S(dim))
 
 
+def _source(call: OpCall) -> str:
+    """The name of the tensor whose elements are written; none of a number, or of `index_fill`."""
+    return next((name for name in ("src", "source") if isinstance(call.get(name), TensorMeta)), "")
+
+
 def scatter_add(call: OpCall) -> Iterator[Row]:
-    """Linear in target and source together."""
+    """And `index_add`: linear in target and source together."""
+    index, source, per_element = call["index"], _source(call), "scatter" in call.op.__name__
     yield from scatter(call)
-    yield call.row(self=P("sum"), src=P("sum"), out=P("sum"))
-    index, source = call["index"], call["src"]
-    if call["self"].ndim and index.ndim and index.shape[d := call.dim()] == source.shape[d]:
-        yield call.row(self=P("sum"), index=S(d), src=S(d), out=P("sum"))
+    yield call.row({source: P("sum")}, self=P("sum"), out=P("sum"))
+    if call["self"].ndim and index.ndim and call[source].ndim:
+        d = call.dim()
+        if not per_element or index.shape[d] == call[source].shape[d]:
+            yield call.row({source: S(d)}, self=P("sum"), index=S(d if per_element else 0), out=P("sum"))
 
 
 def _scatter(local_call: LocalCall) -> LocalFunction | None:
@@ -102,7 +110,9 @@ def _scatter(local_call: LocalCall) -> LocalFunction | None:
     call, spec = local_call.call, local_call["self"]
     if not spec.ndim or not spec.dim_shardings[dim := call.dim()].axes:
         return None
-    functional = _functional(call)
+    # The functional form of an in-place or `out=` operator, of the same overload: `src` of `src_out`.
+    name, _, overload = call.op.__name__.partition(".")
+    functional = getattr(getattr(aten, name.removesuffix("_")), overload.removesuffix("out").rstrip("_") or "default")
     held = spec.local_shape[dim]
 
     def run(x: Tensor, dim_: int, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -115,37 +125,7 @@ def _scatter(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-def _functional(call: OpCall) -> Callable[..., Tensor]:
-    """The functional form of an in-place or `out=` scatter operator, of the same overload."""
-    name, _, overload = call.op.__name__.partition(".")
-    packet = getattr(aten, name.removesuffix("_"))
-    overloads = {"out": "default", "src_out": "src", "value_out": "value", "two_out": "two"}
-    overloads |= {"reduce_out": "reduce", "value_reduce_out": "value_reduce"}
-    functional: Callable[..., Tensor] = getattr(packet, overloads.get(overload, overload or "default"))
-    return functional
-
-
 # --- index_*: one index for whole slices ------------------------------------------------------------------------------
-
-
-def index_copy(call: OpCall) -> Iterator[Row]:
-    """`index_fill` has a value without dims where the others have a source."""
-    target = call["self"]
-    if not target.ndim:
-        return
-    dim = call.dim()
-    for d in range(target.ndim):
-        if d != dim:
-            yield call.row({"source": S(d)} if "source" in call.places else {}, self=S(d), out=S(d))
-    yield call.row(self=S(dim), out=S(dim))
-
-
-def index_add(call: OpCall) -> Iterator[Row]:
-    """Linear in target and source together."""
-    yield from index_copy(call)
-    yield call.row(self=P("sum"), source=P("sum"), out=P("sum"))
-    if call["index"].ndim and call["self"].ndim and call["source"].ndim:
-        yield call.row(self=P("sum"), index=S(0), source=S(call.dim()), out=P("sum"))
 
 
 def _write_slices(local_call: LocalCall) -> LocalFunction | None:
@@ -264,8 +244,8 @@ GATHER_SCATTER: Table = family(
         "scatter_.src scatter_.value scatter_.reduce scatter_.value_reduce": _SCATTER,
         "scatter.src_out scatter.value_out scatter.reduce_out scatter_reduce": _SCATTER,
         "scatter_add": Rule(scatter_add, _scatter),
-        "index_add": Rule(index_add, _write_slices),
-        "index_copy index_fill": Rule(index_copy, _write_slices),
+        "index_add": Rule(scatter_add, _write_slices),
+        "index_copy index_fill": Rule(scatter, _write_slices),
         "embedding": Rule(embedding, _embedding),
         "_embedding_bag _embedding_bag_forward_only": Rule(embedding_bag, _embedding_bag),
         "_embedding_bag_dense_backward _embedding_bag_backward": Rule(embedding_bag_backward, _embedding_bag_backward),

@@ -299,11 +299,11 @@ def neutral_value(spec: Spec) -> float:
     for op in kinds - {"sum", "avg", "bor", "bxor"}:
         if op.startswith("norm"):
             return 0 if float(op.removeprefix("norm")) > 0 else torch.inf
-        return 1 if op == "product" else _extreme(dtype, largest=op != "max", bits=op == "band")
+        return 1 if op == "product" else extreme(dtype, largest=op != "max", bits=op == "band")
     return 0
 
 
-def _extreme(dtype: torch.dtype, *, largest: bool, bits: bool) -> float:
+def extreme(dtype: torch.dtype, *, largest: bool, bits: bool = False) -> float:
     """The largest or smallest value of a dtype; with `bits`, the integer whose bits are all set."""
     if dtype == torch.bool:
         return largest

@@ -7,7 +7,6 @@ rank gathers those: the candidates of `topk` and `argmax`, the totals of the sha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -19,7 +18,7 @@ from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import chunk_sizes
 from ...layout.spec import Spec
-from ..language.local_ops import bytes_of, in_every_form, moved_between_boxes, shard_index, sharding_axes
+from ..language.local_ops import bytes_of, extreme, in_every_form, moved_between_boxes, shard_index, sharding_axes
 from ..language.rule import LocalCall, LocalFunction, OpCall, P, Row, Rule, S, Table, Traffic, family
 
 aten: Any = torch.ops.aten
@@ -204,32 +203,21 @@ def _of_all_elements(local_call: LocalCall) -> LocalFunction:
     """The index of the extreme of all elements, counted in the flattened global tensor; of equal ones the first."""
     call, spec = local_call.call, local_call["self"]
     largest, shape, axes = "max" in call.op.__name__, local_call.outputs[0].shape, sharding_axes(spec)
-    offers = _shards_with_elements(spec, axes)
+    worst, behind_all = extreme(spec.dtype, largest=not largest), spec.shape.numel()
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        values, indices = x.new_empty(0), x.new_empty(0, dtype=torch.int64)
         if x.numel():
-            best, index = _best(x.reshape(-1), 0, largest)
+            value, index = _best(x.reshape(-1), 0, largest)
             index, _ = moved_between_boxes(index, spec.local_shape, spec.shape, spec.local_offset)
-            values, indices = best.reshape(1), index.reshape(1)
+        else:
+            value, index = x.new_full((), worst), x.new_full((), behind_all, dtype=torch.int64)
         comm = spec.mesh.comm(axes)
-        values, indices = all_gather_v(values, comm, offers), all_gather_v(indices, comm, offers)
+        values, indices = all_gather(value.reshape(1), comm), all_gather(index.reshape(1), comm)
         best, _ = _best(values, 0, largest)
         winners = (values == best) | (values != values)
         return indices[winners].min().reshape(shape)
 
     return run
-
-
-def _shards_with_elements(spec: Spec, axes: tuple[int, ...]) -> list[int]:
-    """For every coordinate along mesh axes, the last varying fastest: 1 if its shard has elements, 0 if not."""
-    coordinate = [*(spec.coordinate or (0,) * spec.mesh.ndim)]
-    result = []
-    for place in product(*(range(spec.mesh.shape[axis]) for axis in axes)):
-        for axis, index in zip(axes, place, strict=True):
-            coordinate[axis] = index
-        result.append(int(0 not in spec.local_shape_at(coordinate)))
-    return result
 
 
 def aminmax(call: OpCall) -> Iterator[Row]:

@@ -99,11 +99,6 @@ def _class_dim(call: OpCall) -> int:
     return 0 if call["self"].ndim == 1 else 1
 
 
-def _target_dim(dim: int, classes: int) -> int:
-    """The dim of the target that is dim `dim` of the scores: (N, C, H) scores have (N, H) targets."""
-    return dim if dim < classes else dim - 1
-
-
 def nll_loss(call: OpCall) -> Iterator[Row]:
     """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned.
 
@@ -116,7 +111,7 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
         if d == classes:
             yield call.row(self=S(d), weight=S(0), out0=R, traffic=both, ordered=True)
         else:
-            target = S(_target_dim(d, classes))
+            target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
             row = call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
@@ -163,7 +158,7 @@ def nll_loss_backward(call: OpCall) -> Iterator[Row]:
         if d == classes:
             yield call.row(self=S(d), weight=S(0), out=S(d), ordered=True)
         else:
-            target = S(_target_dim(d, classes))
+            target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
             yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
     yield from call.linear("grad_output")
 

@@ -159,10 +159,6 @@ def chunk_sharding(length: int, like: DimSharding) -> DimSharding:
 aten: Any = torch.ops.aten
 
 
-def _other_dims(call: OpCall, ndim: int, dim: int, name: str = "self") -> Iterator[Row]:
-    yield from same_dims(call, ((d, d) for d in range(ndim) if d != dim), name)
-
-
 # --- slices and splits ------------------------------------------------------------------------------------------------
 
 
@@ -175,7 +171,7 @@ def slice_(call: OpCall) -> Iterator[Row]:
         ends = accumulate(output.shape[dim] for output in call.outputs)
         maps = [SliceMap(start, stop) for start, stop in pairwise((0, *ends))]
     yield call.row(self=S(dim), out=[S(dim, map=each) for each in maps])
-    yield from _other_dims(call, source.ndim, dim)
+    yield from same_dims(call, ((d, d) for d in range(source.ndim) if d != dim))
     yield from call.keeping_partials("self")
 
 
@@ -270,19 +266,16 @@ def _grad_dim(call: OpCall) -> int:
 
 
 def slice_backward(call: OpCall) -> Iterator[Row]:
-    dim, length = _grad_dim(call), call["input_sizes"][_grad_dim(call)]
-    selected = slice_map(call, length)
-    yield call.row(grad_output=S(dim), out=S(dim, map=SliceGradMap(length, selected.start, selected.step)))
-    yield from _other_dims(call, call.outputs[0].ndim, dim, "grad_output")
-    yield from call.linear("grad_output")
-
-
-def select_backward(call: OpCall) -> Iterator[Row]:
-    grad, dim, length = call["grad_output"], _grad_dim(call), call["input_sizes"][_grad_dim(call)]
-    sharding = SelectGradMap(length, call["index"] % length)
-    yield from same_dims(call, ((d, d + (d >= dim)) for d in range(grad.ndim)), "grad_output")
-    # The gradient of what one coordinate holds goes back to where it was taken from.
-    yield from (call.row(grad_output=S(d, n), out=S(dim, map=sharding)) for d, n in enumerate(grad.shape) if n)
+    """And `select_backward`: the gradient of what one coordinate holds goes back to where it was taken from."""
+    dim, is_one, gradient = _grad_dim(call), "index" in call.bound, call["grad_output"]
+    length, others = call["input_sizes"][dim], (d for d in range(call.outputs[0].ndim) if d != dim)
+    yield from same_dims(call, ((_after(d, dim) if is_one else d, d) for d in others), "grad_output")
+    if is_one:
+        back = S(dim, map=SelectGradMap(length, call["index"] % length))
+        yield from (call.row(grad_output=S(d, n), out=back) for d, n in enumerate(gradient.shape) if n)
+    else:
+        selected = slice_map(call, length)
+        yield call.row(grad_output=S(dim), out=S(dim, map=SliceGradMap(length, selected.start, selected.step)))
     yield from call.linear("grad_output")
 
 
@@ -337,8 +330,7 @@ SLICING: Table = family(
         "unsafe_split.Tensor unsafe_split_with_sizes.default": Rule(slice_, _split),
         "select.int": Rule(select, _select),
         "unbind.int": Rule(select, _unbind),
-        "slice_backward.default": Rule(slice_backward, _slice_backward),
-        "select_backward.default": Rule(select_backward, _slice_backward),
+        "slice_backward.default select_backward.default": Rule(slice_backward, _slice_backward),
     },
     unordered=True,
 ) | family({"slice_scatter select_scatter": Rule(slice_scatter, _slice_scatter)})

@@ -261,12 +261,8 @@ def _unfold(local_call: LocalCall) -> LocalFunction | None:
 
 
 def view_as_real(call: OpCall) -> Iterator[Row]:
-    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim)))
-    yield from call.linear("self")
-
-
-def view_as_complex(call: OpCall) -> Iterator[Row]:
-    yield from same_dims(call, ((d, d) for d in range(call["self"].ndim - 1)))
+    """And `view_as_complex`: all dims but the one of two, real and imaginary part."""
+    yield from same_dims(call, ((d, d) for d in range(min(call["self"].ndim, call.outputs[0].ndim))))
     yield from call.linear("self")
 
 
@@ -300,8 +296,7 @@ VIEWS: Table = family(
         "t.default": rearrangement(t, None, sizes=()),
         "expand.default": rearrangement(expand, _expand),
         "unfold.default": rearrangement(unfold, _unfold),
-        "view_as_real.default": Rule(view_as_real),
-        "view_as_complex.default": Rule(view_as_complex),
+        "view_as_real.default view_as_complex.default": Rule(view_as_real),
         # Strides are about one storage, which no rank has: gathered, and so no view of its input.
         "as_strided.default": Rule(lambda call: call.keeping_partials("self")),
         "as_strided_scatter.default": Rule(lambda call: call.keeping_partials("self", "src")),
