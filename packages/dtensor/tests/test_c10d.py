@@ -1,4 +1,4 @@
-"""Covers: dispatch/composites.py, _torch/operators.py: collectives of torch.distributed act on shards, or are refused."""
+"""Covers: dispatch/composites.py, _torch/operators.py: collectives of torch.distributed on shards, or refused."""
 
 # mypy: allow-untyped-calls
 # Torch gives `backward` and some of its functions no types.

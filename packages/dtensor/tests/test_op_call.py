@@ -30,6 +30,13 @@ def test_what_a_row_does_not_name_is_replicated() -> None:
     assert call.row() == Row((R, R), (R,))
 
 
+def test_entries_under_computed_names_come_as_a_mapping() -> None:
+    call = call_of(aten.mm.default, meta(4, 6), meta(6, 2), outputs=(meta(4, 2),))
+    assert call.row({"self": S(1), "mat2": S(0)}, out=P("sum")) == call.row(self=S(1), mat2=S(0), out=P("sum"))
+    with pytest.raises(RowError, match="names other"):
+        call.row({"other": S(0)}, out=R)
+
+
 def test_an_entry_for_an_argument_that_is_none_or_a_number_is_ignored() -> None:
     outputs = (meta(4, 6), meta(4, 1), meta(4, 1))
     call = call_of(aten.native_layer_norm.default, meta(4, 6), [6], meta(6), None, 1e-5, outputs=outputs)

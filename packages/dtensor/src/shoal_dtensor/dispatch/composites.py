@@ -170,10 +170,10 @@ def run_by_kind(cls: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[s
     lists = [value for value in values if _is_walked(value, count)]
     shared = [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
     # Of each element the meshes of its DTensors, and None for plain tensors with dims.
-    elements = (
-        [t for t in element if isinstance(t, cls) or getattr(t, "ndim", 0)] for element in zip(*lists, strict=True)
-    )
-    kinds = [{t._spec.mesh if isinstance(t, cls) else None for t in element} for element in elements]
+    tensors = ([t for t in element if isinstance(t, torch.Tensor)] for element in zip(*lists, strict=True))
+    kinds = [
+        {t._spec.mesh if isinstance(t, cls) else None for t in each if t.ndim or isinstance(t, cls)} for each in tensors
+    ]
     groups: dict[Any, list[int]] = {None: [], **{kind: [] for own in kinds for kind in own}}
     if shared or any(len(own) > 1 for own in kinds) or len(set().union(*kinds)) < 2:
         return None

@@ -168,19 +168,19 @@ def notice_of(what: str, needs: Sequence[str], scope: Scope) -> str:
     return message
 
 
-def obey(what: str, spec: Spec, way: Plan) -> None:
+def obey(what: str, spec: Spec, plan: Plan) -> None:
     """Apply the policy that holds to a plan that a gradient or a read is about to run.
 
     Args:
         what: what runs it; spec: that of the tensor it belongs to. Both are for the message: text costs 5 us.
-        way: the plan.
+        plan: that is about to run.
 
     Raises:
         CommunicationForbiddenError: if it communicates and must not.
     """
     scope = current()
-    if way.collectives and scope.communication != "allow":
-        notice = notice_of(f"{what} {spec!r}", [f"  {way.src!r} -> {way.dst!r}\n{way}"], scope)
+    if plan.collectives and scope.communication != "allow":
+        notice = notice_of(f"{what} {spec!r}", [f"  {plan.src!r} -> {plan.dst!r}\n{plan}"], scope)
         if notice:
             warn(notice, stacklevel=3)
 

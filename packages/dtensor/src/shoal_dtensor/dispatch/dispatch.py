@@ -16,13 +16,7 @@ from warnings import warn
 
 from shoal_mesh import purpose
 
-from .._torch import (
-    OpOverload,
-    around,
-    never_compiled,
-    raised_as_it_is,
-    recorder,
-)
+from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
 from ..redistribute.execution.norm_cache import run_cached, write_back
@@ -61,9 +55,8 @@ class _OpCache:
     def __init__(self, op: OpOverload, readers: Readers, foreach: bool) -> None:
         self.op, self.readers, self.foreach = op, readers, foreach
         rest = readers.positional[1:]
-        self.tail_is_static = bool(rest) and not any(
-            rest
-        )  # all arguments but the first are part of the key as they are
+        # Whether all arguments but the first are part of the key as they are.
+        self.tail_is_static = bool(rest) and not any(rest)
         self.decisions: dict[Any, Decision] = {}
 
     def remember(self, key: Any, decision: Decision) -> None:

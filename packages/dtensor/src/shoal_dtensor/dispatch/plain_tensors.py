@@ -121,7 +121,7 @@ _INSTEAD = {
 
 def instead(what: str) -> str:
     """What to say of an operator that another function calls, which users are to replace; usually nothing."""
-    return next((way for start, way in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
+    return next((advice for start, advice in _INSTEAD.items() if what.startswith(f"aten.{start}")), "")
 
 
 def _mixed(what: str, shapes: str) -> str:

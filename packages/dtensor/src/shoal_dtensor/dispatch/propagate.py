@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 from shoal_mesh import DeviceMesh
 
 from .._torch import OpOverload, decomposition_of
-from ..errors import (
-    InPlaceError,
-    MixedTensorError,
-    NoRuleError,
-)
+from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import has_symbols
@@ -143,9 +139,7 @@ def _sharding(rule: Rule, call: OpCall, problem: ShardingProblem) -> Sharding:
     if has_symbols((*problem.specs, *problem.outs, *problem.outputs)):
         return _symbolic_sharding(rule, call, problem, mesh)
     rows = rule.rows_of(call)
-    if (
-        call.has_data_dependent_shape and rule.kind != "dynamic"
-    ):  # what ranks make of their shards would not fit together
+    if call.has_data_dependent_shape and rule.kind != "dynamic":  # ranks' results would not fit together
         rows = [row for row in rows if row.outputs and all(isinstance(entry, Replicate) for entry in row.outputs)]
     sharding = assign(rows, problem, mesh)
     written = {index for index, _ in problem.fixed}
@@ -252,7 +246,7 @@ def _decision(  # what a decision is made of
     write_backs = tuple((i, plan(b, a)) for i, a, b in changed if i in stored)
     scope = circumstances.scope
     allowed = scope.communication == "allow"
-    moving = any(way.collectives for _, way in plans)
+    moving = any(p.collectives for _, p in plans)
     what = f"{call.op}({', '.join(map(repr, specs))})" if moving or not allowed else ""
     notice = "" if allowed else notice_of(what, _needs(call, plans + write_backs, sharding, specs[0].mesh), scope)
     aliased, kind = call.aliased, ResultKind.of(call)
@@ -278,8 +272,8 @@ def _decision(  # what a decision is made of
         sharding.outputs,
         aliased,
         unreported,
-        moves=tuple(InputMove(*places[i], way) for i, way in plans),
-        write_backs=tuple(InputMove(*places[i], way) for i, way in write_backs),
+        moves=tuple(InputMove(*places[i], p) for i, p in plans),
+        write_backs=tuple(InputMove(*places[i], p) for i, p in write_backs),
         view_copied=copied,
         foreach=rule.kind == "each",
         verifies_plain=circumstances.verifies_plain,

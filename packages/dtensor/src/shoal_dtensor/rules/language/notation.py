@@ -19,6 +19,7 @@ from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
 from ...layout.tensor_meta import TensorMeta
+from .row import partial_rows
 from .rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S
 
 ELLIPSIS = "..."
@@ -166,12 +167,8 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
 
 def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
     """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial."""
-    return [
-        Row(tuple(P(op) if j == i else R for j in range(inputs)), (P(op),) * outputs)
-        for i in linear
-        if i < inputs
-        for op in ("sum", "avg")
-    ]
+    operands = [frozenset((i,)) for i in linear if i < inputs]
+    return [row for one in operands for row in partial_rows((P("sum"), P("avg")), one, inputs, outputs)]
 
 
 def unrounded(rows: Sequence[Row], call: OpCall) -> list[Row]:

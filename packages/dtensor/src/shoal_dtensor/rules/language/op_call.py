@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,9 @@ import torch
 from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload, unmarked_writes
-from ...layout.placements import REDUCE_OPS, Partial
+from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta, flatten as flatten
-from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic
+from .row import ANY_NORM, Entry, P, R, Row, RowError, Traffic, partial_rows
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -320,16 +320,7 @@ class OpCall:
         together = frozenset([i for name in names for i in self.places[name]])
         count = sum([len(place) for place in self.results.values()])
         partials = _ALL_PARTIALS if ops is REDUCE_OPS else tuple(map(P, ops))
-        yield from _partial_rows(partials, together, len(self.tensors), count)
-
-
-@lru_cache(maxsize=256)
-def _partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int) -> list[Row]:
-    """A row for each partial placement, which the inputs `together` and all results have."""
-    return [
-        Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
-        for partial in partials
-    ]
+        yield from partial_rows(partials, together, len(self.tensors), count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from shoal_mesh.internal import dataclass
@@ -98,3 +99,12 @@ def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
 
 class RowError(ShoalTensorError, ValueError):
     """A row names an argument that the operator does not have, or gives a list the wrong number of entries."""
+
+
+@lru_cache(maxsize=256)
+def partial_rows(partials: tuple[Partial, ...], together: frozenset[int], tensors: int, results: int) -> list[Row]:
+    """A row for each partial placement, which the inputs `together` and all results have."""
+    return [
+        Row(tuple([partial if i in together else R for i in range(tensors)]), (partial,) * results)
+        for partial in partials
+    ]

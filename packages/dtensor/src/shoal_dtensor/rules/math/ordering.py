@@ -229,9 +229,6 @@ def aminmax(call: OpCall) -> Iterator[Row]:
 # --- cumulative operators: a local scan, then the totals of the shards before -----------------------------------------
 
 
-aten: Any = torch.ops.aten
-
-
 def cumulative(call: OpCall) -> Iterator[Row]:
     """Every dim may be sharded; along the scanned one a total per column is gathered."""
     source, dim = call["self"], call.dim()
@@ -239,15 +236,16 @@ def cumulative(call: OpCall) -> Iterator[Row]:
     total = columns * sum(output.dtype.itemsize for output in call.outputs)
     for d in range(source.ndim):
         yield call.row(self=S(d), out=S(d), traffic=(lambda ranks: total * ranks) if d == dim else None)
-
-
-def cumsum(call: OpCall) -> Iterator[Row]:
-    yield from cumulative(call)
-    yield from call.linear("self")
+    if call.op.__name__.startswith("cumsum"):
+        yield from call.linear("self")
 
 
 # How totals combine, and the total of nothing.
-_SCANS = {"cumsum": (torch.add, 0.0), "cumprod": (torch.mul, 1.0), "logcumsumexp": (torch.logaddexp, -torch.inf)}
+_SCANS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "cumsum": (torch.add, 0.0),
+    "cumprod": (torch.mul, 1.0),
+    "logcumsumexp": (torch.logaddexp, -torch.inf),
+}
 
 
 def _ends(scanned: Tensor, spec: Spec, dim: int, nothing: float) -> Tensor:
@@ -311,8 +309,7 @@ ORDERING: Table = family(
         "topk": Rule(topk, _topk),
         "argmax argmin max.dim max.dim_max min.dim min.dim_min": Rule(argmax, _argmax, unordered=True, skip_empty=True),
         "aminmax": Rule(aminmax, skip_empty=True),
-        "cumsum": Rule(cumsum, _scanned, sizes=()),
-        "cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
+        "cumsum cumprod logcumsumexp": Rule(cumulative, _scanned, sizes=()),
         "cummax cummin": Rule(cumulative, _extremes),
     }
 )

@@ -46,7 +46,7 @@ def _rows(call: OpCall, result: Entry | None, traffic: Traffic | None = None, **
         if d not in reduced:
             yield call.row(self=S(d), out=S(d if keepdim else d - sum(other < d for other in reduced)))
         elif result is not None:
-            yield call.row(self=S(d), out=result, traffic=traffic, **results)
+            yield call.row(results, self=S(d), out=result, traffic=traffic)
 
 
 def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
@@ -200,7 +200,7 @@ def _logsumexp(local_call: LocalCall) -> LocalFunction | None:
 def _largest(x: Tensor, spec: Spec, dims: Sequence[int]) -> Tensor:
     """The maximum along dims of which some are sharded; -inf of no elements."""
     shape = [1 if dim in dims else n for dim, n in enumerate(x.shape)]
-    largest = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    largest = x.amax(tuple(dims), keepdim=True) if x.numel() else x.new_full(shape, -inf)
     return all_reduced(largest, spec, sharding_axes(spec, dims), "max")
 
 

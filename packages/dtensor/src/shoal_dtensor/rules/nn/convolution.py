@@ -75,7 +75,7 @@ def convolution_backward(call: OpCall) -> Iterator[Row]:
         gradients = [case.get(name, P("sum")) for name in ("input", "weight", "bias")]
         if is_summed:
             gradients[2] = R
-        entries = {name: case[name] for name in ("input", "weight") if name in case}
+        entries: Case = {name: case[name] for name in ("input", "weight") if name in case}
         entries |= {f"out{i}": entry for i, entry in enumerate(gradients)}
         yield call.row(entries, grad_output=R if is_summed else case["out"], traffic=traffic)
     yield from call.linear("grad_output")

@@ -146,12 +146,14 @@ def _a_shard(call: OpCall) -> Traffic:
 # --- roll and flip ----------------------------------------------------------------------------------------------------
 
 
-def _runs(call: OpCall) -> dict[int, tuple[Run, ...]]:
-    """For every dim that roll or flip rearranges, where its positions come from."""
+def _runs(call: OpCall) -> dict[int, tuple[Run, ...]] | None:
+    """For every dim that roll or flip rearranges, where its positions come from; None if it is the flattened tensor."""
     source = call["self"]
     if call.get("shifts") is None:
         lengths = {int(d) % max(source.ndim, 1): source.shape[d] for d in call["dims"]} if source.ndim else {}
         return {d: (Run(n - 1, 0, n, back=True),) for d, n in lengths.items()}
+    if not call["dims"]:
+        return None
     total: dict[int, int] = {}
     for d, shift in zip(call["dims"], call["shifts"], strict=True):
         total[int(d) % source.ndim] = total.get(int(d) % source.ndim, 0) + int(shift)
@@ -159,13 +161,8 @@ def _runs(call: OpCall) -> dict[int, tuple[Run, ...]]:
     return {d: (Run(0, k, source.shape[d] - k), Run(source.shape[d] - k, 0, k)) for d, k in turns.items()}
 
 
-def _rolls_flattened(call: OpCall) -> bool:
-    return call.get("shifts") is not None and not call["dims"]
-
-
 def roll(call: OpCall) -> Iterator[Row]:
-    if not _rolls_flattened(call):
-        moving = _runs(call)
+    if (moving := _runs(call)) is not None:
         yield from same_dims(call, ((d, d) for d in range(call["self"].ndim) if d not in moving))
         yield from (call.row(self=S(d), out=S(d), traffic=_a_shard(call)) for d in moving)
     yield from call.keeping_partials("self")
@@ -174,9 +171,7 @@ def roll(call: OpCall) -> Iterator[Row]:
 def _roll(local_call: LocalCall) -> LocalFunction | None:
     """Rearrange the other dims locally and the sharded ones between ranks; dims are independent of each other."""
     call, source, target = local_call.call, local_call["self"], local_call.outputs[0]
-    if _rolls_flattened(call):
-        return None
-    runs = _runs(call)
+    runs = _runs(call) or {}
     sharded = [d for d in runs if source.dim_shardings[d].axes]
     if not sharded:
         return None

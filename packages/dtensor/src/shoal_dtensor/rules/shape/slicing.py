@@ -115,9 +115,8 @@ class PadMap:
 
     before: int
     after: int
-    exclusive: ClassVar[bool] = (
-        True  # no second operand may be sharded along the dim: its shards would be next to these
-    )
+    # No second operand may be sharded along the dim: its shards would be next to these.
+    exclusive: ClassVar[bool] = True
 
     def __call__(self, sharding: DimSharding) -> DimSharding:
         kept = SliceMap(max(0, -self.before), sharding.length - max(0, -self.after))
