@@ -1,4 +1,4 @@
-"""Covers: rng/cuda.py: against a model of torch's launches made from Philox's definition, and on a device.
+"""Covers: rng/streams.py: against a model of torch's launches made from Philox's definition, and on a device.
 
 The model: thread `t` of `T` reads subsequence `t` from the generator's offset on; four values a call, value `j` of call
 `k` is element `t + T * (j + 4 * k)`; `T` is 256 times the blocks needed, at most what the device holds at once.
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from shoal_dtensor import Replicate, Shard, Spec
-from shoal_dtensor.rng import cuda as cuda_stream
+from shoal_dtensor.rng import streams as cuda_stream
+from shoal_dtensor.rng.counter import philox
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.memory_order import memory_order_of
-from shoal_dtensor.rng.philox import philox
 from shoal_mesh import abstract_mesh
 
 BLOCK, MOST_BLOCKS, LANES = 256, 2, 4
@@ -56,7 +56,7 @@ class ModelFill:
         for call in range(calls):
             counter = (generator.offset // 4 + call, 0, thread, 0)
             values += [word + (numel if self.flawed else 0) for word in philox(counter, (7, 0))]
-        target.copy_(torch.cat(values)[:numel])
+        target.copy_(torch.cat(values)[:numel].view(target.shape))
         generator.offset += 4 * calls
 
 

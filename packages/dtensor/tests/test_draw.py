@@ -1,4 +1,4 @@
-"""Covers: rng/{draw,cpu,fill,memory_order,modes}.py: boxes of a global random tensor, without process groups."""
+"""Covers: rng/{draw,streams,fill,memory_order,modes}.py: boxes of a global random tensor, without process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import DTensor, Partial, Replicate, Shard, Spec
 from shoal_dtensor.errors import PlacementError
-from shoal_dtensor.rng import cpu as cpu_stream
+from shoal_dtensor.rng import streams as cpu_stream
 from shoal_dtensor.rng.draw import draw
 from shoal_dtensor.rng.fill import Fill
 from shoal_dtensor.rng.memory_order import dims_by_stride, memory_order_of, stretches

@@ -9,7 +9,7 @@ last-bit differences of their logarithms and cosines; uniform, Bernoulli and int
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,13 +18,16 @@ from torch import Tensor
 
 from ..layout.boxes import Box
 from .fill import Fill
-from .philox import philox
 
 _CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
 _MASK: Final = 0xFFFFFFFF
 _WORD: Final = 2.0**-32
 # Bits of the significand: a uniform value is a multiple of 2 ** -bits, so that `[from, to)` stays half open.
 _BITS: Final = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+_ROUNDS: Final = 10
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)  # the key's step from round to round
 
 Words = list[Tensor]
 
@@ -198,3 +201,44 @@ _MAKERS: Final[dict[str, Callable[[Fill, Words, torch.dtype, Lanes], Tensor]]] =
     "random_": _random,
     "uniform_": _uniform,
 }
+
+
+# --- Philox4x32-10 ----------------------------------------------------------------------------------------------------
+
+
+def philox(counter: Sequence[Tensor | int], key: tuple[int, int]) -> list[Tensor]:
+    """Four random words for every counter, in integer tensor operations on any device with 64-bit integers.
+
+    The generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011): ten rounds of two 32 x
+    32-bit products turn a 128-bit counter and a 64-bit key into four random words.
+
+    Args:
+        counter: four 32-bit words, least significant first, each an int or an int64 tensor; they broadcast.
+        key: two 32-bit words.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, each with values in `[0, 2**32)`.
+
+    Example:
+        >>> [f"{int(word):08x}" for word in philox((torch.tensor(0), 0, 0, 0), (0, 0))]
+        ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = _broadcast(counter)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap around, which keeps all 64 bits of the unsigned product; the mask drops the sign.
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            (right >> 32).bitwise_and_(_MASK).bitwise_xor_(c1).bitwise_xor_(k0),
+            right.bitwise_and_(_MASK),
+            (left >> 32).bitwise_and_(_MASK).bitwise_xor_(c3).bitwise_xor_(k1),
+            left.bitwise_and_(_MASK),
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def _broadcast(words: Sequence[Tensor | int]) -> list[Tensor]:
+    device = next((word.device for word in words if isinstance(word, Tensor)), torch.device("cpu"))
+    tensors = [torch.as_tensor(word, dtype=torch.int64, device=device) for word in words]
+    return [*torch.broadcast_tensors(*tensors)]  # type: ignore[no-untyped-call]  # torch has no types

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ..errors import PlacementError
 from ..layout.spec import Spec
-from .counter import fill_counter
-from .cpu import fill_cpu, skip_words
-from .cuda import fill_cuda
+from .counter import fill_counter, philox
 from .fill import Fill
 from .memory_order import MemoryOrder, memory_order_of
 from .modes import RandomMode, current_mode
-from .philox import philox
 from .state import check_in_step, generator_of, key_of
+from .streams import fill_stream, skip_words
 
 
 def draw(
@@ -58,7 +57,7 @@ def draw(
         return local
     mode = current_mode()
     mode.hold_in_recomputation()
-    if mode.mode != "local" and not torch.compiler.is_compiling() and not _is_fake(local):
+    if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
         check_in_step(spec.mesh, _source(mode, local.device) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":
@@ -76,44 +75,13 @@ def draw(
                 return local
             if axes:
                 memory, generator = _own_stream(spec, memory, axes, local.device, generator)
-        _fill_stream(local, memory, fill, generator, operand)
+        fill_stream(local, memory, fill, generator, operand)
     return local
 
 
 def _source(mode: RandomMode, device: torch.device) -> torch.Generator:
     """The generator that a draw begins with: the CPU's where a key is taken from it, on every device."""
     return generator_of(torch.device("cpu") if mode.mode in {"counter", "per_axis"} else device)
-
-
-def _fill_stream(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
-) -> None:
-    """Draw from a device's stream."""
-    if memory.whole and memory.arranged(local).is_contiguous() and local.is_contiguous() == memory.contiguous:
-        # The box is the tensor, in the global one's memory order: the plain operator does it.
-        fill(local, generator, operand)
-    elif local.device.type == "cpu":
-        fill_cpu(local, memory, fill, generator, operand)
-    elif local.device.type == "cuda":
-        fill_cuda(local, memory, fill, generator, operand)
-    else:
-        _fill_whole(local, memory, fill, generator, operand)
-
-
-def _fill_whole(
-    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
-) -> None:
-    """Draw the global tensor, in its memory order, and keep the box: right by any law that a device may have."""
-    whole = torch.empty(memory.shape, dtype=local.dtype, device=local.device)
-    own = tuple(slice(start, stop) for start, stop in memory.box)
-    back = memory.restored()
-    odds = None
-    if operand is not None:
-        odds = torch.full_like(whole, 0.5, dtype=operand.dtype)
-        odds[own] = memory.arranged(operand)
-        odds = odds.permute(back)
-    fill(whole.permute(back), generator, odds)
-    memory.arranged(local).copy_(whole[own])
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:
@@ -176,8 +144,9 @@ def _own_stream(
     for dim in memory.order:
         sharding = spec.dim_sharding(dim)
         own, before, total = sharding.index(coordinate), 0, 0
-        for shard, size in enumerate(sharding.sizes):
-            if _agrees(shard, sharding.axes, sharding.axis_sizes, coordinate, axes):
+        positions = product(*map(range, sharding.axis_sizes))  # of the shards, along the axes that make them
+        for shard, (position, size) in enumerate(zip(positions, sharding.sizes, strict=True)):
+            if all(at == coordinate[axis] for axis, at in zip(sharding.axes, position, strict=True) if axis in axes):
                 before += size if shard < own else 0
                 total += size
         shape.append(total)
@@ -189,18 +158,3 @@ def _own_stream(
     own_generator = torch.Generator(device)
     own_generator.manual_seed((int(high) << 31) ^ int(low))
     return MemoryOrder(memory.order, tuple(shape), tuple(box), memory.contiguous), own_generator
-
-
-def _agrees(
-    shard: int, axes: tuple[int, ...], sizes: tuple[int, ...], coordinate: tuple[int, ...], chosen: tuple[int, ...]
-) -> bool:
-    """Whether the coordinates of a shard equal `coordinate` on the chosen axes."""
-    for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
-        shard, at = divmod(shard, size)
-        if axis in chosen and at != coordinate[axis]:
-            return False
-    return True
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return type(tensor) is not Tensor

@@ -54,7 +54,7 @@ class Fill:
 
 def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None) -> None:
     """What `native_dropout` keeps of a tensor like `mask`; it takes no generator, so another one is lent its place."""
-    source = torch.ones(mask.shape, dtype=dtype, device=mask.device)
+    source = torch.ones_like(mask, dtype=dtype)
     default = generator_of(mask.device)
     if generator is None or generator is default:
         mask.copy_(torch.native_dropout(source, chance, train=True)[1])

@@ -61,7 +61,11 @@ class MemoryOrder:
 
     def arranged(self, local: Tensor) -> Tensor:
         """A view of the rank's local tensor with its dims in walking order."""
-        return local.permute(self.order)
+        return local.permute(self.order) if self.has(local) else local
+
+    def has(self, local: Tensor) -> bool:
+        """Whether the rank has a box; a rank outside the mesh has an empty tensor of one dim, whatever the tensor."""
+        return local.ndim == len(self.order)
 
     def restored(self) -> list[int]:
         """Where each of the tensor's dims stands in walking order: what permutes back what `arranged` has permuted."""
@@ -71,11 +75,9 @@ class MemoryOrder:
 @remembered(1024)
 def memory_order_of(spec: Spec) -> MemoryOrder:
     """Where this rank's box is under `spec`, and the order of filling; an empty box for a rank outside the mesh."""
-    contiguous = is_contiguous(spec.shape, spec.stride)
-    if spec.coordinate is None:
-        return MemoryOrder((0,), (spec.shape.numel(),), ((0, 0),), contiguous)
     order = dims_by_stride(spec.shape, spec.stride)
-    box = spec.box(spec.coordinate)
+    box = ((0, 0),) * spec.ndim if spec.coordinate is None else spec.box(spec.coordinate)
+    contiguous = is_contiguous(spec.shape, spec.stride)
     return MemoryOrder(order, tuple(spec.shape[dim] for dim in order), tuple(box[dim] for dim in order), contiguous)
 
 

@@ -1,0 +1,287 @@
+"""The streams of torch's CPU and CUDA generators, entered at a rank's own elements.
+
+No kernel is imitated: torch's own fill parts of the global tensor with the generator where one device would have it,
+and a rank draws the parts that touch its box.  That a distribution can be drawn in parts is not taken on trust: it is
+probed once per distribution, with a generator of our own, and what fails the probe is drawn in one go (`fill_whole`).
+
+CPU: the Mersenne twister cannot jump cheaply, so chunks without own elements are skipped at the price of raw draws
+(1.6 ns per word, against 3 to 30 ns for a value).
+
+CUDA: thread `t` of a launch reads subsequence `t` of Philox from the generator's offset on, and a launch has at most as
+many threads as the device runs at once.  A large tensor is therefore filled in rounds: round `k` fills the same number
+of consecutive elements (of the walk, see `memory_order`) from offset + `k * step`, in the same way.  So round `k` alone
+is what torch itself fills when the generator's offset is moved there.  Size and step are measured on the device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shoal_mesh.internal import dataclass
+
+from .fill import Fill
+from .memory_order import MemoryOrder, stretches
+
+
+def fill_stream(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+) -> None:
+    """Fill `local`, this rank's box, as one device fills the global tensor, and leave the generator as it would.
+
+    Args:
+        local: the box, dims in the tensor's own order.
+        memory: where the box is in the global tensor, and in which order that is filled.
+        fill: the distribution.
+        generator: the default generator of `local`'s device when left out.
+        operand: for `bernoulli_`, the box's probabilities, of the shape of `local`.
+    """
+    in_order = memory.has(local) and memory.whole and memory.arranged(local).is_contiguous()
+    if in_order and local.is_contiguous() == memory.contiguous:  # the box is the tensor: the plain operator does it
+        fill(local, generator, operand)
+    elif local.device.type == "cpu":
+        fill_cpu(local, memory, fill, generator, operand)
+    elif local.device.type == "cuda":
+        fill_cuda(local, memory, fill, generator, operand)
+    else:
+        fill_whole(local, memory, fill, generator, operand)
+
+
+def fill_whole(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
+) -> None:
+    """Draw the global tensor, in its memory order, and keep the box: right by any law that a device may have.
+
+    Nothing of it is probed and sizes may be symbols, so a compiler can trace it.
+    """
+    whole = torch.empty(memory.shape, dtype=local.dtype, device=local.device)
+    own = tuple([slice(start, stop) for start, stop in memory.box])
+    back = memory.restored()
+    odds = None
+    if operand is not None:
+        odds = torch.full_like(whole, 0.5, dtype=operand.dtype)
+        if memory.has(operand):
+            odds[own].copy_(memory.arranged(operand))
+        odds = odds.permute(back)
+    fill(whole.permute(back), generator, odds)
+    if memory.has(local):
+        memory.arranged(local).copy_(whole[own])
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 16  # elements; 256 KiB of float32 stay in the second-level cache
+_UNITS = (1, 8, 16)  # torch's vectorised normal works on 16 real numbers, 8 complex ones
+_PROBE = 83  # elements: several units, and a rest that is not a multiple of any
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How a distribution consumes the generator.
+
+    Attributes:
+        unit: chunks that start at multiples of it, and a last chunk of at least so many elements, give the same
+            values as one draw; None if the values must be drawn in one go.
+        words: 32-bit words per value in all but the last unit; None if that varies.
+    """
+
+    unit: int | None
+    words: int | None
+
+
+def fill_cpu(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+) -> None:
+    """`fill_stream` on the CPU, in bounded memory."""
+    law = Law(None, None)
+    if type(local) is Tensor and memory.numel > CHUNK:
+        law = law_of(fill, local.dtype, memory.contiguous, None if operand is None else operand.dtype)
+    if law.unit is None:
+        fill_whole(local, memory, fill, generator, operand)
+        return
+    scratch = _scratch(CHUNK + law.unit, local, memory.contiguous)
+    odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
+    target = memory.arranged(local)
+    chances = None if operand is None else memory.arranged(operand)
+    first, last = memory.span
+    skipped, start = 0, 0
+    while start < memory.numel:
+        stop = memory.numel if memory.numel - start - CHUNK < law.unit else start + CHUNK
+        if law.words and stop < memory.numel and not (first < stop and start < last):
+            skipped += (stop - start) * law.words
+            start = stop
+            continue
+        skip_words(skipped, generator)
+        skipped = 0
+        part = scratch[: stop - start]
+        mine = list(stretches(memory.shape, memory.box, start, stop))
+        if odds is not None and chances is not None:
+            for stretch in mine:
+                stretch.copy(odds, chances, back=True)
+        fill(part, generator, None if odds is None else odds[: stop - start])
+        for stretch in mine:
+            stretch.copy(part, target)
+        start = stop
+
+
+def _scratch(numel: int, like: Tensor, contiguous: bool) -> Tensor:
+    """A 1-D tensor; when not `contiguous`, one that torch does not take for contiguous either."""
+    if contiguous:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+    return torch.empty((numel, 2), dtype=like.dtype, device=like.device)[:, 0]
+
+
+def skip_words(words: int, generator: torch.Generator | None) -> None:
+    """Draw so many 32-bit words and forget them."""
+    pairs, odd = divmod(words, 2)
+    scratch = torch.empty(min(pairs, CHUNK), dtype=torch.int64)
+    while pairs > 0:
+        count = min(pairs, CHUNK)
+        scratch[:count].random_(-(2**63), None, generator=generator)
+        pairs -= count
+    if odd:
+        torch.empty(1, dtype=torch.uint8).random_(generator=generator)
+
+
+@lru_cache(maxsize=512)
+def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtype | None = None) -> Law:
+    """How `fill` consumes the generator, found by drawing a few numbers from a generator of our own."""
+
+    def trial(*ends: int) -> tuple[Tensor, Tensor]:
+        """Values and end state of a draw that is divided at `ends`."""
+        generator = _primed()
+        values = _scratch(ends[-1], torch.empty(0, dtype=dtype), contiguous)
+        odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
+        for start, stop in pairwise((0, *ends)):
+            fill(values[start:stop], generator, None if odds is None else odds[start:stop])
+        return values, generator.get_state()
+
+    whole, after = trial(_PROBE)
+    for unit in _UNITS:
+        values, state = trial(unit, 3 * unit, _PROBE)
+        if torch.equal(state, after) and torch.equal(values.nan_to_num(), whole.nan_to_num()):
+            count = 2 * max(unit, 8)
+            return Law(unit, _words_per_value(count, trial(count)[1]))
+    return Law(None, None)
+
+
+def _words_per_value(count: int, after: Tensor) -> int | None:
+    """Words per value, if skipping the same number for each of `count` values leads to the state after their draw."""
+    for words in (1, 2, 4):
+        generator = _primed()
+        skip_words(count * words, generator)
+        if torch.equal(generator.get_state(), after):
+            return words
+    return None
+
+
+def _primed() -> torch.Generator:
+    """A seeded generator that also holds the spare value that torch's scalar normal keeps."""
+    generator = torch.Generator()
+    generator.manual_seed(20)
+    torch.empty(1, dtype=torch.float64).normal_(generator=generator)
+    return generator
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+
+_LARGEST = 1 << 24  # elements: no device known holds a round of more
+_INDEX_LIMIT = 1 << 31  # elements: from here on torch splits a launch in two
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How a distribution uses up the generator's offset on one device.
+
+    Attributes:
+        size: elements that one round fills.
+        step: by how much a round moves the offset.
+    """
+
+    size: int
+    step: int
+
+
+def fill_cuda(
+    local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None = None
+) -> None:
+    """`fill_stream` on CUDA, by the rounds that touch the box; torch's kernel for an operand has none."""
+    residue = memory.numel % fill.granule
+    rounds = None
+    if operand is None and memory.numel < _INDEX_LIMIT:
+        rounds = rounds_of(fill, local.dtype, local.device, residue)
+    if rounds is None or memory.numel <= rounds.size:
+        fill_whole(local, memory, fill, generator, operand)
+        return
+    target = memory.arranged(local)
+    generator = torch.cuda.default_generators[local.device.index] if generator is None else generator
+    start = generator.get_offset()
+    # A round's worth, and a bit of the next if that takes the kernel which a tensor of that many elements takes.
+    flat = torch.empty(rounds.size + residue, dtype=local.dtype, device=local.device)
+    first, last = memory.span
+    for k in range(first // rounds.size, -(-last // rounds.size)):
+        begin = k * rounds.size
+        mine = list(stretches(memory.shape, memory.box, begin, min(begin + rounds.size, memory.numel)))
+        if mine:
+            generator.set_offset(start + k * rounds.step)
+            fill(flat, generator)
+            for stretch in mine:
+                stretch.copy(flat, target)
+    generator.set_offset(start + -(-memory.numel // rounds.size) * rounds.step)
+
+
+@lru_cache(maxsize=512)
+def rounds_of(fill: Fill, dtype: torch.dtype, device: torch.device, residue: int = 0) -> Rounds | None:
+    """Size and step of a round, measured; None if drawing round by round does not give what one draw gives.
+
+    Args:
+        fill: the distribution.
+        dtype: of the values; device: of the tensor.
+        residue: number of the tensor's elements modulo the distribution's granule.
+    """
+    generator = _private_generator(device)
+    scratch = torch.empty(2 * _LARGEST + 1, dtype=dtype, device=device)
+
+    def advance(numel: int) -> int:
+        """By how much a draw of so many elements moves the offset."""
+        before = generator.get_offset()
+        fill(scratch[:numel], generator)
+        return int(generator.get_offset() - before)
+
+    step = advance(1)
+    if step <= 0 or advance(_LARGEST) == step:
+        return None
+    low, high = 1, _LARGEST  # a draw of `low` takes one round, a draw of `high` more
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if advance(middle) == step else (low, middle)
+    rounds = Rounds(low, step)
+    return rounds if _holds(rounds, fill, scratch, generator, residue) else None
+
+
+def _private_generator(device: torch.device) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.manual_seed(20)
+    return generator
+
+
+def _holds(rounds: Rounds, fill: Fill, scratch: Tensor, generator: torch.Generator, residue: int) -> bool:
+    """Whether a draw of two rounds and a bit equals its rounds, drawn one by one and last round first."""
+    numel = 2 * rounds.size + min(rounds.size, 1024 + (residue if fill.granule > 1 else 3))
+    if numel > scratch.numel():
+        return False
+    start = generator.get_offset()
+    fill(scratch[:numel], generator)
+    if generator.get_offset() != start + 3 * rounds.step:
+        return False
+    alone = torch.empty(rounds.size + residue, dtype=scratch.dtype, device=scratch.device)
+    for k in (2, 0, 1):
+        generator.set_offset(start + k * rounds.step)
+        fill(alone, generator)
+        part = scratch[k * rounds.size : min((k + 1) * rounds.size, numel)]
+        if not torch.equal(part, alone[: part.numel()]):
+            return False
+    return True
