@@ -73,9 +73,7 @@ def plan(src: Spec, dst: Spec, *, topology: Topology | None = None, memory_limit
         return _with_symbols(
             src, dst, plan(src.example or src, dst.example or dst, topology=topology, memory_limit=memory_limit)
         )
-    if topology is None and memory_limit is None:
-        return _usual(src, dst, topology_version())
-    return _planned(src, dst, topology, memory_limit)
+    return _plan(src, dst, topology, memory_limit, topology_version())
 
 
 def _with_symbols(src: Spec, dst: Spec, example: Plan) -> Plan:
@@ -110,30 +108,43 @@ def _moves_equal_blocks(step: Step) -> bool:
 
 
 @lru_cache(maxsize=CACHE_SIZE)
-def _usual(src: Spec, dst: Spec, version: int) -> Plan:
-    """The plan over the links that the meshes have.
+def _plan(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None, version: int) -> Plan:
+    """The plan over the given links, else those that the meshes have: the version stands for them."""
+    chosen = _choose(src, dst, topology, memory_limit)
+    _LOG.debug("%s", chosen)
+    return chosen
 
-    Specs and a number are hashed in 0.1 us, the links that the number stands for in 4.
-    """
-    return _planned(src, dst, None, None)
+
+def _choose(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None) -> Plan:
+    _check(src, dst)
+    across = src.mesh is not dst.mesh and src.mesh != dst.mesh
+    topology = None if across else topology
+
+    def within(one: Spec, other: Spec) -> Plan:
+        return _choose(one, other, topology, memory_limit)
+
+    if across and (src.is_strided or dst.is_strided):
+        between = gather_strided(src if src.is_strided else dst)
+        return concatenated(within(src, between), within(between, dst))
+    if across:
+        return plan_across(src, dst, within, (links_of(src.mesh), links_of(dst.mesh)), memory_limit)
+    if src.is_strided or dst.is_strided:
+        return plan_strided(src, dst, within)
+    links = links_of(src.mesh, topology)
+    return _build(src, dst, links, _route(src, dst, links, memory_limit))
 
 
-def _planned(src: Spec, dst: Spec, topology: Topology | None, memory_limit: int | None) -> Plan:
-    if src.mesh is not dst.mesh and src.mesh != dst.mesh:
-        found = _plan_across(src, dst, links_of(src.mesh), links_of(dst.mesh), memory_limit)
-    else:
-        found = _plan(src, dst, links_of(src.mesh, topology), memory_limit)
-    _LOG.debug("%s", found)
-    return found
+@lru_cache(maxsize=CACHE_SIZE)
+def _route(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Route:
+    """What `price` needs of a plan."""
+    _check(src, dst)
+    return routes(src, dst, links, memory_limit)[0]
 
 
 def price(src: Spec, dst: Spec) -> float:
     """Expected seconds of the cheapest plan, without making it; 0.0 if nothing has to be done."""
-    return 0.0 if src is dst else _price(src, dst, topology_version())
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _price(src: Spec, dst: Spec, version: int) -> float:
+    if src is dst:
+        return 0.0
     if src.is_strided or dst.is_strided or (src.mesh is not dst.mesh and src.mesh != dst.mesh):
         return plan(src, dst).seconds
     return _route(src, dst, links_of(src.mesh), None).seconds
@@ -157,44 +168,13 @@ def alternatives(
 
 def cache_info() -> _CacheInfo:
     """Hits, misses and size of the cache of plans over the meshes' own links."""
-    return _usual.cache_info()
+    return _plan.cache_info()
 
 
 def cache_clear() -> None:
     """Forget all plans and topologies."""
-    for cached in (_links, _plan_across, _plan, _route, _price, _usual):
+    for cached in (_links, _plan, _route):
         cached.cache_clear()
-
-
-@lru_cache(maxsize=CACHE_SIZE)
-def _plan(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Plan:
-    _check(src, dst)
-    if src.is_strided or dst.is_strided:
-        return plan_strided(src, dst, lambda one, other: _plan(one, other, links, memory_limit))
-    return _build(src, dst, links, _route(src, dst, links, memory_limit))
-
-
-@lru_cache(maxsize=CACHE_SIZE // 4)
-def _route(src: Spec, dst: Spec, links: Links, memory_limit: int | None) -> Route:
-    """The cheapest way; `price` needs no more."""
-    _check(src, dst)
-    return routes(src, dst, links, memory_limit)[0]
-
-
-@lru_cache(maxsize=CACHE_SIZE // 4)
-def _plan_across(src: Spec, dst: Spec, src_links: Links, dst_links: Links, memory_limit: int | None) -> Plan:
-    _check(src, dst)
-
-    def within(one: Spec, other: Spec) -> Plan:
-        return _plan(one, other, src_links if one.mesh == src.mesh else dst_links, memory_limit)
-
-    if src.is_strided:
-        between = gather_strided(src)
-        return concatenated(within(src, between), _plan_across(between, dst, src_links, dst_links, memory_limit))
-    if dst.is_strided:
-        between = gather_strided(dst)
-        return concatenated(_plan_across(src, between, src_links, dst_links, memory_limit), within(between, dst))
-    return plan_across(src, dst, within, (src_links, dst_links), memory_limit)
 
 
 def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
@@ -205,10 +185,7 @@ def links_of(mesh: DeviceMesh, topology: Topology | None = None) -> Links:
 @lru_cache(maxsize=256)
 def _links(mesh: DeviceMesh, topology: Topology | None, version: int) -> Links:
     links = (topology_of(mesh) if topology is None else topology).links
-    return _interned(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
-
-
-_interned = lru_cache(maxsize=256)(Links)
+    return Links(tuple(mesh.shape), tuple(link.latency for link in links), tuple(link.bandwidth for link in links))
 
 
 def _check(src: Spec, dst: Spec) -> None:

@@ -19,7 +19,7 @@ COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s ag
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """What the search needs to know about a mesh: of equal ones `links_of` gives one object, hashed by identity.
+    """What the search needs to know about a mesh; `links_of` gives one object for each, hashed by identity.
 
     A group over several axes is given as a mask with one bit for each: see `mask_of`.
 
