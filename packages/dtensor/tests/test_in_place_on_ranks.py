@@ -1,4 +1,4 @@
-"""Covers: dispatch/results.py, redistribute/execution/norm_cache.py: writes in place, on gloo ranks."""
+"""Covers: dispatch/results.py, redistribute/execution/execute.py: writes in place, on gloo ranks."""
 
 from __future__ import annotations
 

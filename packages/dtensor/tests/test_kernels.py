@@ -1,4 +1,4 @@
-"""Covers: redistribute/execution/{kernels,packing}.py, redistribute/blocks.py, testing/simulate.py."""
+"""Covers: redistribute/execution/kernels.py, redistribute/blocks.py, testing/simulate.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every element arrives where it is wanted.  Covers: redistribute/move_blocks.py, redistribute/blocks.py."""
+"""Every element arrives where it is wanted.  Covers: redistribute/blocks.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from shoal_dtensor.layout.boxes import Box, slices_of, whole_box
-from shoal_dtensor.redistribute.blocks import exchange_blocks
-from shoal_dtensor.redistribute.move_blocks import move_blocks
+from shoal_dtensor.redistribute.blocks import exchange_blocks, move_blocks
 from shoal_mesh import comm_over
 from shoal_mesh.testing import on_ranks
 

@@ -1,4 +1,4 @@
-"""Covers: redistribute/search/{shortest_plan,bound,candidates,edges}.py: plans against a brute-force optimum."""
+"""Covers: redistribute/search/{shortest_plan,space,costs,edges}.py: plans against a brute-force optimum."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.layout.placements import Placement
 from shoal_dtensor.redistribute.plan import alternatives, links_of, plan
 from shoal_dtensor.redistribute.search import shortest_plan
-from shoal_dtensor.redistribute.search.bound import Bound
-from shoal_dtensor.redistribute.search.candidates import Candidates
+from shoal_dtensor.redistribute.search.costs import Bound, axes_of, mask_of
 from shoal_dtensor.redistribute.search.edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
 from shoal_dtensor.redistribute.search.shortest_plan import MOST_PRICED, Route, routes
-from shoal_dtensor.redistribute.search.space import Dims, Space, State
-from shoal_dtensor.redistribute.step_cost import axes_of, mask_of, total
+from shoal_dtensor.redistribute.search.space import Candidates, Dims, Space, State
 from shoal_mesh import Link, abstract_mesh
 from shoal_mesh.internal import Topology
 
@@ -86,7 +84,7 @@ def optimum(space: Space) -> tuple[float, dict[State, float]]:
         seconds, _, here = heappop(heap)
         if here not in found:
             reached[here] = seconds
-            found[here] = [(hop[-1].after, total(e.seconds for e in hop)) for hop in hops(space, here) if hop]
+            found[here] = [(hop[-1].after, sum(e.seconds for e in hop)) for hop in hops(space, here) if hop]
             for after, took in found[here]:
                 heappush(heap, (seconds + took, next(ticket), after))
     ahead = dict.fromkeys(found, float("inf")) | {space.goal: 0.0}
@@ -155,7 +153,7 @@ def stepwise_seconds(src: Spec, dst: Spec, topology: Topology, order: list[int])
         placements[axis] = dst.placements[axis]
         after = here.with_(placements=placements)
         space = Space(here, after, links)
-        seconds += total(edge.seconds for edge in reshard(space, space.start, space.goal))
+        seconds += sum(edge.seconds for edge in reshard(space, space.start, space.goal))
         here = after
     return seconds
 

@@ -80,8 +80,12 @@ from .random_layouts.local_layout import (
     note_layout as note_layout,
 )
 from .random_layouts.region import unwatch_draws as unwatch_draws, watch_draws as watch_draws
-from .redistribute.blocks import Blocks as Blocks, exchange_blocks as exchange_blocks
-from .redistribute.move_blocks import Shards as Shards, move_blocks as move_blocks
+from .redistribute.blocks import (
+    Blocks as Blocks,
+    Shards as Shards,
+    exchange_blocks as exchange_blocks,
+    move_blocks as move_blocks,
+)
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
 from .tensor.backward import (
     GradRoute as GradRoute,

@@ -18,8 +18,7 @@ from shoal_mesh.internal import agree, dataclass
 from ..argument_types import check_type
 from ..errors import CheckpointError
 from ..layout.boxes import Box, slices_of, volume, whole_box
-from ..redistribute.blocks import Blocks, exchange_blocks
-from ..redistribute.move_blocks import Shards, move_blocks
+from ..redistribute.blocks import Blocks, Shards, exchange_blocks, move_blocks
 from ..tensor.dtensor import DTensor
 
 Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings and lists

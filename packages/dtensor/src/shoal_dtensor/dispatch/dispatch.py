@@ -19,7 +19,7 @@ from shoal_mesh import purpose
 from .._torch import OpOverload, around, never_compiled, raised_as_it_is, recorder
 from ..errors import OperatorArgumentError
 from ..layout.symbolic_sizes import has_symbols
-from ..redistribute.execution.norm_cache import run_cached, write_back
+from ..redistribute.execution.execute import run_cached, write_back
 from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope

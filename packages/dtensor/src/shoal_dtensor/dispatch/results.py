@@ -20,7 +20,7 @@ from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
 from ..layout.tensor_meta import TensorMeta, flatten
-from ..redistribute.execution.memory_format import in_memory_order, memory_order
+from ..redistribute.execution.execute import in_memory_order, memory_order
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

@@ -1,4 +1,4 @@
-"""Which block of the tensor goes from which rank to which: integers only.
+"""Which block of the tensor goes from which rank to which, and its way there.
 
 Given every member's boxes before and after, an exchange is fixed: what a rank needs and does not
 have comes from a rank that has it.  Where several do, they take turns, so that none sends more than others.
@@ -9,13 +9,16 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from shoal_mesh import Comm, all_to_all_blocks
 from shoal_mesh.internal import dataclass
 
-from ..layout.boxes import Box, intersect, shape_of, volume
+from ..layout.boxes import Box, intersect, shape_of, slices_of, volume
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
@@ -25,6 +28,8 @@ Block = tuple[int, Box]
 Flow = tuple[int, int, Box]
 Holdings = Sequence[Sequence[Box]]
 """For each member the boxes that it has; two boxes of any members are the same or share no element."""
+Shards = Sequence[tuple[Box, Tensor]]
+"""This rank's boxes of a global tensor, each with the local tensor (or view) that holds its elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,3 +129,43 @@ def adjacent_rows(boxes: Sequence[Box], local_box: Box) -> tuple[int, int] | Non
     if any(a[0][1] != b[0][0] for a, b in pairwise(boxes)):
         return None
     return boxes[0][0][0] - local_box[0][0], boxes[-1][0][1] - local_box[0][0]
+
+
+def move_blocks(moves: Iterable[tuple[Blocks, Shards, Shards]], comm: Comm | None) -> None:
+    """Copy from the shards that the ranks hold to those that they want, of any number of tensors, by one all-to-all.
+
+    All ranks call it with the same tensors.
+
+    Args:
+        moves: for every tensor what this rank sends, receives and keeps, the shards it holds, and those it wants, which
+            are written in place. All of one dtype.
+        comm: the ranks, as members of the blocks; None is one process without a group.
+
+    Example:
+        >>> import torch
+        >>> before, after = [[((0, 1),), ((1, 3),)]], [[((0, 3),)]]
+        >>> held, wanted = zip(before[0], torch.arange(3).split([1, 2])), torch.zeros(3, dtype=torch.long)
+        >>> move_blocks([(exchange_blocks(0, before, after), [*held], [(after[0][0], wanted)])], None)
+        >>> wanted
+        tensor([0, 1, 2])
+    """
+    me, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    sends: list[list[Tensor]] = [[] for _ in range(size)]
+    receives: list[list[Tensor]] = [[] for _ in range(size)]
+    for blocks, held, wanted in moves:
+        kept = [(me, box) for box in blocks.kept]
+        for member, box in (*blocks.sends, *kept):
+            sends[member].append(_part(held, box))
+        for member, box in (*blocks.receives, *kept):
+            receives[member].append(_part(wanted, box))
+    if comm is not None:
+        all_to_all_blocks(sends, comm, receives)
+        return
+    for source, target in zip(sends[me], receives[me], strict=True):
+        target.copy_(source)
+
+
+def _part(shards: Shards, box: Box) -> Tensor:
+    """The view of the shard that has a box."""
+    outer, local = next((outer, local) for outer, local in shards if intersect(outer, box) == box)
+    return local[slices_of(box, outer)]

@@ -21,7 +21,7 @@ from .steps import Plan, Transfer
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
-    from .step_cost import Links
+    from .search.costs import Links
 
 
 EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)

@@ -19,10 +19,10 @@ from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.symbolic_sizes import constant, has_symbols
 from .cross_mesh import plan_across
+from .search.costs import Links, axes_of, mask_of
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
 from .search.space import Space, State
-from .step_cost import Links, axes_of, mask_of
 from .steps import (
     AllGather,
     AllReduce,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_mesh import all_to_all_blocks, broadcast
+from shoal_mesh import broadcast
 
 from ..errors import PlacementError
-from ..layout.boxes import Box, slices_of
+from ..layout.boxes import Box, slices_of, whole_box
+from .blocks import exchange_blocks, move_blocks
 from .execution.kernels import members
 from .strided_plan import unfold_spec
 
@@ -67,28 +68,17 @@ def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
                 f"src_data_rank {source} is no coordinate of mesh axis {mesh.axis_names[axis]!r} of size {size}"
             )
     local = torch.empty(spec.local_shape, dtype=tensor.dtype, device=_device(tensor, spec))
-    if all(here[axis] == source for axis in copying):
-        if sharding:
-            _scatter(tensor, local, spec, source, sharding)
-        else:
-            local = tensor.to(local.device).contiguous()
+    if not sharding and all(here[axis] == source for axis in copying):
+        local = tensor.to(local.device).contiguous()
+    elif all(here[axis] == source for axis in copying):
+        group, first = members(spec, sharding, here), _index_of(source, sharding, spec)
+        me, whole, wanted = group.index(here), whole_box(spec.shape), [[spec.box(member)] for member in group]
+        blocks = exchange_blocks(me, [[whole] if member == first else [] for member in range(len(group))], wanted)
+        held = [(whole, tensor.to(local.device))] if me == first else []
+        move_blocks([(blocks, held, [(wanted[me][0], local)])], mesh.comm(sharding))
     if prod(mesh.shape[axis] for axis in copying) > 1:
         local = broadcast(local, mesh.comm(copying), src=_index_of(source, copying, spec))
     return local
-
-
-def _scatter(tensor: torch.Tensor, local: torch.Tensor, spec: Spec, source: int, axes: tuple[int, ...]) -> None:
-    """Fill the local tensors of the ranks along some axes."""
-    here = spec.coordinate
-    assert here is not None, "only ranks of the mesh call this"
-    group = members(spec, axes, here)
-    sent: list[list[torch.Tensor]] = [[] for _ in group]
-    if all(here[axis] == source for axis in axes):
-        whole = tensor.to(local.device)
-        sent = [[whole[slices_of(spec.box(member))]] for member in group]
-    received: list[list[torch.Tensor]] = [[] for _ in group]
-    received[_index_of(source, axes, spec)] = [local]
-    all_to_all_blocks(sent, spec.mesh.comm(axes), received)
 
 
 def _index_of(source: int, axes: tuple[int, ...], spec: Spec) -> int:

@@ -24,7 +24,7 @@ from ..errors import PlacementError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
-from ..redistribute.execution.norm_cache import run_cached
+from ..redistribute.execution.execute import run_cached
 from ..redistribute.plan import plan as find_plan
 from ..redistribute.shards_in_flight import CoalescedBatch, current_batch
 from ..redistribute.steps import Plan

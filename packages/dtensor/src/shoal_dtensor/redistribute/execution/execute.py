@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from shoal_mesh import (
     Comm,
@@ -26,10 +28,15 @@ from shoal_mesh import (
     reduce_scatter_v,
 )
 
+from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import remembered
+from ...layout.tensor_meta import contiguous_stride
 from ..steps import Plan
 from .kernels import Collective, Kernel, kernel
-from .memory_format import in_memory_order, memory_order
+
+if TYPE_CHECKING:
+    from ...layout.spec import Spec
+
 
 Stage = Callable[[Tensor], Tensor]
 
@@ -121,3 +128,67 @@ def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Ten
 def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
     """The communicator that a collective runs over."""
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
+
+
+# --- the order in memory of a local tensor's dims: that of the global stride ------------------------------------------
+
+
+def memory_order(spec: Spec) -> list[int] | None:
+    """Tensor dims from the largest stride to the smallest; None if that is row-major."""
+    if spec.stride == contiguous_stride(spec.shape):
+        return None
+    if any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+        return None  # an expanded tensor: its shards are plain
+    order = sorted(range(spec.ndim), key=lambda dim: -spec.stride[dim])
+    significant = [dim for dim in order if spec.shape[dim] > 1]
+    return None if significant == sorted(significant) else order
+
+
+def in_memory_order(spec: Spec) -> Callable[[Tensor], Tensor]:
+    """A function that gives a local tensor the memory order of the global stride; it copies only where they differ."""
+    order = memory_order(spec)
+    if order is None:
+        return torch.Tensor.contiguous
+    back = sorted(range(spec.ndim), key=order.__getitem__)
+    return lambda local: local.permute(order).contiguous().permute(back)
+
+
+# --- partial norms ----------------------------------------------------------------------------------------------------
+
+# A partial norm is asked for several times (is it finite? what to divide by? its backward): it is reduced once.
+MAX_ELEMENTS = 256  # of a norm that is remembered: a total, or one for each row of a small weight
+
+
+def run_cached(plan: Plan, local: Tensor, owner: Any, *, fresh: bool = False) -> Tensor:
+    """What `run` gives; for a small partial norm, what it gave before if the tensor has not been written to since.
+
+    Args:
+        plan: as for `run`.
+        local: the local tensor; owner: the DTensor that it is of, which keeps the result.
+        fresh: whether the result may be written to.
+    """
+    if not plan.src.partials or not _is_norm(plan.src, owner) or prod(plan.src.shape) > MAX_ELEMENTS:
+        return run(plan, local)
+    state = (plan.dst, owner._version, local._version)
+    known = owner.__dict__.get("_reduced")
+    if known is None or known[0] != state or known[1] is not local:
+        known = owner._reduced = (state, local, run(plan, local))
+    result: Tensor = known[2]
+    return result.clone() if fresh else result
+
+
+def write_back(plan: Plan, result: Tensor, owner: Any) -> None:
+    """Write to a DTensor what an operator made of its values under another layout.
+
+    Args:
+        plan: from there to the layout of the tensor.
+        result: the local tensor there; owner: the DTensor.
+    """
+    owner._local_tensor.copy_(run(plan, result))
+    if _is_norm(plan.dst, owner):
+        increment_version(owner)  # `foreach` operators do not
+
+
+def _is_norm(spec: Spec, owner: Any) -> bool:
+    """Whether a tensor is a partial norm and counts how often it is written to."""
+    return bool(spec.partials) and norm_order(spec.partials[0][1]) is not None and not owner.is_inference()

@@ -37,7 +37,6 @@ from ..steps import (
     Step,
     Transfer,
 )
-from .packing import grid_of, join, split
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -204,18 +203,13 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
     if not volume(local_box):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     if len(step.dims) == 1:
-        dim = step.dims[0]
-        sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
-        if all(size == sizes[0] for size in sizes):
-            return Kernel(collective=Collective("all_gather", step.axes, dim=dim))
-        return Kernel(collective=Collective("all_gather_v", step.axes, dim=dim, sizes=sizes))
-    counts = tuple(map(volume, boxes))
+        return Kernel(collective=_along_one_dim("all_gather", step, boxes))
     if regular(boxes):
-        grid = grid_of(step.src, step.dst, step.dims)
+        grid = _grid_of(step.src, step.dst, step.dims)
         return Kernel(
-            prepare=_flatten,
+            prepare=torch.flatten,
             collective=Collective("all_gather", step.axes),
-            finish=lambda got, _: join(got, grid, shape_of(boxes[0]), step.dims).reshape(shape),
+            finish=lambda got, _: _join(got, grid, shape_of(boxes[0]), step.dims).reshape(shape),
         )
 
     def finish(got: Tensor, _: Tensor) -> Tensor:
@@ -223,7 +217,17 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
         unpack_blocks(got, [out[slices_of(box, local_box)] for box in boxes])
         return out
 
-    return Kernel(_flatten, Collective("all_gather_v", step.axes, sizes=counts), finish)
+    collective = Collective("all_gather_v", step.axes, sizes=tuple(map(volume, boxes)))
+    return Kernel(torch.flatten, collective, finish)
+
+
+def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[Box], op: str = "sum") -> Collective:
+    """The collective along the only dim of a step, with the lengths of the members' blocks where these differ."""
+    dim = step.dims[0]
+    sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
+    if all(size == sizes[0] for size in sizes):
+        return Collective(kind, step.axes, dim=dim, op=op)
+    return Collective(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
 
 
 def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
@@ -233,21 +237,16 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         return Kernel(finish=lambda local, _: local.new_empty(shape))
     divide = _division(step.divisor, step.src.dtype)
     if len(step.dims) == 1:
-        dim = step.dims[0]
-        sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
-        if all(size == sizes[0] for size in sizes):
-            return Kernel(collective=Collective("reduce_scatter", step.axes, dim=dim, op=step.op), finish=divide)
-        collective = Collective("reduce_scatter_v", step.axes, dim=dim, op=step.op, sizes=sizes)
-        return Kernel(collective=collective, finish=divide)
+        return Kernel(collective=_along_one_dim("reduce_scatter", step, boxes, step.op), finish=divide)
 
     def finish(got: Tensor, local: Tensor) -> Tensor:
         got = got.view(shape)
         return got if divide is None else divide(got, local)
 
     if regular(boxes):
-        grid = grid_of(step.dst, step.src, step.dims)
+        grid = _grid_of(step.dst, step.src, step.dims)
         return Kernel(
-            prepare=lambda local: split(local, grid, shape, step.dims),
+            prepare=lambda local: _split(local, grid, shape, step.dims),
             collective=Collective("reduce_scatter", step.axes, op=step.op),
             finish=finish,
         )
@@ -272,17 +271,13 @@ def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel
     work = kernel_of(replace(step, op="sum"), coordinate)  # type: ignore[arg-type]  # the same
     if work.collective is None:
         return work
-    prepare, finish = work.prepare, work.finish or _first
+    prepare, finish = work.prepare, work.finish or (lambda got, _: got)
 
     def prepared(local: Tensor) -> Tensor:
         parts = powers(local, order)
         return parts if prepare is None else prepare(parts)
 
     return Kernel(prepared, work.collective, lambda got, local: root(finish(got, local), order, dtype))
-
-
-def _first(got: Tensor, _: Tensor) -> Tensor:
-    return got
 
 
 def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
@@ -293,15 +288,9 @@ def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
 
 
 def _exchange(step: Exchange, coordinate: Coordinate) -> Kernel:
-    group = members(step.src, step.axes, coordinate)
+    size = prod(step.src.mesh.shape[axis] for axis in step.axes)
     blocks = blocks_of(step, coordinate)
-    collective = Collective("all_to_all_v", step.axes, **_counts(blocks, len(group)))
-    return Kernel(*_moves(blocks, step.src.box(coordinate), step.dst.box(coordinate), collective))
-
-
-def _transfer(step: Transfer, coordinate: Coordinate | None) -> Kernel:
-    """`coordinate` is not used: a rank may be on either mesh, so it is known by its global rank."""
-    return transfer_kernel(step, step.src.mesh.get_rank())
+    return _moved(blocks, step.src.box(coordinate), step.dst.box(coordinate), size, axes=step.axes)
 
 
 def transfer_kernel(step: Transfer, rank: int) -> Kernel:
@@ -310,26 +299,18 @@ def transfer_kernel(step: Transfer, rank: int) -> Kernel:
         return Kernel()
     me = step.ranks.index(rank)
     before, after = ([boxes_of_rank(spec, r) for r in step.ranks] for spec in (step.src, step.dst))
-    blocks = exchange_blocks(me, before, after)
-    collective = Collective("all_to_all_v", (), ranks=step.ranks, **_counts(blocks, len(step.ranks)))
     mine, wanted = ([*boxes[me], ((0, 0),)][0] for boxes in (before, after))  # an empty box outside of a mesh
-    return Kernel(*_moves(blocks, mine, wanted, collective))
+    return _moved(exchange_blocks(me, before, after), mine, wanted, len(step.ranks), ranks=step.ranks)
 
 
-def _counts(blocks: Blocks, size: int) -> dict[str, Any]:
-    """Elements sent to and received from each of `size` members."""
+def _moved(
+    blocks: Blocks, before: Box, after: Box, size: int, *, axes: tuple[int, ...] = (), ranks: tuple[int, ...] = ()
+) -> Kernel:
+    """Packing, an exchange of blocks among `size` members, and unpacking."""
     sends, receives = [0] * size, [0] * size
-    for member, box in blocks.sends:
-        sends[member] += volume(box)
-    for member, box in blocks.receives:
-        receives[member] += volume(box)
-    return {"sizes": tuple(sends), "receives": tuple(receives)}
-
-
-def _moves(
-    blocks: Blocks, before: Box, after: Box, collective: Collective
-) -> tuple[Callable[[Tensor], Tensor], Collective, Callable[[Tensor, Tensor], Tensor]]:
-    """Packing, the exchange and unpacking of blocks."""
+    for counts, moves in ((sends, blocks.sends), (receives, blocks.receives)):
+        for member, box in moves:
+            counts[member] += volume(box)
     shape = shape_of(after)
     boxes = [box for _, box in blocks.receives]
     where = [slices_of(box, before) for _, box in blocks.sends]
@@ -349,11 +330,38 @@ def _moves(
         unpack_blocks(got, [out[place] for place in places])
         return out if places else bound(out, got)
 
-    return prepare, collective, finish
+    collective = Collective("all_to_all_v", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
+    return Kernel(prepare, collective, finish)
 
 
-def _flatten(local: Tensor) -> Tensor:
-    return local.reshape(-1)
+def _grid_of(fine: Spec, coarse: Spec, dims: Sequence[int]) -> list[int]:
+    """For each of `dims`, how many shards of the finer sharding make one of the coarser."""
+    return [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
+
+
+def _interleaved(grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """The dims (of the grid, then of a block) in the order that they have in the tensor of all blocks of a grid.
+
+    A 2 x 3 grid over dims 0 and 1 of blocks of three dims: [0, 2, 1, 3, 4].
+    """
+    order: list[int] = []
+    for dim in range(len(block)):
+        if dim in dims:
+            order.append(list(dims).index(dim))
+        order.append(len(grid) + dim)
+    return order
+
+
+def _join(flat: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """Blocks of a regular grid over `dims`, one after the other, as one tensor with (block, element) dim pairs."""
+    return flat.view(*grid, *block).permute(_interleaved(grid, block, dims))
+
+
+def _split(local: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """The blocks of a regular grid over `dims`, one after the other in a flat tensor."""
+    order, sizes = _interleaved(grid, block, dims), (*grid, *block)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return local.reshape([sizes[i] for i in order]).permute(back).reshape(-1)
 
 
 def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -377,5 +385,5 @@ _KERNELS: dict[type[Step], Callable[[Any, Any], Kernel]] = {
     AllReduce: _reducing,
     AllToAll: _all_to_all,
     Exchange: _exchange,
-    Transfer: _transfer,
+    Transfer: lambda step, _: transfer_kernel(step, step.src.mesh.get_rank()),  # on either mesh
 }

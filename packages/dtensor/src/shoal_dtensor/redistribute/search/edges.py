@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..step_cost import axes_of, mask_of, sent_among
+from .costs import axes_of, mask_of, sent_among
 
 if TYPE_CHECKING:
     from .space import Dims, Space, State

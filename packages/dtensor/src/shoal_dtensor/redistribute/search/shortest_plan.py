@@ -1,4 +1,4 @@
-"""The cheapest way between two specs: A* over the layouts of `candidates`, by the edges of `edges`.
+"""The cheapest way between two specs: A* over the layouts of `Candidates`, by the edges of `edges`.
 
 `Bound` says what the rest of a way takes at least.  A state is left aside only if every way through it provably takes
 as long as one that is known.  So where the search looked at all layouts and ended by itself, no sequence of these edges
@@ -18,17 +18,15 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import RedistributeError
-from ..step_cost import axes_of, mask_of
-from .bound import Bound
-from .candidates import Candidates
+from .costs import Bound, axes_of, mask_of
 from .edges import Edge, all_reduce, converted, joined, reduce_scatter, reshard
-from .space import Space, State
+from .space import Candidates, Space, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ...layout.spec import Spec
-    from ..step_cost import Links
+    from .costs import Links
 
 
 # Hops priced, about 8 us each, before the search settles for the best way so far.  A third of them where it looks at
