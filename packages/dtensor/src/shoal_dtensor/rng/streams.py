@@ -57,7 +57,7 @@ def fill_whole(
 
     Nothing of it is probed and sizes may be symbols, so a compiler can trace it.
     """
-    whole = torch.empty(memory.shape, dtype=local.dtype, device=local.device)
+    whole = _scratch(memory.shape, local, memory.contiguous or local.device.type != "cpu")
     own = tuple([slice(start, stop) for start, stop in memory.box])
     back = memory.restored()
     odds = None
@@ -69,6 +69,13 @@ def fill_whole(
     fill(whole.permute(back), generator, odds)
     if memory.has(local):
         memory.arranged(local).copy_(whole[own])
+
+
+def _scratch(shape: tuple[int, ...], like: Tensor, contiguous: bool) -> Tensor:
+    """A tensor of that shape; when not `contiguous`, one that torch does not take for contiguous either."""
+    if contiguous:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return torch.empty((*shape, 2), dtype=like.dtype, device=like.device)[..., 0]
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------
@@ -102,7 +109,7 @@ def fill_cpu(
     if law.unit is None:
         fill_whole(local, memory, fill, generator, operand)
         return
-    scratch = _scratch(CHUNK + law.unit, local, memory.contiguous)
+    scratch = _scratch((CHUNK + law.unit,), local, memory.contiguous)
     odds = None if operand is None else torch.full_like(scratch, 0.5, dtype=operand.dtype)
     target = memory.arranged(local)
     chances = None if operand is None else memory.arranged(operand)
@@ -127,13 +134,6 @@ def fill_cpu(
         start = stop
 
 
-def _scratch(numel: int, like: Tensor, contiguous: bool) -> Tensor:
-    """A 1-D tensor; when not `contiguous`, one that torch does not take for contiguous either."""
-    if contiguous:
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
-    return torch.empty((numel, 2), dtype=like.dtype, device=like.device)[:, 0]
-
-
 def skip_words(words: int, generator: torch.Generator | None) -> None:
     """Draw so many 32-bit words and forget them."""
     pairs, odd = divmod(words, 2)
@@ -153,7 +153,7 @@ def law_of(fill: Fill, dtype: torch.dtype, contiguous: bool, operand: torch.dtyp
     def trial(*ends: int) -> tuple[Tensor, Tensor]:
         """Values and end state of a draw that is divided at `ends`."""
         generator = _primed()
-        values = _scratch(ends[-1], torch.empty(0, dtype=dtype), contiguous)
+        values = _scratch((ends[-1],), torch.empty(0, dtype=dtype), contiguous)
         odds = None if operand is None else torch.full_like(values, 0.5, dtype=operand)
         for start, stop in pairwise((0, *ends)):
             fill(values[start:stop], generator, None if odds is None else odds[start:stop])
