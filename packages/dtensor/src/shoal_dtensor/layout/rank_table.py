@@ -5,29 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from itertools import product
-from typing import NamedTuple, Protocol
-
-import torch
-
-from shoal_mesh import DeviceMesh
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import PlacementError
 from .boxes import Box
-from .placements import Partial, Placement
+from .placements import Partial
+
+if TYPE_CHECKING:
+    from .spec import Spec
+
 
 COLORS = ("#8dd3c7", "#fdb462", "#bebada", "#fb8072", "#b3de69", "#80b1d3", "#fccde5", "#d9d9d9")
 _LARGEST = 1024  # ranks that a notebook shows as a table
-
-
-class Placed(Protocol):
-    """What a table reads of a `Spec`."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
-    ndim: int
-
-    def boxes(self, coordinate: Sequence[int]) -> list[tuple[Box, Box]]: ...
 
 
 class RankTable(NamedTuple):
@@ -57,7 +46,7 @@ class RankTable(NamedTuple):
         )
 
 
-def holders(spec: Placed) -> dict[Box, list[int]]:
+def holders(spec: Spec) -> dict[Box, list[int]]:
     """The ranks that hold each box of the tensor, boxes in order; empty ones are left out."""
     found: dict[Box, list[int]] = {}
     for coordinate in product(*map(range, spec.mesh.shape)):
@@ -67,7 +56,7 @@ def holders(spec: Placed) -> dict[Box, list[int]]:
     return dict(sorted(found.items()))
 
 
-def rank_table(spec: Placed) -> RankTable:
+def rank_table(spec: Spec) -> RankTable:
     """The table of a tensor of one or two dims.
 
     Raises:
@@ -82,7 +71,7 @@ def rank_table(spec: Placed) -> RankTable:
     return RankTable([f"{a}:{b}" for a, b in rows], [f"{a}:{b}" for a, b in columns], cells)
 
 
-def spec_html(spec: Placed) -> str:
+def spec_html(spec: Spec) -> str:
     """What notebooks show: the spec in words, and of one or two dims a table of the ranks that hold each part."""
     head = f"<code>{escape(repr(spec))}</code>"
     if spec.ndim > 2 or spec.mesh.size() > _LARGEST:

@@ -65,26 +65,10 @@ class Spec(SpecNames):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_boxes",
-        "coordinate",
-        "device_mesh",
-        "dim_shardings",
-        "dtype",
-        "even",
-        "example",
-        "is_strided",
-        "local_shape",
-        "mesh",
-        "ndim",
-        "partials",
-        "placements",
-        "replicated",
-        "shape",
-        "shard_order",
-        "stride",
+        "__weakref__", "_boxes", "coordinate", "device_mesh", "dim_shardings", "dtype", "even", "example", "is_strided",
+        "local_shape", "mesh", "ndim", "partials", "placements", "replicated", "shape", "shard_order", "stride",
         "tensor_meta",
-    )
+    )  # fmt: skip
     at_first: ClassVar[list[Callable[[], None]]] = []  # called before there is a DTensor: what an import must not do
     _interned: ClassVar[WeakValueDictionary[tuple[Any, ...], Spec]] = WeakValueDictionary()
 

@@ -126,8 +126,9 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         if isinstance(value, Tensor):
             value = Spec(mesh, every, value.shape, value.stride(), value.dtype)
         if isinstance(value, Spec):
-            local = torch.empty(value.local_shape, dtype=value.dtype, device="meta")
-            return DTensor(_in_order(local, value.stride), value)
+            order = sorted(range(value.ndim), key=lambda dim: -value.stride[dim])
+            local = torch.empty_permuted(value.local_shape, order, dtype=value.dtype, device="meta")
+            return DTensor(local, value)
         return torch.device("meta") if isinstance(value, torch.device) else value
 
     try:
@@ -138,12 +139,6 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
     except Exception as error:  # of any type: what the function says of DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
-
-
-def _in_order(local: Tensor, stride: Sequence[int]) -> Tensor:
-    """A contiguous tensor as one whose dims lie in memory as the global stride has them."""
-    order = sorted(range(local.ndim), key=lambda dim: -stride[dim])
-    return local.new_empty([local.shape[dim] for dim in order]).permute([order.index(d) for d in range(local.ndim)])
 
 
 def _checked(args: Any, kwargs: Any, results: Sequence[Any], outs: Sequence[Tensor]) -> list[Spec]:

@@ -15,6 +15,7 @@ from shoal_mesh.internal import dataclass
 
 from .._torch import is_compiling
 from ..layout.spec import Spec
+from ..layout.tensor_meta import dense_stride
 
 _ATTRIBUTE = "_shoal_layout"
 
@@ -92,10 +93,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 def global_stride(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The stride of a dense global tensor whose dims lie in memory as those of the local one."""
-    stride, step = [0] * local.ndim, 1
-    for dim in reversed(_memory_order(local)):
-        stride[dim], step = step, step * max(1, shape[dim])
-    return tuple(stride)
+    return dense_stride(shape, tuple(_memory_order(local)))
 
 
 def in_memory_as(like: Tensor, tensor: Tensor) -> Tensor:

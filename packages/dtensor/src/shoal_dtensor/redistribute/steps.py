@@ -111,27 +111,21 @@ class AllGather(Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction(Step):
-    """P -> S or R: what both reductions say: the op, and a divisor that turns a sum into an average."""
+    """P -> S or R: the op, the dims that `axes` shard then, and a divisor that turns a sum into an average."""
 
     op: str
     divisor: int = 1
+    dims: tuple[int, ...] = ()
 
     def detail(self) -> str:
-        return f" {self.op}{self.where()}" + (f" / {self.divisor}" if self.divisor != 1 else "")
-
-    def where(self) -> str:
-        """Which dims are sharded, for reports."""
-        return ""
+        dims = f" dims {list(self.dims)}" if self.dims else ""
+        return f" {self.op}{dims}" + (f" / {self.divisor}" if self.divisor != 1 else "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReduceScatter(Reduction):
     """P -> S: reduce over `axes`, each rank keeping its part."""
 
-    dims: tuple[int, ...]
-
-    def where(self) -> str:
-        return f" dims {list(self.dims)}"
+    __slots__ = ()
 
 
 class AllReduce(Reduction):
