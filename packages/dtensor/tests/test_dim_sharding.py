@@ -1,4 +1,4 @@
-"""Covers: dim_sharding.py, normal_placements.py and placements.py, against torch.chunk and brute force."""
+"""Covers: dim_sharding.py, partition_spec.py and placements.py, against torch.chunk and brute force."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from shoal_dtensor.errors import ArgumentTypeError, PlacementError
 from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes, shard_dim
-from shoal_dtensor.layout.normal_placements import canonical_placements, normalize_placements
+from shoal_dtensor.layout.partition_spec import canonical_placements, normalize_placements
 from shoal_dtensor.layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 
 MESH_SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3)

@@ -17,8 +17,8 @@ from ..argument_types import check_type
 from ..errors import PlacementError
 from ..layout.boxes import Box
 from ..layout.placements import Partial
-from ..layout.rank_table import COLORS, RankTable, holders, rank_table
 from ..layout.spec import Spec
+from ..layout.spec_names import COLORS, RankTable, holders, rank_table
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..tensor.dtensor import DTensor
 

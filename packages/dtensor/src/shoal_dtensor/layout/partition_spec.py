@@ -1,7 +1,12 @@
-"""Placements written per tensor dim: `PartitionSpec("dp", None)` instead of one placement per mesh axis.
+"""Placements as users write them, and as a spec keeps them.
 
-The spelling is that of JAX's partition specs.  It says the order of axes on a dim where several shard it, so it stands
-for placements and shard order together.  Inside the library there are only those: it is translated where it enters.
+`PartitionSpec("dp", None)` says them per tensor dim instead of one per mesh axis, in the spelling of JAX's partition
+specs.  It says the order of axes on a dim where several shard it, so it stands for placements and shard order together.
+Inside the library there are only those: it is translated where it enters.
+
+A spec keeps them of this library, non-negative, in a known order of axes, without needless sizes.  Users write
+`Shard(-1)`, torch's `StridedShard` for an order of axes, or sizes that are `torch.chunk`'s: one layout has one
+spelling, so equal layouts are equal specs.
 """
 
 from __future__ import annotations
@@ -11,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import constant_when_compiled, dataclass
 
-from ..errors import ArgumentTypeError, PlacementError
-from .dim_sharding import ShardOrder
-from .placements import Partial, Placement, Replicate, Shard
+from ..errors import ArgumentTypeError, PlacementError, PlacementIndexError
+from .dim_sharding import DimSharding, ShardOrder, chunk_sizes
+from .placements import Partial, Placement, Replicate, Shard, StridedShard
 
 Axis = str | int
 DimAxes = None | Axis | tuple[Axis, ...]
@@ -104,3 +109,134 @@ def read_placements(
     if shard_order is not None:
         raise PlacementError(f"{placements!r} says the order of axes itself: give no shard_order with it")
     return placements.resolve(mesh)
+
+
+# --- as a spec keeps them ---------------------------------------------------------------------------------------------
+
+
+def order_of(placements: Sequence[Placement], shard_order: ShardOrder | None = None) -> ShardOrder:
+    """For every sharded dim, ascending: the axes that shard it, outermost first (ascending unless in `shard_order`).
+
+    Raises:
+        PlacementError: if `shard_order` names other axes than the placements do.
+    """
+    asked = dict(shard_order or ())
+    axes_of: dict[int, tuple[int, ...]] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | StridedShard):
+            axes_of[placement.dim] = (*axes_of.get(placement.dim, ()), axis)
+    for dim, axes in asked.items():
+        if sorted(axes) != list(axes_of.get(dim, ())):
+            raise PlacementError(
+                f"shard_order: axes {tuple(axes)} given for tensor dim {dim}, but the placements "
+                f"{tuple(map(str, placements))} shard it by axes {axes_of.get(dim, ())}"
+            )
+    return tuple((dim, tuple(asked.get(dim, axes_of[dim]))) for dim in sorted(axes_of))
+
+
+def normalize_placements(
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    ndim: int,
+    shard_order: ShardOrder | None = None,
+    shape: Sequence[int] | None = None,
+) -> tuple[tuple[Placement, ...], ShardOrder]:
+    """Placements with non-negative dims and without torch's strided spelling, and the order of axes on each dim.
+
+    Args:
+        placements: one per mesh axis, as a user wrote them.
+        mesh_shape: coordinates per mesh axis.
+        ndim: number of tensor dims.
+        shard_order: pairs (tensor dim, axes outermost first); dims left out are sharded in ascending axis order.
+        shape: of the tensor, where it is known.
+
+    Raises:
+        PlacementError: if the number of placements, a dim, the order or a strided placement does not fit.
+    """
+    if len(placements) != len(mesh_shape):
+        raise PlacementIndexError(
+            f"expected one placement for each of the {len(mesh_shape)} axes of the mesh of shape "
+            f"{tuple(mesh_shape)}, got {len(placements)}: {list(placements)}"
+        )
+    resolved: list[Placement] = []
+    strided: dict[int, int] = {}
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Placement):
+            raise PlacementError(  # torch's placements have the same names
+                f"mesh axis {axis}: expected Shard, Replicate or Partial of shoal_dtensor, got {placement!r} "
+                f"({type(placement).__module__}.{type(placement).__qualname__})"
+            )
+        if isinstance(placement, Shard | StridedShard):
+            dim = placement.dim + ndim if placement.dim < 0 else placement.dim
+            if not 0 <= dim < ndim:
+                raise PlacementIndexError(f"{placement!r} on mesh axis {axis}: the tensor has {ndim} dims")
+            if isinstance(placement, StridedShard) and placement.sizes is None:
+                placement = _in_runs(placement.on_dim(dim), axis, placements, mesh_shape, shape)
+            if isinstance(placement, StridedShard) and placement.sizes is None:
+                strided[axis] = placement.split_factor
+                placement = Shard(dim)
+            else:
+                placement = placement.on_dim(dim)
+        resolved.append(placement)
+    order = {d % ndim if ndim else d: tuple(axes) for d, axes in shard_order or ()}
+    if strided:
+        order = _order_of_strided(resolved, strided, mesh_shape) | order
+    return tuple(resolved), order_of(resolved, tuple(order.items()))
+
+
+def _in_runs(
+    placement: StridedShard,
+    axis: int,
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    shape: Sequence[int] | None,
+) -> StridedShard:
+    """The placement with the sizes of its runs where all axes that shard the dim have as many: no order is meant."""
+    dim, runs = placement.dim, placement.split_factor
+    if shape is None or shape[dim] % runs:
+        return placement
+    same_dim = (dim, dim - len(shape))
+    sharding = {a: p for a, p in enumerate(placements) if isinstance(p, Shard | StridedShard) and p.dim in same_dim}
+    if len(sharding) > 1 and (
+        runs == 1 or set(sharding.values()) - {StridedShard(d, split_factor=runs) for d in same_dim}
+    ):
+        return placement
+    sizes: tuple[int, ...] = (shape[dim] // runs,)
+    for ways in (mesh_shape[a] for a in sharding if a <= axis):
+        sizes = tuple(part for size in sizes for part in chunk_sizes(size, ways))
+    return StridedShard(dim, split_factor=runs, sizes=sizes)
+
+
+def _order_of_strided(
+    placements: Sequence[Placement], strided: dict[int, int], mesh_shape: Sequence[int]
+) -> dict[int, tuple[int, ...]]:
+    """Place each axis behind those to its right whose sizes multiply to its split factor."""
+    order: dict[int, tuple[int, ...]] = {}
+    for axis in reversed(range(len(placements))):
+        placement = placements[axis]
+        if not isinstance(placement, Shard):
+            continue
+        before, factor, position = order.get(placement.dim, ()), 1, 0
+        while factor != strided.get(axis, 1) and position < len(before):
+            factor *= mesh_shape[before[position]]
+            position += 1
+        if factor != strided.get(axis, 1):
+            raise PlacementError(
+                f"StridedShard(dim={placement.dim}, split_factor={strided[axis]}) on mesh axis {axis}: the axes to its "
+                f"right that shard dim {placement.dim} have sizes {[mesh_shape[a] for a in before]}; "
+                f"no leading part of them multiplies to {strided[axis]}. Use a factor to which one does, or pad the "
+                f"dim to a multiple of {strided[axis]}: alone on a dim that it divides, a factor counts equal runs"
+            )
+        order[placement.dim] = (*before[:position], axis, *before[position:])
+    return order
+
+
+def canonical_placements(placements: Sequence[Placement], shardings: Sequence[object]) -> tuple[Placement, ...]:
+    """`placements` with explicit sizes dropped where they say what `torch.chunk` would do anyway."""
+    sized = [getattr(placement, "sizes", None) is not None for placement in placements]
+    result = list(placements)
+    for dim, sharding in enumerate(shardings if True in sized else ()):
+        if isinstance(sharding, DimSharding) and any(sized[axis] for axis in sharding.axes):
+            for axis, placement in sharding.placements(dim).items():
+                result[axis] = placement
+    return tuple(result)

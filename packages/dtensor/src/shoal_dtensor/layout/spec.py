@@ -22,9 +22,9 @@ from ..argument_types import check_mesh, check_type
 from ..errors import ArgumentTypeError, PlacementError
 from .boxes import Box, spans
 from .dim_sharding import DimSharding, ShardOrder
-from .normal_placements import canonical_placements, normalize_placements, order_of
+from .partition_spec import canonical_placements, normalize_placements, order_of
 from .placements import Partial, Placement, Replicate, Shard, StridedShard
-from .spec_names import SpecNames
+from .spec_names import SpecNames, spec_html
 from .strided_dim import AnyDimSharding, StridedDimSharding, shard_dims
 from .symbolic_sizes import has_symbols, hashable, settled, traced_with
 from .tensor_meta import ShardOrderEntry, TensorMeta, contiguous_stride, dense_stride
@@ -363,8 +363,6 @@ class Spec(SpecNames):
         return Spec, (self.mesh, self.placements, *plain)
 
     def _repr_html_(self) -> str:
-        from .rank_table import spec_html  # for notebooks only
-
         return spec_html(self)
 
 

@@ -16,8 +16,7 @@ from ..argument_types import check_mesh, check_type
 from ..errors import PlacementError
 from ..host_memory import device_of_numbers, upload
 from ..layout.dim_sharding import DimSharding, ShardOrder
-from ..layout.normal_placements import normalize_placements
-from ..layout.partition_spec import Placements, read_placements
+from ..layout.partition_spec import Placements, normalize_placements, read_placements
 from ..layout.placements import Partial, Placement, Replicate, Shard, StridedShard
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
