@@ -7,7 +7,6 @@ hashes by identity, and all that follows from a spec (shardings of dims, local s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakValueDictionary
@@ -191,12 +190,12 @@ class Spec(SpecNames):
         put(spec, "dim_shardings", dim_shardings)
         put(spec, "is_strided", StridedDimSharding in map(type, dim_shardings))
         put(spec, "ndim", len(shape))
-        replicated, partials = _of_placements(placements)
-        put(spec, "replicated", replicated)
+        put(spec, "replicated", all(type(placement) is Replicate for placement in placements))
         put(spec, "even", False not in [sharding.even for sharding in dim_shardings])
         put(spec, "tensor_meta", meta)
         put(spec, "device_mesh", mesh)
-        put(spec, "partials", partials)
+        partials = [(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)]
+        put(spec, "partials", tuple(partials))
         put(spec, "example", example)
         put(spec, "_boxes", {})
         coordinate = mesh.get_coordinate()
@@ -364,13 +363,6 @@ class Spec(SpecNames):
 
     def _repr_html_(self) -> str:
         return spec_html(self)
-
-
-@lru_cache(maxsize=1024)
-def _of_placements(placements: tuple[Placement, ...]) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Whether all are `Replicate`, and pairs (mesh axis, reduce op) of those that are partial."""
-    partials = tuple([(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)])
-    return all(type(placement) is Replicate for placement in placements), partials
 
 
 def _surviving_order(order: ShardOrder, placements: Sequence[Placement], ndim: int) -> ShardOrder:

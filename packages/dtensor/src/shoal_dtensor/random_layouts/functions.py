@@ -106,13 +106,10 @@ def _may_draw(module: nn.Module) -> bool:
     if _of_torch(module):
         return isinstance(module, _DROPOUT_MODULES | nn.RReLU | nn.MultiheadAttention | nn.RNNBase)
     children = frozenset(part for path, _ in module.named_modules() for part in path.split("."))
-    values = [value for kind in type(module).__mro__ if not _is_base(kind) for value in vars(kind).values()]
+    own = [k for k in type(module).__mro__ if k is not object and not k.__module__.startswith("torch.nn.modules.")]
+    values = [value for kind in own for value in vars(kind).values()]
     values += vars(module).values()
     return any(_draws(function, children, set()) for function in _functions(values))
-
-
-def _is_base(kind: type) -> bool:
-    return kind is object or kind.__module__.startswith("torch.nn.modules.")
 
 
 def _functions(values: Iterable[Any]) -> Iterator[FunctionType]:

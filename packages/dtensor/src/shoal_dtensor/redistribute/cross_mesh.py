@@ -77,12 +77,9 @@ def _without_partials(spec: Spec) -> Iterator[Spec]:
 
 def _spread(spec: Spec) -> Iterator[Spec]:
     """Specs that lead to `spec` on its own mesh: replicas made there, or sent ready."""
-    partial = [axis for axis, _ in spec.partials]
-    yield _replaced(spec, partial, None)
-    if partial:
-        yield from _scattered(spec, partial)
+    yield from _without_partials(spec)
     copies = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Shard) and spec.mesh.shape[axis] > 1]
-    if copies and copies != partial:
+    if copies and copies != [axis for axis, _ in spec.partials]:
         yield from _scattered(spec, copies)
 
 

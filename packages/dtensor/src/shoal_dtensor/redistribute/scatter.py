@@ -10,7 +10,7 @@ import torch
 from shoal_mesh import broadcast
 
 from ..errors import PlacementError
-from ..layout.boxes import Box, slices_of, whole_box
+from ..layout.boxes import slices_of, whole_box
 from .blocks import exchange_blocks, move_blocks
 from .execution.kernels import members
 from .strided_plan import unfold_spec
@@ -39,7 +39,9 @@ def shard_of(tensor: torch.Tensor, spec: Spec, source: int | None) -> torch.Tens
         opened = unfold_spec(spec)
         return shard_of(tensor.reshape(opened.shape), opened, source).reshape(spec.local_shape)
     if source is None or tensor.is_meta:
-        return _own_copy(tensor, spec.box(spec.coordinate)).to(_device(tensor, spec))
+        shard = tensor[slices_of(spec.box(spec.coordinate))]
+        own = shard.contiguous() if shard.shape == tensor.shape else shard.clone(memory_format=torch.contiguous_format)
+        return own.to(_device(tensor, spec))
     return _from_source(tensor, spec, source)
 
 
@@ -48,12 +50,6 @@ def _device(tensor: torch.Tensor, spec: Spec) -> torch.device:
     if tensor.device.type == spec.mesh.device_type or tensor.is_meta:
         return tensor.device
     return torch.device(spec.mesh.device_type)
-
-
-def _own_copy(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a tensor, contiguous, in memory of its own unless it is the tensor itself."""
-    shard = tensor[slices_of(box)]
-    return shard.contiguous() if shard.shape == tensor.shape else shard.clone(memory_format=torch.contiguous_format)
 
 
 def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:

@@ -91,7 +91,8 @@ def least_bytes(src: Spec, dst: Spec) -> float:
     mesh = src.mesh
     free = [axis for axis, p in enumerate(dst.placements) if isinstance(p, Partial) and src.placements[axis] is not p]
     reduced = [axis for axis, _ in src.partials if dst.placements[axis] is not src.placements[axis]]
-    linear = [a for a in reduced if isinstance(dst.placements[a], Partial) and _linear(src, dst, a)]
+    ops = {axis: {op for a, op in (*src.partials, *dst.partials) if a == axis} for axis in reduced}
+    linear = [a for a in reduced if isinstance(dst.placements[a], Partial) and ops[a] <= {"sum", "avg"}]
     reduced = [a for a in reduced if a not in linear]
     free = [a for a in free if a not in linear]
     ranks = mesh.size()
@@ -107,7 +108,3 @@ def least_bytes(src: Spec, dst: Spec) -> float:
         have = {src.box(m) for m in members(dst, free, c)}
         total += max(0, volume(wanted) - sum(_common(box, wanted) for box in have))
     return src.dtype.itemsize * total / ranks
-
-
-def _linear(src: Spec, dst: Spec, axis: int) -> bool:
-    return {op for a, op in (*src.partials, *dst.partials) if a == axis} <= {"sum", "avg"}

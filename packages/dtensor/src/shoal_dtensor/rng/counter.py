@@ -78,7 +78,7 @@ def _values(fill: Fill, rows: Tensor, columns: tuple[int, int], dtype: torch.dty
     row = rows[:, None]
     words = philox((block & _MASK, row & _MASK, row >> 32, block >> 32), key)
     lanes = partial(_lanes, skip=left % per, count=right - left)
-    return _MAKERS[fill.name](fill, words, dtype, lanes)
+    return _distributed(fill, words, dtype, lanes)
 
 
 def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
@@ -110,8 +110,31 @@ def _open(words: Words) -> list[Tensor]:
     return [((high << 20) + (low >> 12)).double().add_(0.5).mul_(2.0**-52) for high, low in pairs]
 
 
-def _uniform(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    start, stop = _arg(fill, 0, 0.0), _arg(fill, 1, 1.0)
+def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
+    """The values of a distribution; of `bernoulli_` without arguments the uniform ones to hold against the operand."""
+    first, second = (partial(_arg, fill, position) for position in (0, 1))
+    match fill.name:
+        case "uniform_":
+            return _uniform(words, dtype, lanes, first(0.0), second(1.0))
+        case "normal_":
+            return _standard_normal(words, dtype, lanes).mul_(second(1.0)).add_(first(0.0))
+        case "log_normal_":
+            return _standard_normal(words, torch.float64, lanes).mul_(second(2.0)).add_(first(1.0)).exp_()
+        case "bernoulli_":
+            uniform = lanes(_open(words) if dtype == torch.float64 else [word.double().mul_(_WORD) for word in words])
+            return uniform < first(0.5) if fill.args else uniform
+        case "exponential_":
+            return lanes(_open(words)).log_().mul_(-1.0 / first(1.0))
+        case "cauchy_":
+            return lanes(_open(words)).sub_(0.5).mul_(math.pi).tan_().mul_(second(1.0)).add_(first(0.0))
+        case "geometric_" if first(0.5) == 1.0:
+            return torch.ones_like(lanes(words))
+        case "geometric_":
+            return lanes(_open(words)).log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
+    return _random(words, lanes, *_integer_range(fill, dtype))
+
+
+def _uniform(words: Words, dtype: torch.dtype, lanes: Lanes, start: float, stop: float) -> Tensor:
     bits = _BITS[dtype]
     if bits > 32:
         units = lanes([(words[0] << 21) + (words[1] >> 11), (words[2] << 21) + (words[3] >> 11)])
@@ -136,39 +159,7 @@ def _standard_normal(words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
     return lanes(values)
 
 
-def _normal(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    return _standard_normal(words, dtype, lanes).mul_(_arg(fill, 1, 1.0)).add_(_arg(fill, 0, 0.0))
-
-
-def _log_normal(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    normal = _standard_normal(words, torch.float64, lanes)
-    return normal.mul_(_arg(fill, 1, 2.0)).add_(_arg(fill, 0, 1.0)).exp_()
-
-
-def _bernoulli(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    """Whether each value hits; with probabilities as an operand, the uniform values to hold against them."""
-    uniform = lanes(_open(words) if dtype == torch.float64 else [word.double().mul_(_WORD) for word in words])
-    return uniform < _arg(fill, 0, 0.5) if fill.args else uniform
-
-
-def _exponential(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    return lanes(_open(words)).log_().mul_(-1.0 / _arg(fill, 0, 1.0))
-
-
-def _cauchy(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    uniform = lanes(_open(words))
-    return uniform.sub_(0.5).mul_(math.pi).tan_().mul_(_arg(fill, 1, 1.0)).add_(_arg(fill, 0, 0.0))
-
-
-def _geometric(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    chance = _arg(fill, 0, 0.5)
-    if chance == 1.0:
-        return torch.ones_like(lanes(words))
-    return lanes(_open(words)).log_().div_(math.log1p(-chance)).ceil_().clamp_(min=1.0)
-
-
-def _random(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> Tensor:
-    start, count = _integer_range(fill, dtype)
+def _random(words: Words, lanes: Lanes, start: int, count: int) -> Tensor:
     if count <= 1 << 32:
         return lanes(words).remainder_(count).add_(start)
     if count >= 1 << 64:
@@ -189,18 +180,6 @@ def _integer_range(fill: Fill, dtype: torch.dtype) -> tuple[int, int]:
 
 def _arg(fill: Fill, position: int, default: float) -> float:
     return float(fill.args[position]) if position < len(fill.args) else default
-
-
-_MAKERS: Final[dict[str, Callable[[Fill, Words, torch.dtype, Lanes], Tensor]]] = {
-    "bernoulli_": _bernoulli,
-    "cauchy_": _cauchy,
-    "exponential_": _exponential,
-    "geometric_": _geometric,
-    "log_normal_": _log_normal,
-    "normal_": _normal,
-    "random_": _random,
-    "uniform_": _uniform,
-}
 
 
 # --- Philox4x32-10 ----------------------------------------------------------------------------------------------------

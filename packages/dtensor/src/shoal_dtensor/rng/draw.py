@@ -13,7 +13,7 @@ from ..layout.spec import Spec
 from .counter import fill_counter, philox
 from .fill import Fill
 from .memory_order import MemoryOrder, memory_order_of
-from .modes import RandomMode, current_mode
+from .modes import current_mode
 from .state import check_in_step, generator_of, key_of
 from .streams import fill_stream, skip_words
 
@@ -58,7 +58,9 @@ def draw(
     mode = current_mode()
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
-        check_in_step(spec.mesh, _source(mode, local.device) if generator is None else generator)
+        # In modes that take a key it is the CPU's, on every device.
+        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device
+        check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":
             fill(local, generator, operand)
@@ -77,11 +79,6 @@ def draw(
                 memory, generator = _own_stream(spec, memory, axes, local.device, generator)
         fill_stream(local, memory, fill, generator, operand)
     return local
-
-
-def _source(mode: RandomMode, device: torch.device) -> torch.Generator:
-    """The generator that a draw begins with: the CPU's where a key is taken from it, on every device."""
-    return generator_of(torch.device("cpu") if mode.mode in {"counter", "per_axis"} else device)
 
 
 def draw_dropout_mask(spec: Spec, chance: float, dtype: torch.dtype, *, out: Tensor) -> None:

@@ -74,15 +74,10 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
     order = memory_order(plan.dst)
     if not plan.slices:
         return () if order is None else (in_memory_order(plan.dst),)
-    if order is None:
-        return (_copy,)
+    if order is None:  # a slice must not keep the whole alive
+        return (lambda local: local.clone(memory_format=torch.contiguous_format),)
     back = sorted(range(plan.dst.ndim), key=order.__getitem__)
     return (lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back),)
-
-
-def _copy(local: Tensor) -> Tensor:
-    """A contiguous tensor of its own: a slice must not keep the whole alive."""
-    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:

@@ -190,10 +190,8 @@ def _make_partial(step: MakePartial, coordinate: Coordinate) -> Kernel:
 
 
 def _scale(step: Scale, coordinate: Coordinate) -> Kernel:
-    factor, divisor = step.factor, step.divisor
-    if divisor == 1:
-        return Kernel(finish=lambda local, _: local * factor)
-    return Kernel(finish=lambda local, _: local * (factor / divisor))
+    factor = step.factor if step.divisor == 1 else step.factor / step.divisor
+    return Kernel(finish=lambda local, _: local * factor)
 
 
 def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
@@ -205,11 +203,11 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
     if len(step.dims) == 1:
         return Kernel(collective=_along_one_dim("all_gather", step, boxes))
     if regular(boxes):
-        grid = _grid_of(step.src, step.dst, step.dims)
+        sizes, order = _grid_of_blocks(step.src, step.dst, step.dims, shape_of(boxes[0]))
         return Kernel(
             prepare=torch.flatten,
             collective=Collective("all_gather", step.axes),
-            finish=lambda got, _: _join(got, grid, shape_of(boxes[0]), step.dims).reshape(shape),
+            finish=lambda got, _: got.view(sizes).permute(order).reshape(shape),
         )
 
     def finish(got: Tensor, _: Tensor) -> Tensor:
@@ -244,9 +242,10 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         return got if divide is None else divide(got, local)
 
     if regular(boxes):
-        grid = _grid_of(step.dst, step.src, step.dims)
+        sizes, order = _grid_of_blocks(step.dst, step.src, step.dims, shape)
+        interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
         return Kernel(
-            prepare=lambda local: _split(local, grid, shape, step.dims),
+            prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),
             collective=Collective("reduce_scatter", step.axes, op=step.op),
             finish=finish,
         )
@@ -334,34 +333,18 @@ def _moved(
     return Kernel(prepare, collective, finish)
 
 
-def _grid_of(fine: Spec, coarse: Spec, dims: Sequence[int]) -> list[int]:
-    """For each of `dims`, how many shards of the finer sharding make one of the coarser."""
-    return [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
+def _grid_of_blocks(fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequence[int]) -> tuple[list[int], list[int]]:
+    """A regular grid over `dims` of blocks: its sizes and then those of a block, and where these stand in the tensor.
 
-
-def _interleaved(grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """The dims (of the grid, then of a block) in the order that they have in the tensor of all blocks of a grid.
-
-    A 2 x 3 grid over dims 0 and 1 of blocks of three dims: [0, 2, 1, 3, 4].
+    2 x 3 blocks of (4, 5, 6) over dims 0 and 1: [2, 3, 4, 5, 6], and in the tensor they are dims [0, 2, 1, 3, 4].
     """
+    grid = [fine.dim_sharding(d).shards // coarse.dim_sharding(d).shards for d in dims]
     order: list[int] = []
     for dim in range(len(block)):
         if dim in dims:
             order.append(list(dims).index(dim))
         order.append(len(grid) + dim)
-    return order
-
-
-def _join(flat: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """Blocks of a regular grid over `dims`, one after the other, as one tensor with (block, element) dim pairs."""
-    return flat.view(*grid, *block).permute(_interleaved(grid, block, dims))
-
-
-def _split(local: Tensor, grid: Sequence[int], block: Sequence[int], dims: Sequence[int]) -> Tensor:
-    """The blocks of a regular grid over `dims`, one after the other in a flat tensor."""
-    order, sizes = _interleaved(grid, block, dims), (*grid, *block)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return local.reshape([sizes[i] for i in order]).permute(back).reshape(-1)
+    return [*grid, *block], order
 
 
 def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -59,16 +59,13 @@ class Links:
 
         Below that, of two ways with equal collectives the direct one is taken, which moves the fewest bytes.
         """
-        seconds = copied / self._copy_bandwidth
-        return seconds if seconds > self._negligible else 0.0
+        bandwidth, negligible = self._copying
+        seconds = copied / bandwidth
+        return seconds if seconds > negligible else 0.0
 
     @cached_property
-    def _copy_bandwidth(self) -> float:
-        return COPY_SPEEDUP * max(self.bandwidth, default=1.0)
-
-    @cached_property
-    def _negligible(self) -> float:
-        return min(self.latency, default=0.0) / 100
+    def _copying(self) -> tuple[float, float]:
+        return COPY_SPEEDUP * max(self.bandwidth, default=1.0), min(self.latency, default=0.0) / 100
 
 
 def mask_of(axes: Iterable[int]) -> int:
