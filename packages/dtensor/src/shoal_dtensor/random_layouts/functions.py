@@ -21,18 +21,11 @@ _DROPOUTS = frozenset(
 ) | {"dropout1d", "dropout2d", "dropout3d"}
 _FILLS = frozenset(
     (
-        "bernoulli",
-        "bernoulli_",
-        "normal_",
-        "uniform_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "random_",
+        *("bernoulli", "bernoulli_", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
+        *("random_", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial"),
+        *("poisson", "binomial", "normal", "gumbel_softmax"),
     )
-) | {"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "multinomial", "poisson"}
-_FILLS |= {"binomial", "normal", "gumbel_softmax"}
+)
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _BY_ARGUMENT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 _NAMES = _DROPOUTS | _FILLS | _RECURRENT | _BY_ARGUMENT.keys() | {"rrelu", "rrelu_", "rrelu_with_noise"}

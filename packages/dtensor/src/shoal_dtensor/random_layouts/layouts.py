@@ -63,9 +63,9 @@ def followed(
         return _known[known]
     except (KeyError, TypeError):
         pass
-    given = _with_specs((tuple(args), dict(kwargs)))
+    given, named = pytree.tree_map(_spec_or_value, (tuple(args), dict(kwargs)))
     try:
-        results = tuple(LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given[0], given[1], outs))
+        results = tuple(LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given, named, outs))
     except UnknownLayoutError as error:
         if drawn:
             raise LayoutError(
@@ -314,16 +314,10 @@ def _describe(value: Any, key: list[Any]) -> None:
         key.append((type(value), value))
 
 
-def _with_specs(value: Any) -> Any:
-    """Arguments with specs in the place of tensors that have one."""
-    if isinstance(value, Tensor):
-        layout = layout_of(value)
-        return value if layout is None or layout.spec is None else layout.spec
-    if type(value) in (tuple, list):
-        return type(value)(map(_with_specs, value))
-    if type(value) is dict:
-        return {name: _with_specs(item) for name, item in value.items()}
-    return value
+def _spec_or_value(value: Any) -> Any:
+    """The spec of a tensor that has one, any other value as it is."""
+    layout = layout_of(value) if isinstance(value, Tensor) else None
+    return value if layout is None or layout.spec is None else layout.spec
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:

@@ -214,18 +214,12 @@ class Watch(FunctionMode):
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
-            shard = (dim, sizes or self._sizes_of_source(source, dim, axis, forward, result.shape[dim]))
+            spec = self._spec_of(source)
+            if not sizes and spec is not None and getattr(spec.placements[axis], "dim", None) == dim:
+                sizes = extents(spec, axis)  # of the module's first input, if they may be its output's
+                sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
+            shard = (dim, sizes)
         note_layout(result, self.placed(result, axis, shard, source))
-
-    def _sizes_of_source(
-        self, source: Tensor | None, dim: int, axis: int, forward: ModuleForward, size: int
-    ) -> Sequence[int] | None:
-        """The sizes of all ranks' shards of a module's first input along `dim`, if they may be its output's."""
-        spec = self._spec_of(source)
-        if spec is None or getattr(spec.placements[axis], "dim", None) != dim:
-            return None
-        sizes = extents(spec, axis)
-        return sizes if sizes[forward.mesh.comm(0).rank] == size else None
 
     def _fused(
         self, forward: ModuleForward, blocks: Sequence[Sequence[int]], result: Tensor, source: Tensor | None

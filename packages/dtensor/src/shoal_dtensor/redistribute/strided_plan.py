@@ -39,9 +39,7 @@ def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> 
         one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
         if spec.is_strided and one is not None and two is not None:
             return _between_views(src, dst, one, two, within(one, two))
-    between = gather_strided(
-        src, [d for d in range(src.ndim) if isinstance(src.dim_shardings[d], StridedDimSharding) or _is_strided(dst, d)]
-    )
+    between = gather_strided(src, [d for d in range(src.ndim) if _is_strided(src, d) or _is_strided(dst, d)])
     return concatenated(within(src, between), within(between, dst))
 
 
