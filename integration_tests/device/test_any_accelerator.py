@@ -1,7 +1,7 @@
 """What asks for the accelerator that there is, and not for CUDA by name.
 
 Covers: {accelerator,topology,testing,world,pool,launch,worker,local_reductions,c10d_transport}.py,
-rng/{state,draw,fill,streams}.py, api/random.py.
+rng/{state,draw,streams}.py, api/random.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Covers: redistribute/cross_mesh.py: from one mesh to another."""
+"""Covers: redistribute/composed_plans.py: from one mesh to another."""
 
 from __future__ import annotations
 

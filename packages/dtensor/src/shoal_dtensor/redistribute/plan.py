@@ -18,7 +18,7 @@ from shoal_mesh.internal import Topology, topology_version
 from ..errors import RedistributeError
 from ..layout.placements import Partial, Placement, Replicate
 from ..layout.symbolic_sizes import constant, has_symbols
-from .cross_mesh import plan_across
+from .composed_plans import concatenated, gather_strided, plan_across, plan_strided
 from .search.costs import Links, axes_of, mask_of
 from .search.edges import Edge
 from .search.shortest_plan import Route, routes
@@ -37,7 +37,6 @@ from .steps import (
     Step,
     Transfer,
 )
-from .strided_plan import concatenated, gather_strided, plan_strided
 
 if TYPE_CHECKING:
     from functools import _CacheInfo  # what `lru_cache` answers has no public name

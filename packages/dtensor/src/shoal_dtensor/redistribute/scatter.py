@@ -12,8 +12,8 @@ from shoal_mesh import broadcast
 from ..errors import PlacementError
 from ..layout.boxes import slices_of, whole_box
 from .blocks import exchange_blocks, move_blocks
+from .composed_plans import unfold_spec
 from .execution.kernels import members
-from .strided_plan import unfold_spec
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

@@ -1,0 +1,240 @@
+"""Plans that are made of plans on one mesh between specs under which every rank holds a box.
+
+To and from strided dims.  Under the shape before the reshape that made them, every rank holds a box:
+
+    (batch 4, sequence 6), the sequence over 2 ranks, as one dim of 24:
+        rank 0 holds elements 0 1 2, 6 7 8, 12 13 14, 18 19 20; as (4, 6) one box: rows 0 to 3, columns 0 to 2
+
+So such a tensor gets that shape (no communication), is redistributed as any other, and gets its own shape again.  Where
+the other end has no boxes under that shape, the strided dims are gathered on the way.
+
+From one mesh to another: the same ranks in another grid, fewer, more, or others altogether.  What is partial is reduced
+on the source mesh first; then one `Transfer` carries every block from a rank that has it to those that need it;
+replicas on the destination mesh may each receive only a part and gather the rest among themselves, if their links are
+better used so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, product
+from math import prod
+from operator import mul
+from typing import TYPE_CHECKING
+
+from ..errors import RedistributeError
+from ..layout.boxes import volume
+from ..layout.dim_sharding import DimSharding
+from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..layout.strided_dim import AnyDimSharding, StridedDimSharding
+from .blocks import boxes_of_rank, flows
+from .steps import Plan, Reshape, Step, Transfer
+
+if TYPE_CHECKING:
+    from ..layout.spec import Spec
+    from .search.costs import Links
+
+
+# --- to and from strided dims -----------------------------------------------------------------------------------------
+
+UnfoldedShape = list[tuple[int, ...]]  # for every dim the sizes of the dims that it is viewed as
+
+
+def plan_strided(src: Spec, dst: Spec, within: Callable[[Spec, Spec], Plan]) -> Plan:
+    """The plan between two specs of which one at least is folded.
+
+    Args:
+        src: where to start.
+        dst: where to end: same mesh, shape and dtype.
+        within: plans between specs, folded or not.
+    """
+    for spec in (src, dst):
+        one, two = _viewed(src, _unfolded_shape(spec)), _viewed(dst, _unfolded_shape(spec))
+        if spec.is_strided and one is not None and two is not None:
+            return _between_views(src, dst, one, two, within(one, two))
+    between = gather_strided(src, [d for d in range(src.ndim) if _is_strided(src, d) or _is_strided(dst, d)])
+    return concatenated(within(src, between), within(between, dst))
+
+
+def gather_strided(spec: Spec, dims: Sequence[int] | None = None) -> Spec:
+    """`spec` with some dims (the folded ones, when left out) held whole by every rank."""
+    chosen = [d for d in range(spec.ndim) if _is_strided(spec, d)] if dims is None else dims
+    axes = {axis for d in chosen for axis in spec.dim_shardings[d].axes}
+    return spec.with_(placements=[Replicate() if a in axes else p for a, p in enumerate(spec.placements)])
+
+
+def unfold_spec(spec: Spec) -> Spec:
+    """The spec of the same memory with the dims that were folded, of which every rank holds a box."""
+    unfolded = _viewed(spec, _unfolded_shape(spec))
+    assert unfolded is not None, "a strided dim is sharded as the dims that it was folded of"
+    return unfolded
+
+
+def concatenated(first: Plan, second: Plan) -> Plan:
+    """One plan after another."""
+    peak = max(first.peak_bytes, second.peak_bytes)
+    seconds, sent = first.seconds + second.seconds, first.bytes_sent + second.bytes_sent
+    return Plan(first.src, second.dst, (*first.steps, *second.steps), seconds, sent, peak)
+
+
+def _is_strided(spec: Spec, dim: int) -> bool:
+    return isinstance(spec.dim_shardings[dim], StridedDimSharding)
+
+
+def _unfolded_shape(spec: Spec) -> UnfoldedShape:
+    """What the dims of a spec were before they were folded."""
+    return [
+        sharding.shape if isinstance(sharding, StridedDimSharding) else (n,)
+        for sharding, n in zip(spec.dim_shardings, spec.shape, strict=True)
+    ]
+
+
+def _between_views(src: Spec, dst: Spec, one: Spec, two: Spec, inner: Plan) -> Plan:
+    """`inner` between two changes of shape."""
+    before: tuple[Step, ...] = () if one is src else (Reshape(src=src, dst=one, peak_bytes=0),)
+    after: tuple[Step, ...] = () if two is dst else (Reshape(src=two, dst=dst, peak_bytes=0),)
+    steps = (*before, *inner.steps, *after)
+    return Plan(src, dst, steps, inner.seconds, inner.bytes_sent, inner.peak_bytes, inner.floor)
+
+
+def _viewed(spec: Spec, view: UnfoldedShape) -> Spec | None:
+    """The same placement of the same elements under the view's shape; None if ranks would hold no boxes there."""
+    shardings: list[DimSharding | None] = []
+    stride: list[int] = []
+    for sharding, step, sizes in zip(spec.dim_shardings, spec.stride, view, strict=True):
+        unfolded = _unfold_dim(sharding, sizes)
+        if unfolded is None:
+            return None
+        shardings += unfolded
+        stride += [step * prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    shape = tuple(n for sizes in view for n in sizes)
+    return spec.with_dim_shardings(shardings, shape, tuple(stride))
+
+
+def _unfold_dim(sharding: AnyDimSharding, sizes: tuple[int, ...]) -> list[DimSharding | None] | None:
+    """How the dims of `sizes`, which fold into one of this sharding, are sharded themselves."""
+    levels = (
+        dict(sharding.levels) if isinstance(sharding, StridedDimSharding) else ({1: sharding} if sharding.axes else {})
+    )
+    unfolded: list[DimSharding | None] = []
+    before = [1, *accumulate(sizes, mul)][:-1]
+    for i, runs in enumerate(before):
+        level = levels.pop(runs, None)
+        sharding_of_dim = level.divided(prod(sizes[i + 1 :])) if level is not None else None
+        if level is not None and sharding_of_dim is None:
+            return None
+        unfolded.append(sharding_of_dim)
+    return None if levels else unfolded
+
+
+# --- from one mesh to another -----------------------------------------------------------------------------------------
+
+EXACT_RANKS = 32  # up to so many ranks a transfer is priced by its exact blocks (32 ranks: about 2 ms)
+
+
+def plan_across(
+    src: Spec,
+    dst: Spec,
+    within: Callable[[Spec, Spec], Plan],
+    links: tuple[Links, Links],
+    memory_limit: int | None = None,
+) -> Plan:
+    """The cheapest of the ways reduce - transfer - spread.
+
+    Args:
+        src: on one mesh.
+        dst: on another.
+        within: plans on one mesh.
+        links: of the two meshes.
+        memory_limit: bytes at the worst moment of the transfer; `within` observes it on its own.
+
+    Raises:
+        RedistributeError: if no way stays within the limit.
+    """
+    best: Plan | None = None
+    leanest = 0
+    for sent, received in product(_without_partials(src), _spread(dst)):
+        first, last = within(src, sent), within(received, dst)
+        step = _transfer(sent, received, links)
+        leanest = min(leanest or step.peak_bytes, step.peak_bytes)
+        if memory_limit is not None and step.peak_bytes > memory_limit:
+            continue
+        seconds = first.seconds + step.seconds + last.seconds
+        if best is None or seconds < best.seconds:
+            peak = max(first.peak_bytes, step.peak_bytes, last.peak_bytes)
+            total = first.bytes_sent + step.bytes + last.bytes_sent
+            best = Plan(src, dst, (*first.steps, step, *last.steps), seconds, total, peak)
+    if best is None:
+        raise RedistributeError(
+            f"no transfer from {src!r} to {dst!r} stays within memory_limit={memory_limit} bytes: "
+            f"the leanest needs {leanest}"
+        )
+    return best
+
+
+def _without_partials(spec: Spec) -> Iterator[Spec]:
+    """The spec with its partial axes reduced: everywhere, or scattered."""
+    axes = [axis for axis, _ in spec.partials]
+    yield _replaced(spec, axes, None)
+    if axes:
+        yield from _scattered(spec, axes)
+
+
+def _spread(spec: Spec) -> Iterator[Spec]:
+    """Specs that lead to `spec` on its own mesh: replicas made there, or sent ready."""
+    yield from _without_partials(spec)
+    copies = [axis for axis, p in enumerate(spec.placements) if not isinstance(p, Shard) and spec.mesh.shape[axis] > 1]
+    if copies and copies != [axis for axis, _ in spec.partials]:
+        yield from _scattered(spec, copies)
+
+
+def _scattered(spec: Spec, axes: list[int]) -> Iterator[Spec]:
+    """The spec with `axes` sharding the first dim that they shard evenly."""
+    ways = prod(spec.mesh.shape[axis] for axis in axes)
+    for dim, sharding in enumerate(map(spec.dim_sharding, range(spec.ndim))):
+        if sharding.even and sharding.step and sharding.step % ways == 0:
+            yield _replaced(spec, axes, dim)
+            return
+
+
+def _replaced(spec: Spec, axes: list[int], dim: int | None) -> Spec:
+    """The spec with `axes` replicated, or sharding `dim` innermost; other partials replicated."""
+    placements: list[Placement] = [Replicate() if isinstance(p, Partial) else p for p in spec.placements]
+    order = dict(spec.shard_order)
+    for axis in axes:
+        placements[axis] = Replicate() if dim is None else Shard(dim)
+    if dim is not None:
+        order[dim] = (*order.get(dim, ()), *axes)
+    return spec.with_(placements=placements, shard_order=tuple(sorted(order.items())))
+
+
+def _transfer(src: Spec, dst: Spec, links: tuple[Links, Links]) -> Transfer:
+    ranks = tuple(sorted({*src.mesh.ranks, *dst.mesh.ranks}))
+    biggest = [max(volume(spec.box(c)) for c in _corners(spec)) * src.dtype.itemsize for spec in (src, dst)]
+    if len(ranks) <= EXACT_RANKS:
+        moved = _busiest(src, dst, ranks) * src.dtype.itemsize
+    else:
+        moved = max(biggest[1], biggest[1] * dst.mesh.size() // src.mesh.size())
+    latency = max(link for side in links for link in side.latency)
+    bandwidth = min(link for side in links for link in side.bandwidth)
+    seconds = latency + moved / bandwidth
+    peak = 2 * sum(biggest)
+    return Transfer(src=src, dst=dst, ranks=ranks, seconds=seconds, bytes=moved, peak_bytes=peak)
+
+
+def _corners(spec: Spec) -> Iterator[tuple[int, ...]]:
+    """Coordinates of a mesh, of large meshes only the first: its shard is as large as any."""
+    if spec.mesh.size() > EXACT_RANKS and spec.even:
+        yield (0,) * spec.mesh.ndim
+        return
+    yield from product(*map(range, spec.mesh.shape))
+
+
+def _busiest(src: Spec, dst: Spec, ranks: tuple[int, ...]) -> int:
+    """The largest number of elements that a rank sends or receives."""
+    loads: Counter[tuple[str, int]] = Counter()
+    for sender, receiver, box in flows(*([boxes_of_rank(spec, rank) for rank in ranks] for spec in (src, dst))):
+        loads["sends", sender] += volume(box)
+        loads["receives", receiver] += volume(box)
+    return max(loads.values(), default=0)
