@@ -17,7 +17,6 @@ from .boxes import Box
 from .placements import Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
-    from .spec import Spec
     from .strided_dim import AnyDimSharding
 
 
@@ -147,7 +146,7 @@ class RankTable(NamedTuple):
         )
 
 
-def holders(spec: Spec) -> dict[Box, list[int]]:
+def holders(spec: Any) -> dict[Box, list[int]]:
     """The ranks that hold each box of the tensor, boxes in order; empty ones are left out."""
     found: dict[Box, list[int]] = {}
     for coordinate in product(*map(range, spec.mesh.shape)):
@@ -157,7 +156,7 @@ def holders(spec: Spec) -> dict[Box, list[int]]:
     return dict(sorted(found.items()))
 
 
-def rank_table(spec: Spec) -> RankTable:
+def rank_table(spec: Any) -> RankTable:
     """The table of a tensor of one or two dims.
 
     Raises:
@@ -172,7 +171,7 @@ def rank_table(spec: Spec) -> RankTable:
     return RankTable([f"{a}:{b}" for a, b in rows], [f"{a}:{b}" for a, b in columns], cells)
 
 
-def spec_html(spec: Spec) -> str:
+def spec_html(spec: Any) -> str:
     """What notebooks show: the spec in words, and of one or two dims a table of the ranks that hold each part."""
     from html import escape  # 2 ms, for notebooks only
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,10 +16,6 @@ from shoal_mesh.internal import dataclass
 from .._torch import is_compiling
 from ..layout.spec import Spec
 from ..layout.tensor_meta import dense_stride
-
-if TYPE_CHECKING:
-    from .watch import Watch
-
 
 _ATTRIBUTE = "_shoal_layout"
 
@@ -51,8 +47,15 @@ PLAIN = LocalLayout()
 """Of results that nothing says to be sharded."""
 
 
-active_watch: ContextVar[Watch | None] = ContextVar("shoal_dtensor_watch", default=None)
-current_watch: Callable[[], Watch | None] = active_watch.get
+class Watching(Protocol):
+    """What the boundary of modules reports to."""
+
+    def note_spec(self, local: Tensor, spec: Spec, source: Tensor | None = None) -> None:
+        """A tensor is (the shard of) a DTensor on one axis; on the others it is placed like `source`."""
+
+
+active_watch: ContextVar[Watching | None] = ContextVar("shoal_dtensor_watch", default=None)
+current_watch: Callable[[], Watching | None] = active_watch.get
 
 
 def layout_of(tensor: Tensor) -> LocalLayout | None:

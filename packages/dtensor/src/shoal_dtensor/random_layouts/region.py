@@ -103,7 +103,7 @@ class DrawRegion(ModuleForward):
             self.drawers = drawers_of(self.module)
         if not any(map(active, self.drawers)) or get_random_mode() == "local":
             return self.forward(*args, **kwargs)
-        watch = current_watch()
+        watch: Any = current_watch()  # regions are the only ones who watch
         if watch is not None:
             if backward_number() == -1:
                 with unwatched_functions():
