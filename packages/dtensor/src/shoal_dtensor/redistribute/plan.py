@@ -225,7 +225,7 @@ def _spec(src: Spec, dst: Spec, space: Space, state: State) -> Spec:
 
 def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     """The step for an edge."""
-    common: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "src": here,
         "dst": there,
         "axes": edge.axes,
@@ -235,24 +235,22 @@ def _step(here: Spec, there: Spec, edge: Edge) -> Step:
     }
     ops, sizes = dict(here.partials), here.mesh.shape
     match edge.kind:
-        case "AllReduce":
-            op, divisor = _joint_op(edge.axes, ops, sizes)
-            return AllReduce(**common, op=op, divisor=divisor)
-        case "ReduceScatter":
-            op, divisor = _joint_op(edge.axes, ops, sizes)
-            return ReduceScatter(**common, dims=edge.tensor_dims, op=op, divisor=divisor)
+        case "AllReduce" | "ReduceScatter":
+            fields["op"], fields["divisor"] = _joint_op(edge.axes, ops, sizes)
+            fields["dims"] = edge.tensor_dims
         case "AllGather":
-            return AllGather(**common, dims=edge.tensor_dims)
+            fields["dims"] = edge.tensor_dims
         case "AllToAll":
-            return AllToAll(**common, src_dim=edge.tensor_dims[0], dst_dim=edge.tensor_dims[1])
+            fields["src_dim"], fields["dst_dim"] = edge.tensor_dims
         case "Scale":
-            averaged = [a for a in edge.axes if ops[a] == "avg"]
-            summed = [a for a in edge.axes if ops[a] == "sum"]
-            return Scale(**common, factor=prod(sizes[a] for a in summed), divisor=prod(sizes[a] for a in averaged))
-    return _PLAIN[edge.kind](**common)
+            fields["factor"] = prod(sizes[a] for a in edge.axes if ops[a] == "sum")
+            fields["divisor"] = prod(sizes[a] for a in edge.axes if ops[a] == "avg")
+    return _STEPS[edge.kind](**fields)
 
 
-_PLAIN: dict[str, type[Step]] = {"Slice": Slice, "Exchange": Exchange, "MakePartial": MakePartial}
+_STEPS: dict[str, type[Step]] = {
+    step.__name__: step for step in (AllGather, AllReduce, AllToAll, Exchange, MakePartial, ReduceScatter, Scale, Slice)
+}
 
 
 def _joint_op(axes: tuple[int, ...], ops: dict[int, str], sizes: tuple[int, ...]) -> tuple[str, int]:

@@ -29,11 +29,11 @@ def step_traffic(step: Step) -> Traffic:
     op = step.op if isinstance(step, Reduction) else ""
     itemsize = wire_itemsize(op, step.src.dtype)
     shape = step.src.mesh.shape
-    for c in product(*map(range, shape)) if step.communicates else ():
-        me = _number(c, shape)
+    numbers = {c: number for number, c in enumerate(product(*map(range, shape)))}
+    for c, me in numbers.items() if step.communicates else ():
         for other, elements in _received(step, c).items():
             if other != c and elements:
-                traffic[_number(other, shape), me] = elements * itemsize
+                traffic[numbers[other], me] = elements * itemsize
     return traffic
 
 
@@ -66,13 +66,6 @@ def _received(step: Step, c: tuple[int, ...]) -> dict[tuple[int, ...], float]:
 def _common(a: Box, b: Box) -> int:
     both = intersect(a, b)
     return 0 if both is None else volume(both)
-
-
-def _number(c: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    index = 0
-    for i, n in zip(c, shape, strict=True):
-        index = index * n + i
-    return index
 
 
 def least_bytes(src: Spec, dst: Spec) -> float:

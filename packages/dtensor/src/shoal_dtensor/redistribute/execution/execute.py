@@ -32,7 +32,7 @@ from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import remembered
 from ...layout.tensor_meta import contiguous_stride
 from ..steps import Plan
-from .kernels import Collective, Kernel, kernel
+from .kernels import Collective, Kernel, kernel, received, unchanged
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -57,7 +57,7 @@ def run(plan: Plan, local: Tensor) -> Tensor:
 @remembered(REMEMBERED)
 def _program(plan: Plan) -> tuple[Stage, ...]:
     """The stages of a plan on this rank."""
-    stages = [_stage(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
+    stages = [stage_of(work, step.src.mesh) for work, step in zip(kernels_of(plan), plan.steps, strict=True)]
     return (*stages, *closing(plan))
 
 
@@ -80,23 +80,15 @@ def closing(plan: Plan) -> tuple[Stage, ...]:
     return (lambda local: local.permute(order).clone(memory_format=torch.contiguous_format).permute(back),)
 
 
-def _stage(work: Kernel, mesh: DeviceMesh) -> Stage:
+def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
     """One step as a function of the local tensor."""
     prepare, finish = work.prepare, work.finish
     if work.collective is None:
-        return local_stage(work)
+        return lambda local: finish(local, local)
     call = bind(work.collective, mesh)
-    if finish is None:
-        return call if prepare is None else lambda local: call(prepare(local))
-    if prepare is None:
-        return lambda local: finish(call(local), local)
+    if prepare is unchanged and finish is received:
+        return call
     return lambda local: finish(call(prepare(local)), local)
-
-
-def local_stage(work: Kernel) -> Stage:
-    """A step that needs no communication on this rank."""
-    finish = work.finish
-    return (lambda local: local) if finish is None else lambda local: finish(local, local)
 
 
 def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:

@@ -69,19 +69,29 @@ class Collective:
     ranks: tuple[int, ...] = ()
 
 
+def unchanged(local: Tensor) -> Tensor:
+    """The `prepare` of a step that communicates the local tensor as it is."""
+    return local
+
+
+def received(got: Tensor, local: Tensor) -> Tensor:
+    """The `finish` of a step whose collective gives the result."""
+    return got
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """A step on one rank.
 
     Attributes:
-        prepare: local tensor -> buffer to communicate; None if it is the local tensor.
+        prepare: local tensor -> buffer to communicate.
         collective: None for a local step: then `finish` does all.
-        finish: (what the collective gave, local tensor) -> new local tensor; None if it is the result already.
+        finish: (what the collective gave, local tensor) -> new local tensor.
     """
 
-    prepare: Callable[[Tensor], Tensor] | None = None
+    prepare: Callable[[Tensor], Tensor] = unchanged
     collective: Collective | None = None
-    finish: Callable[[Tensor, Tensor], Tensor] | None = None
+    finish: Callable[[Tensor, Tensor], Tensor] = received
 
 
 def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
@@ -238,8 +248,7 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         return Kernel(collective=_along_one_dim("reduce_scatter", step, boxes, step.op), finish=divide)
 
     def finish(got: Tensor, local: Tensor) -> Tensor:
-        got = got.view(shape)
-        return got if divide is None else divide(got, local)
+        return divide(got.view(shape), local)
 
     if regular(boxes):
         sizes, order = _grid_of_blocks(step.dst, step.src, step.dims, shape)
@@ -270,13 +279,12 @@ def _reducing(step: ReduceScatter | AllReduce, coordinate: Coordinate) -> Kernel
     work = kernel_of(replace(step, op="sum"), coordinate)  # type: ignore[arg-type]  # the same
     if work.collective is None:
         return work
-    prepare, finish = work.prepare, work.finish or (lambda got, _: got)
-
-    def prepared(local: Tensor) -> Tensor:
-        parts = powers(local, order)
-        return parts if prepare is None else prepare(parts)
-
-    return Kernel(prepared, work.collective, lambda got, local: root(finish(got, local), order, dtype))
+    prepare, finish = work.prepare, work.finish
+    return Kernel(
+        prepare=lambda local: prepare(powers(local, order)),
+        collective=work.collective,
+        finish=lambda got, local: root(finish(got, local), order, dtype),
+    )
 
 
 def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
@@ -347,9 +355,9 @@ def _grid_of_blocks(fine: Spec, coarse: Spec, dims: Sequence[int], block: Sequen
     return [*grid, *block], order
 
 
-def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
+def _division(divisor: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     if divisor == 1:
-        return None
+        return received
     if dtype.is_floating_point or dtype.is_complex:
         return lambda got, _: got.div_(divisor)
     return lambda got, _: got.floor_divide_(divisor)

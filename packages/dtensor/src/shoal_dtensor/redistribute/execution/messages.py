@@ -28,8 +28,8 @@ from shoal_mesh.internal import (
 )
 
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
-from .execute import Stage, bind, closing, comm_of, kernels_of, local_stage
-from .kernels import Collective, Kernel, buffer_shape
+from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
+from .kernels import Collective, Kernel, buffer_shape, received
 
 Places = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
@@ -88,12 +88,12 @@ def _legs(index: int, plan: Plan) -> tuple[list[Leg | None], tuple[Stage, ...]]:
     before: list[Stage] = []
     for step, work in zip(plan.steps, kernels_of(plan), strict=True):
         if work.collective is not None:
-            gives_result = step is plan.steps[-1] and work.finish is None and not closing(plan)
+            gives_result = step is plan.steps[-1] and work.finish is received and not closing(plan)
             shape = buffer_shape(step, work.collective)
             legs.append(Leg(index, tuple(before), step, work, work.collective, shape, gives_result))
             before = []
             continue
-        before.append(local_stage(work))
+        before.append(stage_of(work, step.src.mesh))
         if step.communicates:
             legs.append(None)
     return legs, (*before, *closing(plan))
@@ -141,11 +141,11 @@ class Message:
         """
         buffers = []
         for leg in self._legs:
-            local, prepare = tensors[leg.index], leg.kernel.prepare
+            local = tensors[leg.index]
             for stage in leg.before:
                 local = stage(local)
             tensors[leg.index] = local if self._kind == "all_to_all" else _SENT
-            buffers.append(local if prepare is None else prepare(local))
+            buffers.append(leg.kernel.prepare(local))
         return self._start(buffers)
 
     def _start(self, buffers: Sequence[Tensor]) -> Pending | PackedPending:
@@ -174,8 +174,7 @@ class Message:
 
     def _unpack(self, arrived: Sequence[Tensor] | Tensor, tensors: list[Tensor], places: Places) -> None:
         for leg, got in zip(self._legs, self._parts(arrived, places), strict=True):
-            finish = leg.kernel.finish
-            tensors[leg.index] = got if finish is None else finish(got, tensors[leg.index])
+            tensors[leg.index] = leg.kernel.finish(got, tensors[leg.index])
 
     def _parts(self, arrived: Sequence[Tensor] | Tensor, places: Places) -> Sequence[Tensor]:
         """What its own collective would have given each leg.
