@@ -70,7 +70,7 @@ def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
         held = {rank: torch.empty(0, dtype=step.src.dtype) for rank in step.ranks} | held
     else:
         kernels = {mesh.rank_at(c): kernel(step, c) for c in coordinates(step.src)}
-    buffers = {rank: work.prepare(held[rank]) if work.prepare else held[rank] for rank, work in kernels.items()}
+    buffers = {rank: work.prepare(held[rank]) for rank, work in kernels.items()}
     after: dict[int, Tensor] = {}
     for rank, work in kernels.items():
         got, call = buffers[rank], work.collective
@@ -78,7 +78,7 @@ def _run(step: Step, held: dict[int, Tensor]) -> dict[int, Tensor]:
             group = list(call.ranks) or _along(step.src, call.axes, rank)
             calls = [other for m in group if (other := kernels[m].collective) is not None]
             got = _COLLECTIVES[call.kind]([buffers[m] for m in group], group.index(rank), calls)
-        after[rank] = work.finish(got, held[rank]) if work.finish else got
+        after[rank] = work.finish(got, held[rank])
     return after
 
 
