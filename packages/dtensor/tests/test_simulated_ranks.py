@@ -1,4 +1,4 @@
-"""Covers: simulated_ranks.py."""
+"""Covers: `simulate_ranks` of testing/thread_ranks.py."""
 
 from __future__ import annotations
 

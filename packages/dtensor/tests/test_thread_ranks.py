@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from shoal_dtensor import DTensor, Partial, Replicate, coalesce
-from shoal_dtensor.testing import ThreadMesh, on_threads, thread_meshes
+from shoal_dtensor.testing import on_threads, thread_meshes
+from shoal_mesh import DeviceMesh
 
 
 def test_communicators_know_their_ranks() -> None:
@@ -17,12 +18,12 @@ def test_communicators_know_their_ranks() -> None:
 
 
 def test_reductions_over_different_axes_do_not_travel_together() -> None:
-    def reduced(mesh: ThreadMesh) -> list[float]:
-        row, column = mesh.get_coordinate()
+    def reduced(mesh: DeviceMesh) -> list[float]:
+        row, column = mesh.get_coordinate() or ()
         ones = torch.ones(1)
         with coalesce():
             sums = [
-                DTensor.from_local(ones * value, mesh, placements).redistribute(placements=[Replicate()] * 2)  # type: ignore[arg-type]  # it counts as a DeviceMesh
+                DTensor.from_local(ones * value, mesh, placements).redistribute(placements=[Replicate()] * 2)
                 for value, placements in ((row, [Partial(), Replicate()]), (column * 10, [Replicate(), Partial()]))
             ]
         return [each.item() for each in sums]

@@ -1,12 +1,11 @@
 """Programs, rules and plans on ranks that are threads of one process, for tests and for those who write rules.
 
-May import: dispatch, layout, redistribute, rng, rules.
+May import: _torch, dispatch, layout, redistribute, rng, rules.
 """
 
 from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate
-from .simulated_ranks import simulate_ranks
-from .thread_ranks import ThreadMesh, on_threads, thread_meshes
+from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
 from .trial import Report
 from .validate import validate
 

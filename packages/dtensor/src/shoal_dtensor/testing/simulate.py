@@ -8,21 +8,16 @@ real ranks, provided that the collectives are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial
 from itertools import product
-from math import prod
 
 import torch
 from torch import Tensor
 
-from ..layout.placements import norm_order
 from ..layout.spec import Spec
 from ..redistribute.execution.kernels import Collective, kernel, members, transfer_kernel
-from ..redistribute.reductions import identity_of, powers, root
 from ..redistribute.steps import Plan, Step, Transfer
-from .thread_ranks import COMBINE
-
-Coordinate = tuple[int, ...]
+from .partials import Coordinate, deal, first_term, gather, random_terms, reduce_all
 
 
 def coordinates(spec: Spec) -> list[Coordinate]:
@@ -128,20 +123,10 @@ _COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]]
 }
 
 
-def reduce_all(tensors: Sequence[Tensor], op: str) -> Tensor:
-    """The reduction of equally shaped tensors."""
-    first, *others = tensors
-    order = norm_order(op)
-    if order is not None:
-        return root(reduce(torch.add, [powers(tensor, order) for tensor in tensors]), order, first.dtype)
-    total = reduce(COMBINE[op], others, first.clone())
-    return (total / len(tensors)).to(first.dtype) if op == "avg" else total
-
-
 def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = None) -> list[Tensor]:
     """Local tensors of all ranks, row-major, whose global value is `full`.
 
-    Along partial axes the value is taken apart: with a generator randomly (small whole numbers, so that sums
+    Along partial axes the value is taken apart: with a generator randomly (coarse floating-point numbers, so that sums
     are exact in any order), without one it stays on the first rank.
 
     Args:
@@ -155,13 +140,9 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
         >>> local_shards(torch.arange(3), Spec(abstract_mesh((2,)), (Shard(0),), (3,), dtype=torch.int64))
         [tensor([0, 1]), tensor([2])]
     """
-    ops = dict(spec.partials)
-    layers = _take_apart(full, spec, ops, generator)
-    shards = []
-    for c in coordinates(spec):
-        layer = layers[tuple(c[axis] for axis in ops)]
-        shards.append(part_of(layer, spec, c).clone(memory_format=torch.contiguous_format))
-    return shards
+    split = first_term if generator is None else partial(random_terms, generator=generator)
+    terms = deal(full, spec.placements, spec.mesh.shape, split)
+    return [part_of(terms[c], spec, c).clone(memory_format=torch.contiguous_format) for c in coordinates(spec)]
 
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
@@ -177,32 +158,6 @@ def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
     return torch.meshgrid(held, indexing="ij") if held else ()
 
 
-def _take_apart(
-    full: Tensor, spec: Spec, ops: dict[int, str], generator: torch.Generator | None
-) -> dict[Coordinate, Tensor]:
-    """For every position along the partial axes a tensor, such that reducing all of them gives `full`."""
-    kinds = set(ops.values())
-    places = list(product(*(range(spec.mesh.shape[axis]) for axis in ops)))
-    if not ops:
-        return {(): full}
-    op = next(iter(kinds)) if len(kinds) == 1 else "sum"
-    assert len(kinds) == 1 or kinds <= {"sum", "avg"}, "only sum and avg mix"
-    scale = prod(spec.mesh.shape[axis] for axis, kind in ops.items() if kind == "avg")
-    layers = {place: torch.full_like(full, identity_of(op, full.dtype)) for place in places}
-    if op in ("sum", "avg"):
-        rest = full * scale
-        for place in places[1:]:
-            if generator is not None:
-                noise = torch.randint(-4, 5, full.shape, generator=generator).to(full.dtype)
-                layers[place] = noise
-                rest = rest - noise
-        layers[places[0]] = rest
-        return layers
-    holder = places[0] if generator is None else places[int(torch.randint(len(places), (), generator=generator))]
-    layers[holder] = full
-    return layers
-
-
 def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     """The global tensor that local tensors of all ranks (row-major) stand for.
 
@@ -216,28 +171,17 @@ def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
         >>> global_value([torch.tensor([1.0, 5.0]), torch.tensor([4.0, 2.0])], spec)
         tensor([4., 5.])
     """
-    ops = dict(spec.partials)
-    layers: dict[Coordinate, Tensor] = {}
-    filled: dict[Coordinate, Tensor] = {}
+    partials = {axis: spec.placements[axis] for axis, _ in spec.partials}
+    sizes = [spec.mesh.shape[axis] for axis in partials]
+    terms = {place: torch.zeros(spec.shape, dtype=shards[0].dtype) for place in product(*map(range, sizes))}
+    filled = {place: torch.zeros(spec.shape, dtype=torch.bool) for place in terms}
     for c, shard in zip(coordinates(spec), shards, strict=True):
         where, wanted = _where(spec, c), tuple(spec.local_shape_at(c))
         assert shard.shape == wanted, f"rank at {c}: {tuple(shard.shape)}, spec says {wanted}"
-        place = tuple(c[axis] for axis in ops)
-        layer = layers.setdefault(place, torch.zeros(spec.shape, dtype=shard.dtype))
-        seen = filled.setdefault(place, torch.zeros(spec.shape, dtype=torch.bool))
-        known = seen[where]
-        assert torch.equal(layer[where][known], shard[known]), f"the replica at {c} differs"
-        layer[where] = shard
-        seen[where] = True
+        place = tuple(c[axis] for axis in partials)
+        seen = filled[place][where]
+        assert torch.equal(terms[place][where][seen], shard[seen]), f"the replica at {c} differs"
+        terms[place][where] = shard
+        filled[place][where] = True
     assert all(bool(seen.all()) for seen in filled.values()), "some elements are on no rank"
-    return _put_together(layers, spec, ops)
-
-
-def _put_together(layers: dict[Coordinate, Tensor], spec: Spec, ops: dict[int, str]) -> Tensor:
-    kinds = set(ops.values())
-    if not ops:
-        return layers[()]
-    op = next(iter(kinds)) if len(kinds) == 1 else "sum"
-    total = reduce_all(list(layers.values()), "sum" if op == "avg" else op)
-    divisor = prod(spec.mesh.shape[axis] for axis, kind in ops.items() if kind == "avg")
-    return total if divisor == 1 else total / divisor
+    return gather(terms, [*partials.values()], sizes)[(0,) * len(partials)]

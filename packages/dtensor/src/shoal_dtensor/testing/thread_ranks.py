@@ -1,38 +1,28 @@
-"""Ranks as threads of one process, without process groups: for checking local functions that communicate.
+"""Ranks as threads of one process, without process groups: for programs and local functions that communicate.
 
-A `ThreadMesh` is a mesh whose communicators meet at a barrier and pass tensors by reference.  Its groups answer the
-calls that `shoal_mesh.collectives` makes, so local functions run unchanged.  One rank runs at a time, with a default
-generator of its own.
+Each rank has a view of an abstract mesh.  Communicators meet at a barrier and pass tensors by reference; their groups
+answer the calls that `shoal_mesh.collectives` makes.  One rank runs at a time, with a default generator of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import reduce
-from itertools import product
+from functools import partial
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shoal_mesh import Comm, DeviceMesh
+from shoal_mesh import Comm, DeviceMesh, abstract_mesh
+
+from .partials import COMBINE, reduce_all
+
+T = TypeVar("T")
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others
-
-# How a reduction takes two tensors, by its name; an average is a sum that is divided afterwards.
-COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 class Turns:
@@ -77,6 +67,45 @@ class Meeting:
         return values
 
 
+class Simulation:
+    """What the ranks of a mesh share: their turns, and where each group of them meets.
+
+    Attributes:
+        meetings: by the group's ranks, in its order.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.turns = Turns()
+        self.meetings: dict[tuple[int, ...], Meeting] = {}
+
+    def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
+        """The communicator of a rank among some."""
+        meeting = self.meetings.setdefault(ranks, Meeting(len(ranks), self.turns))
+        index = ranks.index(rank)
+        return Comm(
+            cast("ProcessGroup", ThreadGroup(self, meeting, index)),
+            name="threads",
+            axes=tuple(map(str, self.axes_of(ranks))),
+            size=len(ranks),
+            rank=index,
+            line=ranks,
+            order=None,
+            backend="cpu:threads",
+        )
+
+    def axes_of(self, ranks: tuple[int, ...]) -> list[int]:
+        """The mesh axes along which ranks differ."""
+        strides = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        places = zip(strides, self.shape, strict=True)
+        return [axis for axis, (stride, n) in enumerate(places) if len({rank // stride % n for rank in ranks}) > 1]
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Simulation:
+        """That of one of `thread_meshes`."""
+        return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
+
+
 class Done:
     """The handle of a collective that is over."""
 
@@ -90,17 +119,14 @@ class Done:
 class ThreadGroup:
     """The process group of one member of a meeting: those of its calls that the collectives make."""
 
-    def __init__(self, meeting: Meeting, index: int) -> None:
-        self.meeting = meeting
-        self.index = index
+    def __init__(self, simulation: Simulation, meeting: Meeting, index: int) -> None:
+        self.simulation, self.meeting, self.index = simulation, meeting, index
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
         asked = ReduceOp.SUM if opts is None else opts.reduceOp
         op = next(name for name in COMBINE if asked == getattr(ReduceOp, name.upper()))
         for tensor in tensors:
-            values = self.meeting.exchange(self.index, tensor.clone())
-            total = reduce(COMBINE[op], values)
-            tensor.copy_(total / len(values) if op == "avg" else total)
+            tensor.copy_(reduce_all(self.meeting.exchange(self.index, tensor.clone()), op))
         return Done()
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
@@ -135,86 +161,48 @@ class ThreadGroup:
         return Done()
 
 
-class ThreadMesh:
-    """A mesh of threads as one of them sees it."""
-
-    __class__ = DeviceMesh  # type: ignore[assignment]  # to isinstance: what asks for a mesh gets one without groups
-    device_type = "cpu"
-    mesh_dim_names = None
-
-    def __init__(
-        self, shape: tuple[int, ...], coordinate: tuple[int, ...], meetings: dict[Any, Meeting], turns: Turns
-    ) -> None:
-        self.turns = turns
-        self.shape = shape
-        self.ndim: int = len(shape)
-        self.axis_names: tuple[str, ...] = tuple(map(str, range(len(shape))))
-        self._coordinate, self._meetings = coordinate, meetings
-        self._comms: dict[tuple[int, ...], Comm] = {}
-
-    def get_coordinate(self) -> tuple[int, ...]:
-        return self._coordinate
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        return prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
-
-    def ranks_along(self, axes: int | tuple[int, ...], coordinate: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Global ranks along some axes through a coordinate, row-major over the axes."""
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        at = self._coordinate if coordinate is None else coordinate
-        ranks = []
-        for place in product(*(range(self.shape[axis]) for axis in axes)):
-            moved = dict(zip(axes, place, strict=True))
-            rank = 0
-            for axis, n in enumerate(self.shape):
-                rank = rank * n + moved.get(axis, at[axis])
-            ranks.append(rank)
-        return tuple(ranks)
-
-    def comm(self, axes: int | tuple[int, ...]) -> Comm:
-        """The communicator along some axes, index row-major over them in the order asked for."""
-        axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        comm = self._comms.get(axes)
-        if comm is None:
-            comm = self._comms[axes] = self._make(axes)
-        return comm
-
-    def _make(self, axes: tuple[int, ...]) -> Comm:
-        fixed = tuple(-1 if axis in axes else c for axis, c in enumerate(self._coordinate))
-        size, index = prod(self.shape[axis] for axis in axes), 0
-        for axis in axes:
-            index = index * self.shape[axis] + self._coordinate[axis]
-        meeting = self._meetings.setdefault((axes, fixed), Meeting(size, self.turns))
-        names = tuple(self.axis_names[axis] for axis in axes)
-        return Comm(
-            cast("ProcessGroup", ThreadGroup(meeting, index)),
-            name="threads",
-            axes=names,
-            size=size,
-            rank=index,
-            line=self.ranks_along(axes),
-            order=None,
-            backend="cpu:threads",
-        )
+ThreadMesh = DeviceMesh  # what a thread's view is
 
 
-def axes_used(mesh: ThreadMesh) -> set[int]:
+def axes_used(mesh: DeviceMesh) -> set[int]:
     """The mesh axes over which any rank of the mesh started a collective."""
-    return {axis for (axes, _), meeting in mesh._meetings.items() if meeting.used for axis in axes}
+    simulation = Simulation.of(mesh)
+    used = [ranks for ranks, meeting in simulation.meetings.items() if meeting.used]
+    return {axis for ranks in used for axis in simulation.axes_of(ranks)}
 
 
-def thread_meshes(shape: tuple[int, ...]) -> list[ThreadMesh]:
-    """One mesh per coordinate, row-major, that communicate with each other: for `on_threads`.
+def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> list[DeviceMesh]:
+    """Each rank's view of a mesh, row-major, that communicate with each other: for `on_threads`.
 
     Args:
-        shape: of the mesh.
+        shape: of the mesh; names: of its axes.
     """
-    meetings: dict[Any, Meeting] = {}
-    turns = Turns()
-    return [ThreadMesh(shape, coordinate, meetings, turns) for coordinate in product(*map(range, shape))]
+    connect = Simulation(shape).connect
+    return [abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank)) for rank in range(prod(shape))]
 
 
-def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMesh], seed: int = 0) -> list[Any]:
+def simulate_ranks(mesh: DeviceMesh, run: Callable[[DeviceMesh], T]) -> list[T]:
+    """What `run` returns on each rank of a mesh, each on a thread of its own, one at a time.
+
+    Args:
+        mesh: also an `abstract_mesh`; no process group is used.
+        run: called with each rank's view of the mesh; gradients are off unless it turns them on.
+
+    Raises:
+        Exception: what `run` raised on some rank.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> def program(mesh: DeviceMesh) -> torch.Tensor:
+        ...     return distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).sum().full_tensor()
+        >>> simulate_ranks(abstract_mesh((2,)), program)
+        [tensor(6.), tensor(6.)]
+    """
+    views = thread_meshes(mesh.shape, mesh.mesh_dim_names)
+    return on_threads([partial(run, view) for view in views], views)
+
+
+def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh], seed: int = 0) -> list[T]:
     """What the functions return, each run on a thread of its own; the first failure is raised for all.
 
     Args:
@@ -231,22 +219,22 @@ def on_threads(functions: Sequence[Callable[[], Any]], meshes: Sequence[ThreadMe
         >>> on_threads([lambda mesh=mesh: all_reduce(torch.ones(2), (mesh, 0)) for mesh in meshes], meshes)
         [tensor([2., 2.]), tensor([2., 2.])]
     """
+    simulation = Simulation.of(meshes[0])
     results: list[Any] = [None] * len(functions)
     failures: list[BaseException] = []
 
     def work(index: int) -> None:
-        turns = meshes[index].turns
-        turns.take()
+        simulation.turns.take()
         try:
             with torch.no_grad():
                 torch.manual_seed(seed)
                 results[index] = functions[index]()
         except BaseException as error:
             failures.append(error)
-            for meeting in list(meshes[index]._meetings.values()):
+            for meeting in list(simulation.meetings.values()):
                 meeting.barrier.abort()
         finally:
-            turns.give()
+            simulation.turns.give()
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
     with torch.random.fork_rng(devices=()):

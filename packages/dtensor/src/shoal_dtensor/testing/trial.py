@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
+from .._torch import pytree
 from ..dispatch.assign import placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
 from ..layout.placements import Partial
@@ -26,12 +27,12 @@ from ..layout.tensor_meta import TensorMeta
 from ..rng.state import count_as_checked
 from ..rules.language.local_ops import local_function
 from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
-from .partials import deal, gather
-from .simulate import part_of
-from .thread_ranks import ThreadMesh, axes_used, on_threads, thread_meshes
+from .partials import Coordinate, deal, gather
+from .simulate import coordinates, part_of
+from .thread_ranks import axes_used, on_threads, thread_meshes
 
-Coordinate = tuple[int, ...]
 Kernel = Callable[..., Any] | None
+Shardings = Mapping[int, AnyDimSharding | None]  # of each mesh axis, for the factor of its row
 
 
 @dataclass
@@ -76,7 +77,8 @@ class Trial:
             )
         metas = tuple(_meta(t) for t in self.tensors)
         outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
-        self.call: OpCall = OpCall(op, _mapped(_meta, args), _mapped(_meta, self.kwargs), metas, outputs)
+        of_metas = pytree.tree_map(_meta, (args, self.kwargs))
+        self.call: OpCall = OpCall(op, of_metas[0], of_metas[1], metas, outputs)
         self.rows: list[Row] = self._rows()
 
     def _rows(self) -> list[Row]:
@@ -103,10 +105,10 @@ class Trial:
                 return value.clone_state()
             return next(numbered) if isinstance(value, Tensor) else value
 
-        args = _mapped(fresh, self.args)
-        kwargs = _mapped(fresh, {name: value for name, value in self.kwargs.items() if name not in self.outs})
+        args = pytree.tree_map(fresh, self.args)
+        kwargs = pytree.tree_map(fresh, {name: v for name, v in self.kwargs.items() if name not in self.outs})
         targets = iter(outs)
-        kwargs |= {name: _mapped(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
+        kwargs |= {name: pytree.tree_map(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
         return (function or self.kernel)(*args, **kwargs), copies
 
     def steps(self, row: Row) -> int | None:
@@ -117,32 +119,30 @@ class Trial:
                 count = tensor.shape[entry.dim] // (entry.unit * entry.runs)
         return count
 
-    def try_out(
-        self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: dict[int, AnyDimSharding | None]
-    ) -> set[int]:
+    def try_out(self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings) -> set[int]:
         """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
         meshes = thread_meshes(shape)
         for mesh in meshes:
-            count_as_checked(cast("DeviceMesh", mesh))  # a collective of the first random operator, not of the rule
-        coordinates = [mesh.get_coordinate() for mesh in meshes]
+            count_as_checked(mesh)  # a collective of the first random operator, not of the rule
+        inputs = [[row.inputs[i] for row in rows] for i in range(len(self.tensors))]  # along the mesh axes
+        outputs = [[row.outputs[i] for row in rows] for i in range(len(self.call.outputs))]
         try:
-            inputs = [self._dealt(i, rows, shardings, shape, coordinates) for i in range(len(self.tensors))]
-            self._outputs(meshes[0], rows, shardings)
+            of_ranks = [
+                LocalCall(
+                    self.call,
+                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.tensors, inputs, strict=True)),
+                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.outputs, outputs, strict=True)),
+                )
+                for mesh in meshes
+            ]
+            terms = [deal(tensor, entries, shape) for tensor, entries in zip(self.tensors, inputs, strict=True)]
         except NotImplementedError:
             return set()
         report.checked += 1
         try:
-            functions = [
-                partial(
-                    self._run,
-                    [parts[coordinate] for parts in inputs],
-                    self._targets(mesh, rows, shardings),
-                    self._local(mesh, rows, shardings),
-                )
-                for mesh, coordinate in zip(meshes, coordinates, strict=True)
-            ]
-            results = on_threads(functions, meshes, SEED)
-            problems = [*self._problems(results, meshes, rows, shardings)]
+            communicates = any(row.communicates for row in rows)
+            functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
+            problems = [*self._problems(on_threads(functions, meshes, SEED), meshes, rows, shardings)]
         except Exception as error:
             problems = [f"{type(error).__name__}: {error}"]
         used = axes_used(meshes[0])
@@ -155,96 +155,49 @@ class Trial:
             )
         return used
 
-    def _dealt(
-        self,
-        index: int,
-        rows: Sequence[Row],
-        shardings: Mapping[int, AnyDimSharding | None],
-        shape: Coordinate,
-        where: Any,
-    ) -> dict[Coordinate, Tensor]:
-        entries = [row.inputs[index] for row in rows]
-        shares = deal(self.tensors[index], entries, shape)
-        spec = _spec(thread_meshes(shape)[0], _meta(self.tensors[index]), entries, rows, shardings)
-        return {c: part_of(shares[c], spec, c) for c in where}
-
-    def _targets(
-        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
-    ) -> list[Tensor]:
-        """This rank's `out=` arguments."""
-        specs = self._outputs(mesh, rows, shardings)
-        return [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in specs] if self.outs else []
-
-    def _outputs(
-        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
-    ) -> list[Spec]:
-        return [
-            _spec(mesh, t, [row.outputs[i] for row in rows], rows, shardings) for i, t in enumerate(self.call.outputs)
-        ]
-
-    def _local(
-        self, mesh: ThreadMesh, rows: Sequence[Row], shardings: Mapping[int, AnyDimSharding | None]
-    ) -> Callable[..., Any] | None:
-        inputs = [
-            _spec(mesh, t, [row.inputs[i] for row in rows], rows, shardings) for i, t in enumerate(self.call.tensors)
-        ]
-        local_call = LocalCall(self.call, tuple(inputs), tuple(self._outputs(mesh, rows, shardings)))
-        return local_function(self.rule, local_call, any(row.communicates for row in rows))
+    def _run_local(self, local_call: LocalCall, terms: Sequence[Any], communicates: bool) -> tuple[Any, list[Tensor]]:
+        """What `_run` returns for the rule's local function on one rank's shards."""
+        shards = []
+        for by_coordinate, spec in zip(terms, local_call.inputs, strict=True):
+            assert spec.coordinate is not None, "every rank is in the mesh"
+            shards.append(part_of(by_coordinate[spec.coordinate], spec, spec.coordinate))
+        targets = [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in local_call.outputs if self.outs]
+        return self._run(shards, targets, local_function(self.rule, local_call, communicates))
 
     def _problems(
-        self,
-        results: Sequence[Any],
-        meshes: Sequence[ThreadMesh],
-        rows: Sequence[Row],
-        shardings: Mapping[int, AnyDimSharding | None],
+        self, results: Sequence[Any], meshes: Sequence[DeviceMesh], rows: Sequence[Row], shardings: Shardings
     ) -> Iterator[str]:
         """What differs: outputs first, then the inputs that the operator writes."""
-        expected = list(flatten([self.results[0]]))
+        expected, inputs = list(flatten([self.results[0]])), self.results[1]
         got = [list(flatten([result[0]])) for result in results]
         if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
             yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
-        for i, value in enumerate(expected):
-            entries = [row.outputs[i] for row in rows]
+        compared = [
+            (f"output {i}", value, [one[i] for one in got], [row.outputs[i] for row in rows])
+            for i, value in enumerate(expected)
+        ]
+        compared += [
+            (f"written input {i}", inputs[i], [result[1][i] for result in results], [row.inputs[i] for row in rows])
+            for i in self.call.written
+        ]
+        for name, value, parts, entries in compared:
             spec = _spec(meshes[0], _meta(value), entries, rows, shardings)
-            yield from self._differences(f"output {i}", value, [one[i] for one in got], entries, meshes, spec)
-        for i in self.call.written:
-            entries = [row.inputs[i] for row in rows]
-            after = [result[1][i] for result in results]
-            spec = _spec(meshes[0], _meta(self.results[1][i]), entries, rows, shardings)
-            yield from self._differences(f"written input {i}", self.results[1][i], after, entries, meshes, spec)
+            yield from self._differences(name, value, dict(zip(coordinates(spec), parts, strict=True)), entries, spec)
 
     def _differences(
-        self,
-        name: str,
-        value: Tensor,
-        got: Sequence[Tensor],
-        entries: Sequence[Entry],
-        meshes: Sequence[ThreadMesh],
-        spec: Spec,
+        self, name: str, value: Tensor, got: Mapping[Coordinate, Tensor], entries: Sequence[Entry], spec: Spec
     ) -> Iterator[str]:
-        coordinates = [mesh.get_coordinate() for mesh in meshes]
-        for c, part in zip(coordinates, got, strict=True):
+        for c, part in got.items():
             if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
                 yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
                 return
         if not self.exact:
             return
-        totals = gather(dict(zip(coordinates, got, strict=True)), entries, meshes[0].shape)
-        for c, total in totals.items():
+        for c, total in gather(got, entries, spec.mesh.shape).items():
             wanted = part_of(value, spec, c)
             if not torch.allclose(*_comparable(total, wanted), rtol=1e-6, atol=1e-7, equal_nan=True):
                 yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
                 return
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """`function` on every leaf of nested lists, tuples and dicts."""
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_mapped(function, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return function(value)
 
 
 def _comparable(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,11 +210,7 @@ def _meta(value: Any) -> Any:
 
 
 def _spec(
-    mesh: ThreadMesh,
-    meta: TensorMeta,
-    entries: Sequence[Entry],
-    rows: Sequence[Row],
-    shardings: Mapping[int, AnyDimSharding | None],
+    mesh: DeviceMesh, meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
 ) -> Spec:
     """The spec that entries of some rows mean for a tensor, given the sharding of each axis's factor.
 
@@ -276,7 +225,7 @@ def _spec(
     by_dim = placed(entries, fitting, meta.shape)
     if by_dim is None:
         raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
-    return Spec.sharded(cast("DeviceMesh", mesh), placements_of(entries, by_dim), meta, by_dim)
+    return Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
 
 
 def _fitting(sharding: AnyDimSharding | None, steps: int, entry: S) -> AnyDimSharding:
