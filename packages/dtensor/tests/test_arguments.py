@@ -1,4 +1,4 @@
-"""Covers: modules/checked_arguments.py."""
+"""Covers: `takes`, `check_device_mesh` and `submodule_of` of argument_types.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from shoal_dtensor.argument_types import check_device_mesh, submodule_of, takes
 from shoal_dtensor.errors import LayoutError, StyleTypeError
-from shoal_dtensor.modules.checked_arguments import check_device_mesh, submodule_of, takes
 
 
 @takes(module=(nn.Module, list), count=int)

@@ -5,15 +5,26 @@ May import: errors.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn, strided
 
 from shoal_mesh import DeviceMesh
 
-from .errors import ArgumentTypeError
+from .errors import ArgumentTypeError, LayoutError, StyleTypeError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Kinds = type | tuple[type, ...]
+
+_WORDS: dict[type, str] = {nn.Module: "an nn.Module", int: "an int", str: "a str", bool: "a bool"}
+# How to convert torch's own meshes and DTensors.
+_HINTS = {
+    "DeviceMesh": "; shoal_dtensor.interop.mesh_from_torch converts it",
+    "DTensor": "; shoal_dtensor.interop.from_torch converts it",
+}
 
 
 def check_mesh(where: str, mesh: object) -> None:
@@ -26,28 +37,47 @@ def check_mesh(where: str, mesh: object) -> None:
     Raises:
         ArgumentTypeError: if it is another type; for torch's own meshes and tensors with the way to convert them.
     """
-    if not isinstance(mesh, DeviceMesh) and not hasattr(mesh, "axis_names"):  # threads stand in for ranks in `testing`
-        raise ArgumentTypeError(f"{where}: expected a DeviceMesh of shoal_mesh, got {_described(mesh)}{_hint(mesh)}")
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(f"{where}: expected a DeviceMesh of shoal_mesh, got {_described(mesh)}")
 
 
-def check_type(where: str, name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+def check_device_mesh(where: str, mesh: object) -> None:
+    """Refuse what is not a mesh of shoal: torch's own, or an axis by its name.
+
+    Raises:
+        LayoutError: naming the ways to a mesh.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise LayoutError(
+            f"{where}: device_mesh is {type(mesh).__module__}.{type(mesh).__qualname__}; make one with "
+            "shoal_mesh.init_device_mesh, or convert torch's with shoal_dtensor.interop.mesh_from_torch(mesh)"
+        )
+
+
+def check_type(
+    where: str,
+    name: str,
+    value: object,
+    kinds: Kinds,
+    expected: str,
+    error: type[ArgumentTypeError] | type[StyleTypeError] = ArgumentTypeError,
+) -> None:
     """Refuse a value of a wrong type.
 
     Args:
         where: the function that was called.
         name: of the argument; value: what it got.
         kinds: the types allowed; expected: the same in words.
+        error: what is raised.
 
     Raises:
         ArgumentTypeError: if the value is of another type.
     """
     if not isinstance(value, kinds):
-        raise ArgumentTypeError(f"{where}: expected {name} to be {expected}, got {_described(value)}{_hint(value)}")
-    if kinds is Tensor and isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-        kind, way_out = (
-            (f"{value.layout}", "to_dense()") if not value.is_nested else ("nested", "to_padded_tensor(0.0)")
-        )
-        raise ArgumentTypeError(f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}")
+        raise error(f"{where}: expected {name} to be {expected}, got {_described(value)}")
+    if kinds is Tensor and isinstance(value, Tensor) and (value.is_nested or value.layout != strided):
+        kind, way_out = ("nested", "to_padded_tensor(0.0)") if value.is_nested else (f"{value.layout}", "to_dense()")
+        raise error(f"{where}: shards are strided tensors, and {name} is {kind}: give it {name}.{way_out}")
 
 
 def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> None:
@@ -60,17 +90,59 @@ def check_callable(where: str, name: str, value: Callable[..., Any] | None) -> N
         raise ArgumentTypeError(f"{where}: expected {name} to be a function, got {_described(value)}")
 
 
+def takes(**kinds: Kinds) -> Callable[[Function], Function]:
+    """Decorator: arguments are instances of these types, or non-empty lists of them where `list` is one.
+
+    Raises:
+        StyleTypeError: from a call, naming the argument, what it takes, and what it got.
+
+    Example:
+        >>> @takes(count=int)
+        ... def twice(count: int) -> int:
+        ...     return 2 * count
+        >>> twice("2")
+        Traceback (most recent call last):
+        shoal_dtensor.errors.StyleTypeError: twice: expected count to be an int, got str '2'
+    """
+
+    def checked(function: Function) -> Function:
+        names = list(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            for name, kind in kinds.items():
+                if name in arguments:
+                    _check_each(function.__name__, name, arguments[name], kind)
+            return function(*args, **kwargs)
+
+        return cast(Function, call)
+
+    return checked
+
+
+def _check_each(where: str, name: str, value: Any, kinds: Kinds) -> None:
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+    of_lists = tuple(kind for kind in kinds if kind is not list)
+    words = " or ".join(_WORDS.get(kind, kind.__name__) for kind in of_lists)
+    for each in value if isinstance(value, list) and list in kinds and value else [value]:
+        check_type(where, name, each, of_lists, words, StyleTypeError)
+
+
+def submodule_of(where: str, stage: object) -> nn.Module:
+    """The module of a pipeline stage, of torch's or of anyone's.
+
+    Raises:
+        StyleTypeError: it has none.
+    """
+    module = getattr(stage, "submod", None)
+    check_type(where, "the submod of stage", module, nn.Module, "an nn.Module", StyleTypeError)
+    return cast(nn.Module, module)
+
+
 def _described(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__} {text if len(text) <= 80 else text[:77] + '...'}"
-
-
-def _hint(value: object) -> str:
-    """How to convert torch's own meshes and DTensors."""
-    module, name = type(value).__module__, type(value).__name__
-    if module.startswith("torch.distributed"):
-        if name == "DeviceMesh":
-            return "; shoal_dtensor.interop.mesh_from_torch converts it"
-        if name == "DTensor":
-            return "; shoal_dtensor.interop.from_torch converts it"
-    return ""
+    """Class and value, and how to convert what is torch's own."""
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    hint = _HINTS.get(kind.__name__, "") if kind.__module__.startswith("torch.distributed") else ""
+    return f"{name} {value!r:.80}{hint}"

@@ -6,33 +6,6 @@ that torch raises in the same places, several where torch raises several, so tha
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentTypeError",
-    "ArgumentValueError",
-    "CheckpointError",
-    "CommunicationForbiddenError",
-    "InPlaceError",
-    "LayoutError",
-    "LayoutTypeError",
-    "MixedTensorError",
-    "NoRuleError",
-    "OperatorArgumentError",
-    "OperatorIndexError",
-    "OptimizerError",
-    "PlacementError",
-    "PlacementIndexError",
-    "PlanError",
-    "RandomStateError",
-    "RedistributeError",
-    "SecondOrderError",
-    "ShoalTensorError",
-    "StateDictError",
-    "StyleError",
-    "StyleTypeError",
-    "TiedWeightError",
-    "UnsupportedModuleError",
-]
-
 
 class ShoalTensorError(Exception):
     """Base of every error that the dtensor layer raises on purpose."""

@@ -2,7 +2,7 @@
 
 They may change with any release; all packages are released together.
 
-May import: _torch, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
+May import: _torch, argument_types, arithmetic, host_memory, layout, modules, random_layouts, redistribute, tensor.
 """
 
 from ._torch import (
@@ -22,6 +22,11 @@ from ._torch import (
     unwatched as unwatched,
     unwatched_functions as unwatched_functions,
     whole_when_compiled as whole_when_compiled,
+)
+from .argument_types import (
+    check_device_mesh as check_device_mesh,
+    submodule_of as submodule_of,
+    takes as takes,
 )
 from .arithmetic import (
     arithmetic as arithmetic,
@@ -49,11 +54,6 @@ from .layout.boxes import (
     whole_box as whole_box,
 )
 from .layout.dim_sharding import shard_sizes as shard_sizes
-from .modules.checked_arguments import (
-    check_device_mesh as check_device_mesh,
-    submodule_of as submodule_of,
-    takes as takes,
-)
 from .modules.forwards import ModuleForward as ModuleForward, forward_of as forward_of, set_forward as set_forward
 from .modules.owners import (
     check_styled as check_styled,
