@@ -1,6 +1,6 @@
 """Full and sharded state dicts of models and optimizers with DTensors.
 
-Covers: shoal_dtensor/api/state_dicts.py, shoal_dtensor/_torch/full_state_dicts.py.
+Covers: shoal_dtensor/api/state_dicts.py, shoal_dtensor/_torch/interception.py.
 """
 
 from __future__ import annotations

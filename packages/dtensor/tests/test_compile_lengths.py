@@ -1,6 +1,6 @@
 """Compiled programs on DTensors of changing lengths: one graph for the first, one for all others.
 
-Covers: layout/symbolic_sizes.py, _torch/symbols.py, dispatch/arguments.py, tensor/traced_spec.py.  Forward and
+Covers: layout/symbolic_sizes.py, _torch/compiling.py, dispatch/arguments.py, tensor/torch_requests.py.  Forward and
 backward give what they give eagerly.
 """
 

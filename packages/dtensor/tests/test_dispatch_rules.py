@@ -1,4 +1,4 @@
-"""Covers: _torch/dispatch_rules.py."""
+"""Covers: _torch/interception.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shoal_dtensor._torch.dispatch_rules import register_dispatch
+from shoal_dtensor._torch.interception import register_dispatch
 
 CALLS: list[tuple[Any, ...]] = []
 

@@ -1,4 +1,4 @@
-"""Modes that see functions and operators.  Covers: _torch/{operator_modes,recomputation}.py."""
+"""Modes that see functions and operators.  Covers: _torch/operator_modes.py."""
 
 from __future__ import annotations
 

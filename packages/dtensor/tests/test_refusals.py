@@ -1,6 +1,6 @@
 """What no DTensor takes is refused in one line, with the way out; what torch only moves is gathered.
 
-Covers: _torch/dispatch_rules.py, _torch/compiling.py, _torch/meta_kernels.py, rules/language/local_ops.py.
+Covers: _torch/interception.py, _torch/compiling.py, _torch/operators.py, rules/language/local_ops.py.
 """
 
 # mypy: allow-untyped-calls

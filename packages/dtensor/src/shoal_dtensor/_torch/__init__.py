@@ -11,16 +11,16 @@ from .compiling import (
     never_compiled as never_compiled,
     not_cached as not_cached,
     raised_as_it_is as raised_as_it_is,
+    recorded as recorded,
     recorder as recorder,
+    recorder_of_sizes as recorder_of_sizes,
     whole_when_compiled as whole_when_compiled,
 )
-from .dispatch_rules import register_dispatch as register_dispatch
 from .engine import (
     adjusted_rate as adjusted_rate,
     apply as apply,
     at_end_of_backward as at_end_of_backward,
     backward_number as backward_number,
-    before_optimizer_steps as before_optimizer_steps,
     current_node as current_node,
     in_backward as in_backward,
     is_transformed as is_transformed,
@@ -34,12 +34,14 @@ from .engine import (
     unwatched_functions as unwatched_functions,
     will_run as will_run,
 )
-from .full_state_dicts import around_state_dicts as around_state_dicts
+from .interception import around_state_dicts as around_state_dicts, register_dispatch as register_dispatch
 from .operator_modes import (
     FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
     TorchDispatchMode as TorchDispatchMode,
+    checkpoints as checkpoints,
     dispatch_modes as dispatch_modes,
+    recomputed_in as recomputed_in,
     selectively_checkpointed as selectively_checkpointed,
     unwatched as unwatched,
 )
@@ -58,8 +60,6 @@ from .operators import (
     unmarked_writes as unmarked_writes,
     view_of as view_of,
 )
-from .recomputation import checkpoints as checkpoints, recomputed_in as recomputed_in
-from .symbols import recorded as recorded, recorder_of_sizes as recorder_of_sizes
 from .tensors import (
     BASE as BASE,
     TRACED as TRACED,

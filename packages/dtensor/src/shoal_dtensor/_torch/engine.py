@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
@@ -87,11 +86,6 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]  # torch gives it no types
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # of C, left out of torch's stub
-
-
-def before_optimizer_steps(hook: Callable[[Any, Any, Any], Any]) -> None:
-    """Have a hook called before the step of every optimizer, with the optimizer and the arguments of its step."""
-    register_optimizer_step_pre_hook(hook)
 
 
 def steps_as(optimizer: Optimizer, module: str) -> bool:

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch import before_optimizer_steps, count_write, unwatched_by_subclasses
+from .._torch import count_write, unwatched_by_subclasses
 from ..dispatch.results import wrap
 from ..errors import OptimizerError
 from ..layout.spec import Spec
@@ -202,4 +203,4 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 def install_local_step() -> None:
     """Have the hook called before every optimizer's step."""
-    before_optimizer_steps(_before_step)
+    register_optimizer_step_pre_hook(_before_step)
