@@ -1,4 +1,4 @@
-"""Covers: tensor/backward.py: the parts of a backward pass."""
+"""Covers: tensor/gradients.py: the parts of a backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: tensor/dtensor.py, tensor/serialization.py, tensor/parameter_gradients.py: an object, on ranks."""
+"""Covers: tensor/dtensor.py, tensor/serialization.py, tensor/gradients.py: an object, on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: exact_norm.py, and clip_grad_norm_ inside sums_in_tree on gloo ranks."""
+"""Covers: optim/clip_grad.py (exact norms), and clip_grad_norm_ inside sums_in_tree on gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor, Shard, clip_grad_norm_, distribute_tensor
 from shoal_dtensor.errors import OperatorArgumentError
-from shoal_dtensor.optim.exact_norm import norm_of_limbs, square_limbs
+from shoal_dtensor.optim.clip_grad import norm_of_limbs, square_limbs
 from shoal_mesh import init_device_mesh, sums_in_tree
 from shoal_mesh.testing import on_ranks
 

@@ -1,6 +1,6 @@
 """Optimizers that step on local parts: the numbers of one device, and DTensors for everybody else.  On real ranks.
 
-Covers: optim/{local_step,muon}.py.
+Covers: optim/local_step.py.
 """
 
 from __future__ import annotations

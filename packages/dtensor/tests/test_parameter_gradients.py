@@ -1,4 +1,4 @@
-"""Covers: tensor/parameter_gradients.py, optim/deferred_gradients.py."""
+"""Covers: tensor/gradients.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal_dtensor import (
     deferred_gradients,
     distribute_tensor,
 )
-from shoal_dtensor.tensor import parameter_gradients
+from shoal_dtensor.tensor import gradients
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -180,8 +180,8 @@ def test_a_deferred_block_that_raises_reduces_nothing_and_loses_nothing() -> Non
 def test_collectives_are_bounded(bucket: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     plain, spread = leaves(mesh, [[R]] * 5)
-    usual, parameter_gradients.BUCKET = (
-        parameter_gradients.BUCKET,
+    usual, gradients.BUCKET = (
+        gradients.BUCKET,
         bucket,
     )  # a gradient has 200 bytes, its all-reduce receives 300
     try:
@@ -197,7 +197,7 @@ def test_collectives_are_bounded(bucket: int) -> None:
         assert counted.get_total_counts() == (3 if bucket else 5)
         check(plain, spread)
     finally:
-        parameter_gradients.BUCKET = usual
+        gradients.BUCKET = usual
 
 
 @on_ranks(4)

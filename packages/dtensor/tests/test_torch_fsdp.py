@@ -1,4 +1,4 @@
-"""Covers: tensor/torch_fsdp.py."""
+"""Covers: tensor/torch_requests.py."""
 
 from __future__ import annotations
 

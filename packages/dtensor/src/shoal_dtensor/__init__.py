@@ -49,14 +49,13 @@ from .layout.torch_names import (
     compute_local_tensor_info,
 )
 from .optim.clip_grad import clip_grad_norm_
-from .optim.deferred_gradients import deferred_gradients
 from .optim.local_step import install_local_step, local_step
 from .redistribute.shards_in_flight import coalesce
 from .rng.modes import random_mode, set_random_mode
 from .rng.state import get_rng_state, set_rng_state
 from .scopes import checked_replicas, communication, implicit_replication, unknown_ops
 from .tensor.dtensor import DTensor, run_on_pending
-from .tensor.parameter_gradients import ACCUMULATION
+from .tensor.gradients import ACCUMULATION, deferred_gradients
 from .tensor.shard_access import safe_globals
 
 if TYPE_CHECKING:

@@ -87,7 +87,7 @@ from .redistribute.blocks import (
     move_blocks as move_blocks,
 )
 from .redistribute.shards_in_flight import ShardsInFlight as ShardsInFlight, redistribute_shards as redistribute_shards
-from .tensor.backward import (
+from .tensor.gradients import (
     GradRoute as GradRoute,
     first_order_only as first_order_only,
     grad_hooked as grad_hooked,

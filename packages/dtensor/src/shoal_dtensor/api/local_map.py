@@ -65,7 +65,11 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         return lambda func: local_map(func, *options, redistribute_inputs=redistribute_inputs, run_check=run_check)
 
     check_callable("local_map", "func", func)
-    _check_types(out_placements, device_mesh, in_placements=in_placements, in_grad_placements=in_grad_placements)
+    for name, entries in ("in_placements", in_placements), ("in_grad_placements", in_grad_placements):
+        check_type("local_map", name, entries, (tuple, list, type(None)), "a tuple with one entry for each input")
+    check_type("local_map", "out_placements", out_placements, (tuple, list, type(None)), "a list of placements")
+    if device_mesh is not None:
+        check_mesh("local_map", device_mesh)
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -84,14 +88,6 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     if not is_tracing():
         never_compiled(mapped)
     return mapped
-
-
-def _check_types(outputs: Any, mesh: Any, **inputs: Any) -> None:
-    for name, entries in inputs.items():
-        check_type("local_map", name, entries, (tuple, list, type(None)), "a tuple with one entry for each input")
-    check_type("local_map", "out_placements", outputs, (tuple, list, type(None)), "a list of placements")
-    if mesh is not None:
-        check_mesh("local_map", mesh)
 
 
 def _local_inputs(
@@ -192,5 +188,5 @@ def _compared(
             f"output {index} of local_map, placed {list(placements)}, differs between ranks along {axes}; Partial() is "
             "a tensor of which every rank has a summand"
         )
-    sized, shape, order = layout_of_rows([row[1:] for row in rows], local, mesh, placements, None)
-    return DTensor.from_local(local, mesh, sized, shape=shape, shard_order=order)
+    spec = layout_of_rows([row[1:] for row in rows], local, mesh, placements, None)
+    return DTensor.from_local(local, mesh, spec.placements, shape=spec.shape, shard_order=spec.shard_order)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, reduce
-from math import inf
+from math import inf, ldexp, sqrt
 from typing import Any
 
 import torch
@@ -22,12 +22,10 @@ from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type
 from ..errors import MixedTensorError
 from ..host_memory import device_of_numbers, upload
-from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..redistribute.shards_in_flight import coalesce
-from ..tensor.autograd import redistributed
+from ..tensor.autograd import gradient_spec, redistributed
 from ..tensor.dtensor import DTensor
-from .exact_norm import norm_of_limbs, square_limbs
 
 
 @torch.no_grad()
@@ -154,10 +152,8 @@ def _finish_partial(owners: Sequence[Tensor]) -> None:
     """Finish gradients that are still partial."""
     with coalesce():
         for owner in owners:
-            spec = owner.grad._spec if isinstance(owner.grad, DTensor) else None
-            if spec is not None and spec.partials:
-                placements = [Replicate() if p.is_partial() else p for p in spec.placements]
-                owner.grad = redistributed(DTensor, owner.grad, spec.with_(placements=placements))
+            if isinstance(owner.grad, DTensor) and owner.grad._spec.partials:
+                owner.grad = redistributed(DTensor, owner.grad, gradient_spec(owner.grad._spec))
 
 
 def _total(
@@ -231,7 +227,11 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     meshes = dict.fromkeys(item.mesh for item in gradients if isinstance(item, Spec))
     parts = []
     for mesh in meshes:
-        sharded = {i: _sharding_axes(s) for i, s in enumerate(gradients) if isinstance(s, Spec) and s.mesh == mesh}
+        sharded = {
+            i: {axis for sharding in spec.dim_shardings for axis in sharding.axes if mesh.shape[axis] > 1}
+            for i, spec in enumerate(gradients)
+            if isinstance(spec, Spec) and spec.mesh == mesh
+        }
         coordinate = mesh.get_coordinate()
         axes = tuple(sorted({axis for sharding in sharded.values() for axis in sharding}))
         counted = (
@@ -251,5 +251,47 @@ def _contribution(gradients: tuple[Spec | torch.dtype, ...]) -> _Contribution:
     return _Contribution(tuple(parts), reduce(torch.promote_types, dtypes), bool(plain), partial)
 
 
-def _sharding_axes(spec: Spec) -> set[int]:
-    return {axis for sharding in spec.dim_shardings for axis in sharding.axes if spec.mesh.shape[axis] > 1}
+# --- sums of squares that are exact, so that they are the same however their terms are sharded ------------------------
+#
+# Every gradient is divided by a power of two above the largest of all, so squares are below 1. The first bits of each
+# go to one integer, the next bits to another; integers add up exactly, in any order. With 2**k elements in all, an
+# int64 holds sums of 62 - k bits: 2 * 35 bits behind the point for 128 million elements, more than a float64 has.
+
+
+def square_limbs(shards: Sequence[Tensor], exponent: Tensor, elements: int) -> Tensor:
+    """(2,) int64: the sum over shards of the first and of the next bits of squares.
+
+    Args:
+        shards: any shapes and floating-point dtypes, below 2 ** exponent.
+        exponent: an integer on their device, of the power of two that all are divided by.
+        elements: how many terms there are at most, on all ranks together.
+
+    Example:
+        >>> square_limbs([torch.tensor([0.5])], torch.tensor(0), 1).tolist()
+        [1152921504606846976, 0]
+    """
+    bits = _bits(elements)
+    limbs = torch.zeros(2, dtype=torch.int64, device=exponent.device)
+    for shard in shards:
+        scaled = torch.ldexp(shard.double(), -exponent).square_()
+        scaled = torch.ldexp(scaled, torch.tensor(bits))
+        first = scaled.floor()
+        rest = torch.ldexp(scaled.sub_(first), torch.tensor(bits)).round_()
+        limbs += torch.stack([first.to(torch.int64).sum(), rest.to(torch.int64).sum()])
+    return limbs
+
+
+def norm_of_limbs(limbs: Sequence[int], exponent: int, elements: int) -> float:
+    """The norm, of the limbs of all ranks.
+
+    Example:
+        >>> norm_of_limbs(square_limbs([torch.tensor([3.0, 4.0])], torch.tensor(3), 2).tolist(), 3, 2)
+        5.0
+    """
+    bits = _bits(elements)
+    first, rest = limbs
+    return ldexp(sqrt(ldexp(float((first << bits) + rest), -2 * bits)), exponent)
+
+
+def _bits(elements: int) -> int:
+    return 62 - max(elements - 1, 0).bit_length()

@@ -3,8 +3,11 @@
 torch's optimizers reach DTensors operator by operator: ten list operators a step, each of which unwraps every
 parameter, gradient and state.  Where an update is element by element, the local shards alone give the same numbers.
 So torch's step is given a proxy of its optimizer that collects shards where the optimizer would collect DTensors, plain
-parameters beside them in the same lists; the optimizer itself has DTensors all the time.  A step of Muon multiplies
-matrices; it is `muon_step`.
+parameters beside them in the same lists; the optimizer itself has DTensors all the time.
+
+Muon orthogonalizes the update of each matrix by five products of matrices.  On shards, operator by operator, these take
+11 to 21 collectives.  Here every rank gathers the update, in bfloat16 as Muon computes, and orthogonalizes all of it,
+with the bits of one device.  Updates travel in groups, one group beside the products of the group before.
 """
 
 from __future__ import annotations
@@ -19,11 +22,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._torch import count_write, unwatched_by_subclasses
+from shoal_mesh import purpose
+from shoal_mesh.internal import dataclass
+
+from .._torch import adjusted_rate, count_write, orthogonalized, unwatched_by_subclasses
 from ..dispatch.results import wrap
-from ..errors import OptimizerError
+from ..errors import OptimizerError, PlacementError
+from ..layout.placements import Replicate
 from ..layout.spec import Spec
+from ..redistribute.shards_in_flight import ShardsInFlight, redistribute_shards
 from ..tensor.dtensor import DTensor
+from ..tensor.gradients import in_groups
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741  # a type variable, no number
 
@@ -157,9 +166,7 @@ class _Groups:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if type(self._optimizer) is torch.optim.Muon:
-            from .muon import muon_step  # here: few optimizers are Muon
-
-            muon_step(self._optimizer, _collect_shards)
+            _muon_step(self._optimizer)
             return  # nothing is left to do
         for group in self._optimizer.param_groups:
             yield group
@@ -204,3 +211,76 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 def install_local_step() -> None:
     """Have the hook called before every optimizer's step."""
     register_optimizer_step_pre_hook(_before_step)
+
+
+# --- Muon: one gather of the update, everything else on local shards --------------------------------------------------
+
+# Bytes of gathered updates in one group: enough to hide the latency of a collective.
+_MUON_GROUP = 2**25
+
+
+@dataclass(slots=True, eq=False)
+class _Matrix:
+    """A parameter in a step: its shard, and the layouts of its update, as computed and gathered."""
+
+    shape: torch.Size
+    shard: Tensor
+    update: Tensor
+    moves: tuple[Spec, Spec] | None
+
+
+@torch.no_grad()
+def _muon_step(optimizer: Any) -> None:
+    """Step a `torch.optim.Muon` whose parameters may be DTensors; its hooks are called around.
+
+    Raises:
+        PlacementError: if a parameter is partial.
+    """
+    for group in optimizer.param_groups:
+        params: list[Any] = [param for param in group["params"] if param.grad is not None]
+        shards: list[Any] = []
+        grads: list[Any] = []
+        momenta: list[Any] = []
+        _collect_shards(optimizer, group, shards, grads, momenta)
+        matrices = [_matrix(group, *each) for each in zip(params, shards, grads, momenta, strict=True)]
+        _apply_updates(group, matrices)
+
+
+def _matrix(group: dict[str, Any], param: Any, shard: Any, grad: Any, momentum: Any) -> _Matrix:
+    """Advance the momentum of a parameter, element by element; its update before it is orthogonalized."""
+    moves = None
+    if isinstance(param, DTensor):
+        spec = param._spec
+        if spec.partials:
+            raise PlacementError(
+                f"Muon: a parameter has placements {param.placements}; a partial value has no elements of its "
+                "own. Redistribute it to Replicate or Shard"
+            )
+        local = spec.with_(dtype=torch.bfloat16)
+        moves = local, local.with_(placements=[Replicate()] * spec.mesh.ndim)
+    momentum.lerp_(grad, 1 - group["momentum"])
+    update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    return _Matrix(param.shape, shard, update.to(torch.bfloat16, copy=True), moves)  # is written to
+
+
+def _apply_updates(group: dict[str, Any], matrices: Sequence[_Matrix]) -> None:
+    """Orthogonalize updates and add them."""
+    rate = float(group["lr"])
+    groups = in_groups(matrices, lambda matrix: 2 * matrix.shape.numel(), _MUON_GROUP)  # of bfloat16
+    in_flight = [_gather(first) for first in groups[:1]]
+    for at, current in enumerate(groups):
+        in_flight += [_gather(following) for following in groups[at + 1 : at + 2]]
+        gathered = in_flight.pop(0).wait()
+        for matrix in current:
+            full = orthogonalized(matrix.update if matrix.moves is None else gathered.pop(0), group)
+            if matrix.moves is not None:
+                (full,) = redistribute_shards([full.contiguous()], [matrix.moves[::-1]]).wait()
+            matrix.shard.mul_(1 - rate * group["weight_decay"])
+            matrix.shard.add_(full, alpha=-adjusted_rate(rate, group, matrix.shape))
+
+
+def _gather(matrices: Sequence[_Matrix]) -> ShardsInFlight:
+    """The updates of the sharded ones of some matrices, on their way."""
+    sharded = [(matrix.update, matrix.moves) for matrix in matrices if matrix.moves is not None]
+    with purpose("a step of Muon gathers updates"):
+        return redistribute_shards([update for update, _ in sharded], [moves for _, moves in sharded])

@@ -166,15 +166,20 @@ class ToLocal(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        if ctx.checked:
-            _check_replicas(grad, ctx.spec)
+        if ctx.checked and ctx.spec.coordinate is not None:
+            axes = tuple(axis for axis, p in enumerate(ctx.spec.placements) if isinstance(p, Replicate))
+            if axes:
+                what = f"the gradient that to_local of {ctx.spec!r} got, global shape"
+                check_replicas(grad, ctx.spec.mesh.comm(axes), what)
         for axis in ctx.scaled:
             grad = grad * ctx.spec.mesh.shape[axis]
         spec = ctx.spec if ctx.spec.dtype == grad.dtype else ctx.spec.with_(dtype=grad.dtype)
         plain = grad.resolve_conj().resolve_neg()  # such marks are not looked at below a tensor subclass
-        order = _order(spec)
-        if not (plain if order is None else plain.permute(order)).is_contiguous():
-            plain = _in_order(plain, order)
+        order = _order(spec)  # dims lie in memory as the spec says, by whose stride views are decided
+        if order is None:
+            plain = plain.contiguous()
+        elif not plain.permute(order).is_contiguous():
+            plain = plain.permute(order).contiguous().permute(sorted(range(plain.ndim), key=order.__getitem__))
         if torch.is_grad_enabled():
             return apply(FromLocal, plain, ctx.cls, spec, None), None
         return wrap(ctx.cls, plain, spec), None
@@ -185,13 +190,6 @@ def _order(spec: Spec) -> tuple[int, ...] | None:
     """The dims of a tensor, slowest first; None where they are in order."""
     order = dims_by_stride(spec.shape, spec.stride)
     return None if is_contiguous(spec.shape, spec.stride) else order
-
-
-def _in_order(local: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """A gradient whose dims lie in memory as its spec says, by whose stride views of it are decided."""
-    if order is None:
-        return local.contiguous()
-    return local.permute(order).contiguous().permute(sorted(range(local.ndim), key=order.__getitem__))
 
 
 class Redistribute(Function):
@@ -229,13 +227,6 @@ class Redistribute(Function):
             moved = redistributed(ctx.cls, grad, source)
         dtype = ctx.source.dtype
         return moved if moved.dtype == dtype else moved.to(dtype), None, None, None, None
-
-
-def _check_replicas(grad: torch.Tensor, spec: Spec) -> None:
-    """Compare a local gradient over the ranks that are taken to hold the same."""
-    axes = tuple(axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate))
-    if axes and spec.coordinate is not None:
-        check_replicas(grad, spec.mesh.comm(axes), f"the gradient that to_local of {spec!r} got, global shape")
 
 
 def check_differentiable(spec: Spec) -> None:

@@ -27,10 +27,9 @@ from ..redistribute.plan import plan
 from . import serialization
 from .autograd import FromLocal, Redistribute, ToLocal, check_differentiable, gradient_spec, redistributed
 from .getitem import has_lists, with_lists, without_numbers
-from .parameter_gradients import CheckedHook, install_gradient_hook, postponed
+from .gradients import CheckedHook, install_gradient_hook, postponed
 from .spec_arguments import global_spec, mesh_or_current, target_spec
-from .torch_fsdp import Absent, refuse_fsdp, without_memory
-from .traced_spec import of_wrapper, placed_alike
+from .torch_requests import Absent, of_wrapper, placed_alike, refuse_fsdp, refuse_graph_cache, without_memory
 
 
 @without_memory
@@ -328,7 +327,7 @@ class DTensor(torch.Tensor):
         return DTensor(local, of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
 
     def _stable_hash_for_caching(self) -> str:
-        serialization.refuse_graph_cache()
+        refuse_graph_cache()
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""

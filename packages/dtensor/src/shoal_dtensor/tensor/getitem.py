@@ -31,18 +31,14 @@ def with_lists(index: Any, device: torch.device, mesh: DeviceMesh, make: Callabl
     """
 
     def replicated(numbers: list[Any]) -> Any:
-        whole = _as_tensor(numbers, device)
+        whole = upload(numbers, device)
+        if not whole.numel():  # `[]` means no index, though `torch.tensor([])` has a floating dtype
+            whole = whole.long()
         return make(whole, Spec(mesh, (Replicate(),) * mesh.ndim, whole.shape, whole.stride(), whole.dtype))
 
     if type(index) is tuple:
         return tuple(replicated(entry) if type(entry) is list else entry for entry in index)
     return replicated(index)
-
-
-def _as_tensor(numbers: list[Any], device: torch.device) -> Tensor:
-    """The index tensor that a list means; `[]` means no index, though `torch.tensor([])` has a floating dtype."""
-    result = upload(numbers, device)
-    return result if result.numel() else result.long()
 
 
 def without_numbers(index: Any, value: Any, shape: Sequence[int]) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""How a DTensor leaves the process and comes back, or does not: copies, pickles, checkpoints, caches of graphs.
+"""How a DTensor leaves the process and comes back, or does not: copies, pickles, checkpoints.
 
 The checkpoint protocol is duck-typed (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`): a
 rank names the boxes that its shard is, so a DTensor saved on one mesh loads onto another.  The checkpoint package is
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from .._torch import not_cached
 from ..argument_types import check_type
 from ..errors import ArgumentValueError, PlacementError
 from ..layout.boxes import Box, shape_of, slices_of
@@ -166,12 +165,3 @@ def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tenso
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
             return local[slices_of(place)]
     raise PlacementError(f"checkpoint index {index} is none of the boxes of {spec!r} on this rank")
-
-
-def refuse_graph_cache() -> NoReturn:
-    """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
-
-    Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its group, are constants
-    that appear as it is traced.  What the cache knows of it before is the same on all ranks.
-    """
-    not_cached("graphs of DTensors are of one rank, and the cache does not know of which")

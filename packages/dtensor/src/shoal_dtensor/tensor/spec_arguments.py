@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -13,7 +14,7 @@ from shoal_mesh.internal import in_lockstep
 
 from .._torch import is_tracing, out_of_sight
 from ..argument_types import check_mesh, check_type
-from ..errors import PlacementError
+from ..errors import PlacementError, ShoalTensorError
 from ..host_memory import device_of_numbers, upload
 from ..layout.dim_sharding import DimSharding, ShardOrder
 from ..layout.partition_spec import Placements, normalize_placements, read_placements
@@ -21,6 +22,7 @@ from ..layout.placements import Partial, Placement, Replicate, Shard, StridedSha
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import remembered
 from ..layout.tensor_meta import contiguous_stride, dense_stride
+from ..rng.memory_order import is_contiguous
 from ..scopes import own_scope
 
 
@@ -98,65 +100,57 @@ def global_spec(  # noqa: PLR0913  # the arguments of from_local
     # Marks for "conjugate (or negate) later" are not looked at below a tensor subclass.
     local = local.resolve_conj().resolve_neg()
     if shape is None and not run_check:
-        spec = _even_spec(local, mesh, placements, stride, shard_order)
+        facts = (mesh, placements, local.shape, local.stride(), local.dtype, stride, shard_order)
+        try:
+            spec = _even_spec(*facts)
+        except TypeError as error:
+            if isinstance(error, ShoalTensorError):
+                raise
+            spec = _even_spec.__wrapped__(*facts)  # symbolic sizes have no hash, and wrong placements may have none
         if (own_scope().replicas_checked or in_lockstep()) and spec.coordinate is not None and not is_tracing():
             check_shards("from_local", local, spec)
-        return spec, _own_part(local, spec)
-    if run_check and mesh.get_coordinate() is not None:
-        local, placements, shape, shard_order = _checked(local, mesh, placements, shape, shard_order)
-    assert shape is not None, "a rank outside the mesh needs the shape"
-    check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
-    spec = Spec(mesh, placements, shape, stride or _like(local, shape), local.dtype, shard_order)
-    if spec.coordinate is not None and spec.local_shape != local.shape:
-        raise PlacementError(
-            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(local.shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
-        )
-    return spec, _own_part(local, spec)
+    else:
+        if run_check and mesh.get_coordinate() is not None:
+            local, held = _checked(local, mesh, placements, shape, shard_order)
+            placements, shape, shard_order = held.placements, held.shape, held.shard_order
+        assert shape is not None, "a rank outside the mesh needs the shape"
+        check_type("DTensor.from_local", "shape", shape, (tuple, list), "integers")
+        stride = stride or _dense_like(local.shape, local.stride(), shape)
+        spec = Spec(mesh, placements, shape, stride, local.dtype, shard_order)
+        _check_local_shape(spec, local.shape)
+    if spec.coordinate is None:  # a rank outside the mesh holds nothing
+        local = local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
+    return spec, local
 
 
-def _own_part(local: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """What a rank holds: nothing outside of the mesh."""
-    if spec.coordinate is not None:
-        return local
-    return local.new_empty(spec.local_shape, requires_grad=local.requires_grad)
-
-
-def _even_spec(
-    local: torch.Tensor,
+@lru_cache(maxsize=4096)
+def _even_spec(  # noqa: PLR0913  # what it depends on
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
+    local_shape: torch.Size,
+    local_stride: tuple[int, ...],
+    dtype: torch.dtype,
     stride: Sequence[int] | None,
     shard_order: ShardOrder | None,
 ) -> Spec:
     """The spec if every rank holds as much as this one (or explicit sizes say how much)."""
-    key: object = (mesh, placements, local.shape, local.stride(), local.dtype, stride, shard_order)
-    try:
-        spec = _EVEN.get(key)
-        if spec is not None:
-            return spec
-    except TypeError:  # symbolic sizes have no hash, and wrong placements may have none
-        key = None
     check_type("DTensor.from_local", "shard_order", shard_order, (tuple, list, type(None)), "pairs (dim, mesh axes)")
-    even = _even_shape(local.shape, placements, mesh.shape)
-    normal, order = normalize_placements(placements, mesh.shape, local.ndim, shard_order, even)
-    shape = list(local.shape)
+    even = _even_shape(local_shape, placements, mesh.shape)
+    normal, order = normalize_placements(placements, mesh.shape, len(local_shape), shard_order, even)
+    shape = list(local_shape)
     for dim, axes in order:
         shape[dim] = _length([normal[axis] for axis in axes], shape[dim] * prod(mesh.shape[axis] for axis in axes))
-    spec = Spec(mesh, normal, shape, stride or _like(local, shape), local.dtype, order)
-    if spec.coordinate is not None and spec.local_shape != local.shape:
-        raise PlacementError(
-            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
-            f"{spec.coordinate}, got {tuple(local.shape)}"
-        )
-    if len(_EVEN) >= 4096:
-        _EVEN.clear()
-    if key is not None:
-        _EVEN[key] = spec
+    spec = Spec(mesh, normal, shape, stride or _dense_like(local_shape, local_stride, shape), dtype, order)
+    _check_local_shape(spec, local_shape)
     return spec
 
 
-_EVEN: dict[object, Spec] = {}
+def _check_local_shape(spec: Spec, shape: torch.Size) -> None:
+    if spec.coordinate is not None and spec.local_shape != shape:
+        raise PlacementError(
+            f"from_local: {spec!r} means a local shape of {tuple(spec.local_shape)} at mesh coordinate "
+            f"{spec.coordinate}, got {tuple(shape)}; ragged shards need Shard(dim, sizes=...) or run_check=True"
+        )
 
 
 def _length(placements: Sequence[Placement], even: int) -> int:
@@ -183,12 +177,11 @@ def _even_shape(
     return shape
 
 
-def _like(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """A dense stride for `shape` whose dims lie in memory in the order of `local`'s."""
-    if local.is_contiguous():
+def _dense_like(local_shape: Sequence[int], local_stride: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """A dense stride for `shape` whose dims lie in memory in the order of a local tensor's."""
+    if is_contiguous(local_shape, local_stride):
         return contiguous_stride(shape)
-    stride = local.stride()
-    return dense_stride(shape, tuple(sorted(range(local.ndim), key=lambda d: (-stride[d], d))))
+    return dense_stride(shape, tuple(sorted(range(len(shape)), key=lambda d: (-local_stride[d], d))))
 
 
 def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
@@ -197,37 +190,26 @@ def check_shards(what: str, local: torch.Tensor, spec: Spec) -> None:
     Raises:
         PlacementError: if there are any.
     """
-    placements, shape, order = _compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
-    actual = Spec(spec.mesh, placements, shape, None, spec.dtype, order)
+    actual = _compared_shapes(local, spec.mesh, spec.placements, spec.shard_order)
     if not actual.same_layout(spec):
         raise PlacementError(
             f"{what}: {spec!r} takes every rank to hold a shard of the same size, but together they hold {actual!r}; "
             f"give the shape, the sizes (Shard(dim, sizes=...)), or run_check=True"
         )
-    _check_replicated(what, local, spec.mesh, spec.placements)
-
-
-def _check_replicated(what: str, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    """Refuse, on all ranks, tensors that differ along mesh axes on which they are said to be replicated.
-
-    Raises:
-        PlacementError: if they differ.
-    """
-    axes = tuple(axis for axis, p in enumerate(placements) if isinstance(p, Replicate) and mesh.shape[axis] > 1)
+    axes = tuple(
+        axis for axis, p in enumerate(spec.placements) if isinstance(p, Replicate) and spec.mesh.shape[axis] > 1
+    )
     try:
         if axes:
-            check_replicas(local, mesh.comm(axes), f"the tensor of {what}, placed {list(placements)},")
+            check_replicas(local, spec.mesh.comm(axes), f"the tensor of {what}, placed {list(spec.placements)},")
     except LockstepError as error:
         raise PlacementError(f"{error}; Partial() is a tensor of which every rank has a summand") from error
 
 
 def _compared_shapes(
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shard_order: ShardOrder | None,
-) -> tuple[tuple[Placement, ...], tuple[int, ...], ShardOrder]:
-    """`V -> check`: placements with the sizes that all ranks hold, global shape and order; one all-gather of shapes.
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shard_order: ShardOrder | None
+) -> Spec:
+    """`V -> check`: the layout of the shards that all ranks hold; one all-gather of shapes.
 
     Raises:
         PlacementError: if the shapes of the ranks fit no sharding by these placements.
@@ -250,7 +232,7 @@ def layout_of_rows(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shard_order: ShardOrder | None,
-) -> tuple[tuple[Placement, ...], tuple[int, ...], ShardOrder]:
+) -> Spec:
     """What `_compared_shapes` gives, of the `shape_row`s of all ranks of the mesh. Raises as it does."""
     shapes = [tuple(row) for row in rows]
     if len({row[0] for row in shapes}) != 1:
@@ -277,20 +259,16 @@ def layout_of_rows(
             sharding = DimSharding(axes, tuple(mesh.shape[axis] for axis in axes), sizes)
             for axis, placement in sharding.placements(dim).items():
                 result[axis] = placement
-    if any(isinstance(p, StridedShard) for p in result):
-        _check_runs(Spec(mesh, result, total, None, local.dtype, order), shapes)
-    return tuple(result), tuple(total), order
-
-
-def _check_runs(spec: Spec, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse shards of other sizes than the runs of strided dims have together."""
-    for coordinate, row in zip(product(*map(range, spec.mesh.shape)), shapes, strict=True):
-        expected = spec.local_shape_at(coordinate)
+    spec = Spec(mesh, result, total, None, local.dtype, order)
+    is_strided = any(isinstance(p, StridedShard) for p in result)
+    for coordinate, row in zip(product(*map(range, mesh.shape)), shapes, strict=True) if is_strided else ():
+        expected = spec.local_shape_at(coordinate)  # what the runs of strided dims have together
         if expected != row[1 : 1 + len(expected)]:
             raise PlacementError(
                 f"from_local: {spec!r} means a local shape of {tuple(expected)} at mesh coordinate "
                 f"{coordinate}, that rank passes {row[1 : 1 + len(expected)]}"
             )
+    return spec
 
 
 def _checked(
@@ -299,12 +277,12 @@ def _checked(
     placements: tuple[Placement, ...],
     shape: Sequence[int] | None,
     shard_order: ShardOrder | None,
-) -> tuple[torch.Tensor, tuple[Placement, ...], tuple[int, ...], ShardOrder]:
+) -> tuple[torch.Tensor, Spec]:
     """Compare local shapes over the mesh: ragged sizes where they differ, replicas get their first rank's values."""
-    result, total, order = _compared_shapes(local, mesh, placements, shard_order)
-    if shape is not None and tuple(shape) != total:
-        raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {total}")
-    for axis, placement in enumerate(result):
+    spec = _compared_shapes(local, mesh, placements, shard_order)
+    if shape is not None and tuple(shape) != spec.shape:
+        raise PlacementError(f"from_local: shape {tuple(shape)} was given, but the shards make {tuple(spec.shape)}")
+    for axis, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate):
             local = broadcast(local, (mesh, axis), src=0)
-    return local, result, total, order
+    return local, spec

@@ -1,0 +1,397 @@
+"""Gradients of leaves: the backward pass that is running, what becomes of a gradient in it, many in one collective.
+
+An autograd function that has the gradient of a leaf asks `grad_route` what to do with it.  What cannot be done before
+all gradients are computed is a part of the pass, made by the first that asks: `running_pass().part(Kind)`.
+
+A leaf's hook returns the gradient while its reduction to the leaf's layout is still to be done: the tensor knows the
+layout that it will have, and its first use runs all reductions that have been asked for.  What autograd itself does
+with it (take it, or add it to the gradient that is there) waits with it, so usually nothing is used before the end of
+the backward pass.  The DTensor class is an argument here: this module is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .._torch import (
+    apply,
+    at_end_of_backward,
+    backward_number,
+    current_node,
+    is_compiling,
+    is_tracing,
+    is_transformed,
+    whole_when_compiled,
+    will_run,
+)
+from ..dispatch.decision import obey
+from ..errors import SecondOrderError
+from ..layout.spec import Spec
+from ..redistribute.plan import plan as find_plan
+from ..redistribute.shards_in_flight import CoalescedBatch
+from ..redistribute.steps import Plan
+from ..scoped_value import ScopedValue
+from .autograd import Redistribute, as_gradient, gradient_spec, pending, queued, redistributed
+
+Item = TypeVar("Item")
+
+
+# --- the pass that is running -----------------------------------------------------------------------------------------
+
+
+class PassPart(Protocol):
+    """What takes part in a backward pass."""
+
+    def finish(self) -> None:
+        """All gradients are computed; the pass raises what this raises."""
+
+    def fail(self) -> None:
+        """The pass has raised: in autograd, in a part before this one, or in this one's `finish`."""
+
+
+Part = TypeVar("Part", bound=PassPart)
+
+
+class BackwardPass:
+    """A backward pass, and its parts, which finish in the order in which they joined.
+
+    It lives as long as autograd's engine runs it, so parts must not refer to it.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[PassPart] = []
+
+    def join(self, part: Part) -> Part:
+        """Take a part into the pass."""
+        self._parts.append(part)
+        return part
+
+    def part(self, kind: type[Part]) -> Part:
+        """The part of a class of which a pass has one, made when it is first asked for."""
+        found = next((part for part in self._parts if isinstance(part, kind)), None)
+        return self.join(kind()) if found is None else found
+
+    def finish(self) -> None:
+        """Finish all parts; those that have not finished when one raises fail."""
+        try:
+            while self._parts:
+                self._parts[0].finish()
+                del self._parts[0]
+        finally:
+            self._fail()
+
+    def _fail(self) -> None:
+        while self._parts:
+            self._parts.pop().fail()
+
+    __del__ = _fail  # of a pass that has raised, so that it was not finished
+
+
+_RUNNING: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
+
+
+def running_pass() -> BackwardPass:
+    """The backward pass that is running on this thread; inside of another one, the inner one."""
+    number = backward_number()
+    running = _RUNNING.get(number)
+    if running is None:
+        running = BackwardPass()
+        at_end_of_backward(running.finish)
+        _RUNNING[number] = running
+    return running
+
+
+# --- what becomes of a gradient ---------------------------------------------------------------------------------------
+
+# What becomes of the gradient of a parameter: not computed, added to `.grad`, or returned to autograd.
+GradRoute = Literal["unused", "accumulate", "return"]
+
+
+def grad_route(node: Any, param: Any) -> GradRoute:
+    """What a backward does with the gradient of a parameter: added to `.grad` only where nobody else would see it.
+
+    Args:
+        node: where the autograd function's edge of this parameter leads (`ctx.next_functions`); None: nowhere.
+        param: the parameter that the function was called with.
+    """
+    route: GradRoute = "return" if node is not None and is_compiling() else leaf_route(node)
+    return "return" if route == "accumulate" and (not param.is_leaf or grad_hooked(param)) else route
+
+
+def leaf_route(node: Any) -> GradRoute:
+    """What autograd does in this backward pass with the gradient of a leaf, whose node this is."""
+    if node is None:
+        return "unused"
+    try:
+        return "accumulate" if will_run(node) else "unused"
+    except RuntimeError:  # autograd.grad of a leaf, or an engine that cannot answer
+        return "return"
+
+
+def grad_hooked(param: Any) -> bool:
+    """Whether users' hooks see the gradient of a parameter."""
+    # One hook is the DTensor's own; it changes nothing about a gradient with the leaf's spec.
+    return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)
+
+
+def first_order_only() -> None:
+    """Refuse to run a backward that itself is recorded: its local shards would not carry gradients.
+
+    Raises:
+        SecondOrderError: under `create_graph=True`.
+    """
+    if torch.is_grad_enabled():
+        raise SecondOrderError(
+            "a lowered module's backward ran with create_graph=True; second derivatives need the module's "
+            "DTensor path: parallelize_module(..., lower=False)"
+        )
+
+
+# --- groups that travel together --------------------------------------------------------------------------------------
+
+
+def in_groups(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> list[list[Item]]:
+    """Items in order, in groups of at most `limit` bytes together, or one alone.
+
+    Example:
+        >>> in_groups([3, 4, 9, 1], int, 8)
+        [[3, 4], [9], [1]]
+    """
+    groups: list[list[Item]] = []
+    room = 0
+    for item in items:
+        size = size_of(item)
+        if not groups or size > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= size
+    return groups
+
+
+# --- to the layout of the leaf ----------------------------------------------------------------------------------------
+
+_DETACH, _ADD_ = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+ACCUMULATION = ("aten::detach", "aten::add_.Tensor")  # what autograd calls to keep a gradient, as torch names them
+
+# Bytes that one collective for several gradients takes: enough to hide its latency, little to pack and to hold.
+BUCKET = 2**22
+
+
+class ParameterGradientHook:
+    """A gradient hook: redistribute the gradient to the leaf's layout, reducing what is partial."""
+
+    __slots__ = ("cls", "spec")
+
+    def __init__(self, cls: Any, spec: Spec) -> None:
+        self.cls: Any = cls
+        self.spec: Spec = spec
+
+    def __call__(self, grad: Any) -> Any:
+        if grad is None:  # an autograd function had none to give, or has added it to `.grad` itself
+            return None
+        gradient = grad
+        if not isinstance(grad, self.cls):
+            if not is_tracing() and is_transformed(grad):  # several gradients at once: nothing is accumulated
+                return None
+            gradient = as_gradient(self.cls, grad, self.spec)
+        if is_tracing():  # by compiled autograd
+            return _placed(gradient, self.spec)
+        spec = gradient._spec
+        target = _target(self.spec, spec)
+        if target is None:
+            return None if gradient is grad else gradient
+        deferred = _DEFERRED.get()
+        recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not recorded and deferred is not None and deferred.takes(self.cls, gradient):
+            return gradient
+        plan = find_plan(spec, target)
+        obey("the gradient of a leaf", self.spec, plan)
+        if recorded:
+            return apply(Redistribute, gradient, self.cls, target, (None, None), False)
+        return running_pass().part(GradientBatch).moved(self.cls, gradient, plan)
+
+
+class CheckedHook(ParameterGradientHook):
+    """A user's gradient hook, whose result is a DTensor: for a leaf, one in the leaf's layout."""
+
+    __slots__ = ("hook", "is_leaf")
+
+    def __init__(self, cls: Any, hook: Callable[[Any], Any], spec: Spec, *, is_leaf: bool) -> None:
+        super().__init__(cls, spec)
+        self.hook: Callable[[Any], Any] = hook
+        self.is_leaf: bool = is_leaf
+
+    def __call__(self, grad: Any) -> Any:
+        # An autograd function of several parameters has no gradient for those that a pass did not use.
+        result = None if grad is None else self.hook(grad)
+        if result is None or (not is_tracing() and is_transformed(result)):
+            return result
+        result = as_gradient(self.cls, result, self.spec)
+        placed = super().__call__(result) if self.is_leaf else None
+        return result if placed is None else placed
+
+
+@whole_when_compiled
+def _placed(gradient: Any, leaf: Spec) -> Any:
+    """A gradient in a leaf's layout, as one node of a graph."""
+    target = _target(leaf, gradient._spec)
+    if target is None:
+        return gradient
+    return gradient.redistribute(placements=target.placements, shard_order=target.shard_order)
+
+
+@lru_cache(maxsize=4096)
+def _target(leaf: Spec, grad: Spec) -> Spec | None:
+    """The spec that a leaf's gradient must get; None if it has it. `multiple_of` may shard as `Shard` does."""
+    if grad.mesh is leaf.mesh and grad.placements == leaf.placements and grad.same_layout(leaf):
+        return None
+    return gradient_spec(with_layout_of(leaf, grad))
+
+
+def install_gradient_hook(cls: Any, leaf: Any) -> None:
+    """Give the gradients of a leaf its current layout: one hook, however often this is called."""
+    hooks = leaf._backward_hooks or {}
+    for name, hook in hooks.items():
+        if type(hook) is ParameterGradientHook:
+            hooks[name] = ParameterGradientHook(cls, leaf._spec)
+            return
+    Tensor.register_hook(leaf, ParameterGradientHook(cls, leaf._spec))  # type: ignore[no-untyped-call]  # no types
+
+
+def with_layout_of(leaf: Spec, grad: Spec) -> Spec:
+    """The spec of a leaf's gradient: the leaf's layout, its own stride and dtype."""
+    return Spec(leaf.mesh, leaf.placements, grad.shape, grad.stride, grad.dtype, leaf.shard_order)
+
+
+class GradientBatch(CoalescedBatch):
+    """Reductions of gradients that travel together: the part of a backward pass that they are.
+
+    Attributes:
+        bytes: what has been asked for since the last flush.
+    """
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: int = 0
+
+    def moved(self, cls: Any, grad: Any, plan: Plan) -> Any:
+        """A gradient, moved as `plan` says: with others, at its first use or at the end, unless it fills a message."""
+        if not plan.collectives or plan.bytes_sent > BUCKET:
+            return redistributed(cls, grad, plan.dst)
+        result = queued(cls, self, plan, grad._local_tensor, grad)
+        self.bytes += plan.bytes_sent
+        if self.bytes >= BUCKET:  # counted on the busiest rank, so all ranks agree
+            self.flush()
+            self.bytes = 0
+        return result
+
+    def finish(self) -> None:
+        """Run what is left: every gradient is what it says from here on."""
+        self.flush()
+
+    def fail(self) -> None:
+        """Leave the gradients to whoever uses them: each has its true value then."""
+
+
+def postponed(cls: Any, op: Any, args: Sequence[Any]) -> Any:
+    """What autograd does with a gradient that is under way, put off until it arrives; None for anything else."""
+    if (op is not _DETACH and op is not _ADD_) or type(args[-1]) is not cls.pending:
+        return None
+    target, coming = args[0], args[-1]
+    batch = cls.local_slot.__get__(coming)
+    at = batch.position_of(coming) if isinstance(batch, GradientBatch) else None
+    if at is None:
+        return None
+    if op is _DETACH:
+        result = pending(cls, batch, coming._spec, coming.device)
+        batch.wait_for(at, result)
+        return result
+    if type(target) is cls and target.dtype == coming.dtype and target._spec.same_layout(coming._spec):
+        batch.wait_for(at, target, target._local_tensor)
+        cls.local_slot.__set__(target, batch)
+        target.__class__ = cls.pending
+        return target
+    return None
+
+
+# --- several backward passes ------------------------------------------------------------------------------------------
+
+
+class _DeferredGradients:
+    """The leaves whose gradients wait for the end of a block."""
+
+    __slots__ = ("_leaves",)
+
+    def __init__(self) -> None:
+        self._leaves: dict[int, tuple[Any, Any]] = {}
+
+    def takes(self, cls: Any, grad: Any) -> bool:
+        """Whether the gradient that a hook sees can keep its layout: it is about to be accumulated, unseen by users."""
+        node = current_node()
+        leaf = getattr(node, "variable", None)
+        if leaf is None or leaf_route(node) != "accumulate" or grad_hooked(leaf):
+            return False
+        present = leaf.grad
+        if present is not None and not present._spec.same_layout(grad._spec):
+            target = with_layout_of(grad._spec, present._spec)
+            if find_plan(present._spec, target).collectives:
+                return False
+            leaf.grad = redistributed(cls, present, target)
+        self._leaves[id(leaf)] = cls, leaf
+        return True
+
+    def finish(self) -> None:
+        """Redistribute every gradient to its leaf's layout, many in one collective."""
+        batch = GradientBatch()
+        for cls, leaf in self._leaves.values():
+            if leaf.grad is not None:
+                spec = leaf.grad._spec
+                plan = find_plan(spec, gradient_spec(with_layout_of(leaf._spec, spec)))
+                leaf.grad = batch.moved(cls, leaf.grad, plan)
+        batch.finish()
+
+
+_DEFERRED = ScopedValue[_DeferredGradients | None]("shoal_dtensor.deferred_gradients", None)
+
+
+@contextmanager
+def deferred_gradients() -> Iterator[None]:
+    """Accumulate gradients over the backward passes of a block, and reduce them once, together, at its end.
+
+    Inside, the gradient of a leaf stays partial where it arrives so: it has its true value for whoever asks, but not
+    yet the leaf's placements. Leaves with hooks of their own are reduced in every pass, for the hooks to see them.
+    Nothing is reduced if the block raises.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import Replicate, Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(2):
+        ...     mesh = init_device_mesh("cpu", (2,))
+        ...     weight = distribute_tensor(torch.ones(3), mesh, [Replicate()]).requires_grad_()
+        ...     with deferred_gradients():
+        ...         for batch in (torch.ones(4, 3), torch.ones(6, 3)):
+        ...             (distribute_tensor(batch, mesh, [Shard(0)]) * weight).sum().backward()
+        ...         print(weight.grad.placements)
+        ...     print(weight.grad.placements)
+        (Partial(sum),)
+        (Replicate(),)
+    """
+    if _DEFERRED.get() is not None:  # the outermost block counts
+        yield
+        return
+    deferred = _DeferredGradients()
+    with _DEFERRED.entered(deferred):
+        yield
+    deferred.finish()
