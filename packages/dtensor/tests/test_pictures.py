@@ -1,4 +1,4 @@
-"""Covers: api/pictures.py: pictures of layouts show every element once, with the ranks that hold it."""
+"""Covers: api/explain.py: pictures of layouts show every element once, with the ranks that hold it."""
 
 from __future__ import annotations
 

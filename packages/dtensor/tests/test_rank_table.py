@@ -1,4 +1,4 @@
-"""Covers: layout/spec_names.py and text in api/pictures.py: text, colours and HTML of the same table."""
+"""Covers: layout/spec_names.py and text in api/explain.py: text, colours and HTML of the same table."""
 
 from __future__ import annotations
 

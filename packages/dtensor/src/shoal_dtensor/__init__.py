@@ -60,8 +60,7 @@ from .tensor.shard_access import safe_globals
 
 if TYPE_CHECKING:
     from .api.debug_mode import DebugMode, ExplicitRedistributionContext
-    from .api.explain import explain
-    from .api.pictures import draw_layout, draw_layouts, draw_plan, draw_sharding, visualize_sharding
+    from .api.explain import draw_layout, draw_layouts, draw_plan, draw_sharding, explain, visualize_sharding
 
 Spec.at_first += [
     install_in_torch,
@@ -140,16 +139,9 @@ __all__ = [
 
 
 # A tenth of the time of this import, for what is looked at while a program is written: imported when first asked for.
-_LATER = {
-    "DebugMode": ".api.debug_mode",
-    "ExplicitRedistributionContext": ".api.debug_mode",
-    "draw_layout": ".api.pictures",
-    "draw_layouts": ".api.pictures",
-    "draw_plan": ".api.pictures",
-    "draw_sharding": ".api.pictures",
-    "explain": ".api.explain",
-    "visualize_sharding": ".api.pictures",
-}
+_LATER = dict.fromkeys(("DebugMode", "ExplicitRedistributionContext"), ".api.debug_mode") | dict.fromkeys(
+    ("draw_layout", "draw_layouts", "draw_plan", "draw_sharding", "explain", "visualize_sharding"), ".api.explain"
+)
 
 
 def __dir__() -> list[str]:

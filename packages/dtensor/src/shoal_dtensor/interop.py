@@ -5,6 +5,7 @@ May import: argument_types, errors, layout, tensor.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -26,11 +27,7 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_mesh("mesh_to_torch", mesh)
-    names = mesh.mesh_dim_names
-    groups = mesh.get_all_groups()
-    if mesh.ndim == 1:
-        return TorchMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
-    return TorchMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
+    return _over_groups(TorchMesh, mesh)
 
 
 def mesh_from_torch(mesh: Any) -> DeviceMesh:
@@ -38,10 +35,15 @@ def mesh_from_torch(mesh: Any) -> DeviceMesh:
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")
-    groups = mesh.get_all_groups()
+    return _over_groups(DeviceMesh, mesh)  # type: ignore[no-any-return]  # of the class it gets
+
+
+def _over_groups(kind: Any, mesh: Any) -> Any:
+    """A mesh of a class over the process groups of another."""
+    groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
     if mesh.ndim == 1:
-        return DeviceMesh.from_group(groups[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return kind.from_group(groups[0], mesh.device_type, mesh_dim_names=names)
+    return kind.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=names)
 
 
 def to_torch(tensor: DTensor, mesh: Any | None = None) -> Any:
@@ -111,10 +113,8 @@ def _to_torch_placement(spec: Spec, axis: int) -> Any:
             f"torch's DTensor cannot shard dim {placement.dim} into {sharding.sizes}; redistribute to "
             f"{Shard(placement.dim)!r}"
         )
-    before = sharding.axes[: sharding.axes.index(axis)]
-    factor = 1
-    for other in before:
-        factor *= spec.mesh.shape[other] if other > axis else 1
+    outer = sharding.axes[: sharding.axes.index(axis)]
+    factor = prod(spec.mesh.shape[other] for other in outer if other > axis)
     if factor == 1:
         return peer.Shard(placement.dim)
     _refuse_uneven(spec)

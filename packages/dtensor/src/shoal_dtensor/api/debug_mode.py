@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 from shoal_mesh import CommDebugMode
@@ -39,16 +39,22 @@ class ExplicitRedistributionContext:
                 "DebugMode and explain show it"
             )
         self._policy: Any = ("forbid" if mode == "raise" else "warn") if enable else "allow"
-        self._entered: list[ExitStack] = []
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> ExplicitRedistributionContext:
-        stack = ExitStack()
-        stack.enter_context(communication(self._policy))
-        self._entered.append(stack)
+        self._entered.append(communication(self._policy))
+        self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._entered.pop().close()
+        self._entered.pop().__exit__(None, None, None)
+
+
+# Options of torch's that record something else.
+_NOT_RECORDED = (
+    "record_torchfunction", "record_faketensor", "record_tensor_attributes", "record_nn_module", "store_original_args",
+    "record_stack_trace", "record_ids", "run_compile_with_interpreter",
+)  # fmt: skip
 
 
 class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__ has no types
@@ -95,19 +101,10 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
         record_localtensor: bool = True,
         run_compile_with_interpreter: bool = False,
     ) -> None:
+        options = dict(locals())
         super().__init__()
-        asked = {
-            "record_torchfunction": record_torchfunction,
-            "record_faketensor": record_faketensor,
-            "record_tensor_attributes": record_tensor_attributes,
-            "record_nn_module": record_nn_module,
-            "store_original_args": store_original_args,
-            "record_stack_trace": record_stack_trace,
-            "record_ids": record_ids,
-            "run_compile_with_interpreter": run_compile_with_interpreter,
-        }
-        if any(asked.values()):
-            names = ", ".join(name for name, value in asked.items() if value)
+        names = ", ".join(name for name in _NOT_RECORDED if options[name])
+        if names:
             raise ArgumentValueError(
                 f"DebugMode: {names}: this mode records operators on DTensors and collectives alone; CommDebugMode "
                 "says which module starts them, torch.utils._debug_mode.DebugMode records what torch does"

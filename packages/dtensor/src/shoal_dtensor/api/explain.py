@@ -1,24 +1,33 @@
-"""Why a redistribution is done as it is: the chosen plan, what was rejected, and what must move at least.
+"""Layouts and plans to look at: why a redistribution is done as it is, which ranks hold which elements, step by step.
 
-`explain(tensor, placements)` runs nothing; with specs on an `abstract_mesh` it needs no process group.
+`explain(tensor, placements)` runs nothing; with specs on an `abstract_mesh` it needs no process group.  Pictures are
+text, in the colours of a terminal, and matplotlib's; notebooks show a `Spec` by themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import ceil, prod
 from typing import Any
 
+from torch import Tensor
+
+from shoal_mesh.errors import MissingExtraError
 from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
+from ..errors import PlacementError
+from ..layout.boxes import Box
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
+from ..layout.placements import Partial
+from ..layout.spec_names import COLORS, RankTable, holders, rank_table
 from ..layout.spec import Spec
 from ..redistribute.plan import alternatives
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import target_spec
-from .pictures import new_axes
 
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
@@ -82,7 +91,7 @@ class Explanation:
         Raises:
             MissingExtraError: if matplotlib is not installed.
         """
-        ax = new_axes(ax, 5, 4)
+        ax = _new_axes(ax, 5, 4)
         ranks = self.chosen.src.mesh.size()
         matrix = [[0.0] * ranks for _ in range(ranks)]
         for (sender, receiver), count in plan_traffic(self.chosen).items():
@@ -151,3 +160,188 @@ def _as_data(plan: Plan) -> dict[str, Any]:
             for step in plan.steps
         ],
     }
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+_STEP = 2.6  # inches for the picture of one layout
+
+
+def _new_axes(ax: Any, width: float, height: float) -> Any:
+    """These matplotlib axes, or those of a new figure of so many inches; MissingExtraError without matplotlib."""
+    if ax is not None:
+        return ax
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "pictures are drawn with matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained").add_subplot()
+
+
+def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which shard of a 1-D or 2-D tensor, once, on the mesh's first rank.
+
+    Args:
+        dtensor: the tensor, or only its spec.
+        header: a line to print above.
+        use_rich: in colours, one for each set of ranks, with rich; in a notebook as HTML.
+
+    Raises:
+        MissingExtraError: if rich is asked for and not installed.
+        PlacementError: if the tensor has more than two dims.
+    """
+    check_type("visualize_sharding", "dtensor", dtensor, (DTensor, Spec), "a DTensor or its spec")
+    spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
+    table = rank_table(spec)
+    if spec.coordinate is None or any(spec.coordinate):
+        return
+    if use_rich:
+        _print_rich(table, header)
+    else:
+        print("\n".join(line for line in (header, table.text()) if line))  # noqa: T201  # what was asked for
+
+
+def draw_sharding(spec: Spec) -> str:
+    """The picture that `visualize_sharding` prints: rows and columns of element ranges, ranks in the cells.
+
+    Raises:
+        PlacementError: if the tensor has more than two dims.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_dtensor import Replicate, Shard
+        >>> print(draw_sharding(Spec(abstract_mesh((2, 2)), (Shard(0), Replicate()), (5, 4))))
+               0:4
+        0:3    0,1
+        3:5    2,3
+    """
+    return rank_table(spec).text()
+
+
+def _print_rich(table: RankTable, header: str) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError as error:
+        raise MissingExtraError("use_rich=True prints with rich, which is not installed: pip install rich") from error
+    shown = Table("", *table.columns, title=header or None, show_lines=True)
+    for name, cells in zip(table.rows, table.cells, strict=True):
+        shown.add_row(name, *(f"[black on {table.color(cell)}] {cell} [/]" if cell else "" for cell in cells))
+    Console().print(shown)
+
+
+def draw_layout(tensor: DTensor | Spec, ax: Any = None, title: str = "") -> Any:
+    """The tensor as a rectangle, a colour for each part, with the ranks that hold it.
+
+    Args:
+        tensor: of any number of dims; those before the last two are drawn as one, from top to bottom.
+        ax: matplotlib axes to draw on; those of a new figure when left out.
+        title: placements when left out.
+
+    Returns:
+        The axes.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    spec = tensor.spec if isinstance(tensor, DTensor) else tensor
+    ax = _new_axes(ax, 3, 3)
+    from matplotlib.patches import Rectangle
+
+    rows, columns = prod(spec.shape[:-1]), spec.shape[-1] if spec.ndim else 1
+    sums = [op for op in spec.placements if isinstance(op, Partial)]
+    note = f"\n{'; '.join(f'partial {op.reduce_op}' for op in sums)}" if sums else ""
+    colors: dict[tuple[int, ...], str] = {}
+    for box, ranks in holders(spec).items():
+        color = colors.setdefault(tuple(ranks), COLORS[len(colors) % len(COLORS)])
+        for top, bottom, left, right in _rectangles(box, spec.shape):
+            size = (right - left, bottom - top)
+            ax.add_patch(Rectangle((left, top), *size, facecolor=color, edgecolor="white", lw=2))
+        names = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, ... {ranks[-1]} ({len(ranks)})"
+        ax.text(left + size[0] / 2, top + size[1] / 2, names + note, ha="center", va="center", fontsize=8)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=(0, columns), yticks=(0, rows))
+    ax.tick_params(labelsize=7)
+    ax.set_title(title or layout(spec), fontsize=8)
+    return ax
+
+
+def _rectangles(box: Box, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+    """A box in the matrix whose rows are all dims but the last: (top, bottom, left, right) of each run of rows."""
+    if not box:
+        return [(0, 1, 0, 1)]
+    left, right = box[-1]
+    outer = box[:-1]
+    while len(outer) > 1 and outer[-1] == (0, shape[len(outer) - 1]):  # whole dims join the one before
+        inner = shape[len(outer) - 1]
+        outer = (*outer[:-2], (outer[-2][0] * inner, outer[-2][1] * inner))
+        shape = (*shape[: len(outer) - 1], shape[len(outer) - 1] * inner)
+    if not outer:
+        return [(0, 1, left, right)]
+    tops = [0]
+    for dim, (start, stop) in enumerate(outer[:-1]):
+        tops = [(top + index) * shape[dim + 1] for top in tops for index in range(start, stop)]
+    return [(top + outer[-1][0], top + outer[-1][1], left, right) for top in tops]
+
+
+def draw_layouts(tensors: Mapping[str, Tensor | Spec], columns: int = 4) -> Any:
+    """The layout of a whole model, or of any named tensors: one picture each; equal ones once, with how often.
+
+    Args:
+        tensors: `dict(model.named_parameters())`, a state dict, or specs by name; plain tensors are left out.
+        columns: pictures side by side.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+        PlacementError: if none of them is a DTensor.
+    """
+    names: dict[Spec, list[str]] = {}
+    for name, tensor in tensors.items():
+        spec = tensor.spec if isinstance(tensor, DTensor) else tensor
+        if isinstance(spec, Spec):
+            names.setdefault(spec, []).append(name)
+    if not names:
+        raise PlacementError("draw_layouts draws DTensors or specs by name, got none")
+    lines = ceil(len(names) / columns)
+    figure = _new_axes(None, _STEP * columns, (_STEP + 0.2) * lines).figure
+    figure.clear()
+    for number, (spec, same) in enumerate(names.items()):
+        count = f" and {len(same) - 1} alike" if len(same) > 1 else ""
+        shape = " x ".join(map(str, spec.shape))
+        ax = figure.add_subplot(lines, columns, number + 1)
+        draw_layout(spec, ax, f"{same[0]}{count}\n{shape}  {layout(spec)}")
+    figure.suptitle(repr(next(iter(names)).mesh), fontsize=9)
+    return figure
+
+
+def draw_plan(plan: Plan) -> Any:
+    """A redistribution from left to right: the layout before and after every step, with its bytes and expected time.
+
+    Args:
+        plan: of `explain(...).chosen`, or of `redistribute.plan`.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        MissingExtraError: if matplotlib is not installed.
+    """
+    specs = [plan.src, *(step.dst for step in plan.steps)]
+    figure = _new_axes(None, _STEP * len(specs), _STEP + 0.4).figure
+    figure.clear()
+    for number, spec in enumerate(specs):
+        ax = figure.add_subplot(1, len(specs), number + 1)
+        draw_layout(spec, ax)
+        if number:
+            step = plan.steps[number - 1]
+            axes = " x ".join(step.src.mesh.axis_names[axis] for axis in step.axes)
+            what = f"after {step.name}{' over ' if axes else ''}{axes}"
+            cost = f"{format_bytes(step.bytes)}, {format_seconds(step.seconds)}" if step.communicates else "local"
+            ax.set_xlabel(f"{what}\n{cost}", fontsize=8)
+    total = f"{format_bytes(plan.bytes_sent)}, {format_seconds(plan.seconds)}, peak {format_bytes(plan.peak_bytes)}"
+    figure.suptitle(f"{layout(plan.src)} -> {layout(plan.dst)}: {total}", fontsize=9)
+    return figure

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .._torch import whole_when_compiled
 from ..argument_types import check_type
 from ..errors import ArgumentTypeError, PlacementIndexError
 from ..layout.partition_spec import Placements, read_placements
-from ..layout.placements import Partial, Replicate
 from ..layout.spec import Spec
 from ..redistribute.execution.execute import run
 from ..redistribute.plan import plan
+from ..tensor.autograd import gradient_spec
 from ..tensor.dtensor import DTensor
 from ..tensor.spec_arguments import mesh_or_current
 
@@ -27,18 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Keywords(TypedDict, total=False):
-    """What every factory takes by keyword; `Options` has the defaults."""
-
-    dtype: torch.dtype | None
-    layout: torch.layout
-    requires_grad: bool
-    device_mesh: DeviceMesh | None
-    placements: Placements | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """The keywords of a factory, read.
+    """What every factory takes by keyword.
 
     Attributes:
         dtype: element type; torch's default, or that of the number to fill with, when left out.
@@ -48,43 +35,23 @@ class Options:
         placements: one per mesh axis, or a `PartitionSpec`; all replicated when left out.
     """
 
-    dtype: torch.dtype | None = None
-    layout: torch.layout = torch.strided
-    requires_grad: bool = False
-    device_mesh: DeviceMesh | None = None
-    placements: Placements | None = None
-
-    def spec(self, size: Sequence[Any], dtype: torch.dtype) -> Spec:
-        """Of a new tensor whose size is given as integers or one sequence, of `dtype` unless the options name one."""
-        if self.layout is not torch.strided:
-            raise PlacementIndexError(f"only torch.strided tensors can be distributed, got {self.layout}")
-        for n in size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size:
-            check_type("a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them")
-        mesh = mesh_or_current(self.device_mesh)
-        shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
-        wanted, shard_order = read_placements(mesh, self.placements)
-        return Spec(mesh, wanted, shape, None, self.dtype or dtype, shard_order)
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    device_mesh: DeviceMesh | None
+    placements: Placements | None
 
 
-def _read(keywords: Keywords) -> Options:
-    """The options that keywords mean.
-
-    Raises:
-        ArgumentTypeError: if a keyword is none of them.
-    """
-    known = Options.__dataclass_fields__
-    unknown = [name for name in keywords if name not in known]
-    if unknown:
-        raise ArgumentTypeError(f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(known)}")
-    return Options(**keywords)
+_DEFAULTS = Keywords(dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None)
 
 
 def _lists_keywords(factory: F) -> F:
     """The factory with its keywords, each with its default, in the signature that `help` and tools show."""
     given = inspect.signature(factory)
+    defaults: dict[str, Any] = {**_DEFAULTS}
     listed = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in fields(Options)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint.__forward_arg__)
+        for name, hint in Keywords.__annotations__.items()
     ]
     factory.__signature__ = given.replace(  # type: ignore[attr-defined]  # what inspect reads
         parameters=[*(p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD), *listed]
@@ -92,22 +59,46 @@ def _lists_keywords(factory: F) -> F:
     return factory
 
 
-def _empty(size: Sequence[Any], options: Options, dtype: torch.dtype | None = None) -> DTensor:
-    spec = options.spec(size, dtype or torch.get_default_dtype())
+def _spec(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype) -> Spec:
+    """Of a new tensor whose size is given as integers or one sequence, of `dtype` unless the keywords name one."""
+    unknown = [name for name in keywords if name not in _DEFAULTS]
+    if unknown:
+        raise ArgumentTypeError(f"unexpected keyword {unknown[0]!r}: a factory takes {', '.join(_DEFAULTS)}")
+    options = _DEFAULTS | keywords
+    if options["layout"] is not torch.strided:
+        raise PlacementIndexError(f"only torch.strided tensors can be distributed, got {options['layout']}")
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    for n in shape:
+        check_type("a factory", "its size", n, (int, torch.SymInt), "integers or one sequence of them")
+    mesh = mesh_or_current(options["device_mesh"])
+    placements, shard_order = read_placements(mesh, options["placements"])
+    return Spec(mesh, placements, shape, None, options["dtype"] or dtype, shard_order)
+
+
+def _empty(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype | None = None) -> DTensor:
+    spec = _spec(size, keywords, dtype or torch.get_default_dtype())
     local = torch.empty(_local_shape(spec), dtype=spec.dtype, device=spec.mesh.device_type)
-    return DTensor(local, spec, requires_grad=options.requires_grad)
+    return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
 
 
-def _filled(size: Sequence[Any], number: float | bool | complex, options: Options) -> DTensor:
+def _filled(size: Sequence[Any], number: float | bool | complex, keywords: Keywords) -> DTensor:
     check_type("full", "fill_value", number, (bool, int, float, complex), "a number")
     dtype = torch.get_default_dtype() if isinstance(number, float) else torch.tensor(number).dtype
-    spec = options.spec(size, dtype)
+    spec = _spec(size, keywords, dtype)
     # A partial axis must add up to the number: it starts out replicated and is shared out, without communication.
-    start = spec.with_(placements=[Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+    start = gradient_spec(spec)
     local = torch.full(_local_shape(start), number, dtype=spec.dtype, device=spec.mesh.device_type)
     if start is not spec:
         local = run(plan(start, spec), local)
-    return DTensor(local, spec, requires_grad=options.requires_grad)
+    return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
+
+
+def _drawn(
+    size: Sequence[Any], keywords: Keywords, fill: Callable[[DTensor], object], dtype: torch.dtype | None = None
+) -> DTensor:
+    result = _empty(size, {**keywords, "requires_grad": False}, dtype)
+    fill(result)
+    return result.requires_grad_(keywords.get("requires_grad", False))
 
 
 def _local_shape(spec: Spec) -> Sequence[int]:
@@ -121,47 +112,47 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
     Args:
         size: global shape, as integers or one sequence.
-        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and `placements`: `Options`.
+        keywords: those of torch's factories that make sense for a DTensor, `device_mesh` and `placements`: `Keywords`.
 
     Raises:
         PlacementError: if the placements do not fit or the layout is another.
     """
-    return _empty(size, _read(keywords))
+    return _empty(size, keywords)
 
 
 @_lists_keywords
 @whole_when_compiled
 def full(size: int | Sequence[int], fill_value: float | bool | complex, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor whose every element is `fill_value`, also where a placement is partial; keywords as for `empty`."""
-    return _filled((size,) if isinstance(size, int) else (tuple(size),), fill_value, _read(keywords))
+    return _filled((size,) if isinstance(size, int) else (tuple(size),), fill_value, keywords)
 
 
 @_lists_keywords
 @whole_when_compiled
 def zeros(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of zeros; arguments as for `empty`."""
-    return _filled(size, 0.0, _read(keywords))
+    return _filled(size, 0.0, keywords)
 
 
 @_lists_keywords
 @whole_when_compiled
 def ones(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
     """A DTensor of ones; arguments as for `empty`."""
-    return _filled(size, 1.0, _read(keywords))
+    return _filled(size, 1.0, keywords)
 
 
 @_lists_keywords
 @whole_when_compiled
 def rand(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Uniform numbers in [0, 1): the values that `torch.rand` draws on one device; arguments as for `empty`."""
-    return _drawn(size, _read(keywords), lambda drawn: drawn.uniform_(generator=generator))
+    return _drawn(size, keywords, lambda drawn: drawn.uniform_(generator=generator))
 
 
 @_lists_keywords
 @whole_when_compiled
 def randn(*size: Any, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]) -> DTensor:
     """Standard normal numbers: the values that `torch.randn` draws on one device; arguments as for `empty`."""
-    return _drawn(size, _read(keywords), lambda drawn: drawn.normal_(generator=generator))
+    return _drawn(size, keywords, lambda drawn: drawn.normal_(generator=generator))
 
 
 @_lists_keywords
@@ -170,16 +161,7 @@ def randint(
     low: int, high: int, size: Sequence[int], *, generator: torch.Generator | None = None, **keywords: Unpack[Keywords]
 ) -> DTensor:
     """Integers in `[low, high)`: the values that `torch.randint` draws on one device; keywords as for `empty`."""
-    options = _read(keywords)
-    return _drawn((tuple(size),), options, lambda drawn: drawn.random_(low, high, generator=generator), torch.int64)
-
-
-def _drawn(
-    size: Sequence[Any], options: Options, fill: Callable[[DTensor], object], dtype: torch.dtype | None = None
-) -> DTensor:
-    result = _empty(size, replace(options, requires_grad=False), dtype)
-    fill(result)
-    return result.requires_grad_(options.requires_grad)
+    return _drawn((tuple(size),), keywords, lambda drawn: drawn.random_(low, high, generator=generator), torch.int64)
 
 
 @_lists_keywords
@@ -189,7 +171,7 @@ def randperm(n: int, *, generator: torch.Generator | None = None, **keywords: Un
 
     Every rank draws all of it, in O(n) memory, and keeps its shard.
     """
-    result = _empty((n,), _read(keywords), torch.int64)
+    result = _empty((n,), keywords, torch.int64)
     local = result._local_tensor
     whole = torch.randperm(n, dtype=local.dtype, device=local.device, generator=generator)
     if result._spec.coordinate is not None:
