@@ -1,6 +1,6 @@
 """Attributes and hooks that a user put on parameters before a plan is applied.
 
-Covers: modules/parameter_state.py, optim/local_step.py.
+Covers: modules/owners.py, optim/local_step.py.
 """
 
 # mypy: disable-error-code="attr-defined, union-attr"

@@ -56,20 +56,18 @@ from .layout.boxes import (
 from .layout.dim_sharding import shard_sizes as shard_sizes
 from .modules.forwards import ModuleForward as ModuleForward, forward_of as forward_of, set_forward as set_forward
 from .modules.owners import (
+    carry_gradient as carry_gradient,
+    carry_over as carry_over,
     check_styled as check_styled,
     extended as extended,
     given_back as given_back,
+    has_hooks as has_hooks,
+    holds_tensors as holds_tensors,
     in_turns as in_turns,
+    note_replaced as note_replaced,
     owners_of as owners_of,
     refuse_save_pretrained as refuse_save_pretrained,
     register_owner as register_owner,
-)
-from .modules.parameter_state import (
-    carry_gradient as carry_gradient,
-    carry_over as carry_over,
-    has_hooks as has_hooks,
-    holds_tensors as holds_tensors,
-    note_replaced as note_replaced,
 )
 from .random_layouts.functions import active as active, drawers_of as drawers_of
 from .random_layouts.local_layout import (
