@@ -16,7 +16,7 @@ from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.rules.exchange import Windows, intervals
 from shoal_dtensor.testing import validate
-from shoal_dtensor.testing.trial import Trial
+from shoal_dtensor.testing.validate import Trial
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 

@@ -10,7 +10,7 @@ from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes
 from shoal_dtensor.layout.placements import Partial
 from shoal_dtensor.rules import Entry, R, Row, Rule, S
 from shoal_dtensor.rules.all_rules import TABLE
-from shoal_dtensor.testing.trial import Report, Trial
+from shoal_dtensor.testing.validate import Report, Trial
 
 __all__ = ["missed_rows"]
 

@@ -6,8 +6,7 @@ May import: _torch, dispatch, layout, redistribute, rng, rules.
 from .partials import deal, gather
 from .simulate import coordinates, global_value, local_shards, part_of, simulate
 from .thread_ranks import ThreadMesh, on_threads, simulate_ranks, thread_meshes
-from .trial import Report
-from .validate import validate
+from .validate import Report, validate
 
 __all__ = [
     "Report",

@@ -90,10 +90,6 @@ def _all_gather(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tens
     return torch.cat(buffers, calls[me].dim)
 
 
-def _all_reduce(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
-    return reduce_all(buffers, calls[me].op)
-
-
 def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
     call = calls[me]
     length = buffers[me].shape[call.dim]
@@ -115,7 +111,7 @@ def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[Collective]) -> Te
 _COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]] = {
     "all_gather": _all_gather,
     "all_gather_v": _all_gather,
-    "all_reduce": _all_reduce,
+    "all_reduce": lambda buffers, me, calls: reduce_all(buffers, calls[me].op),
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_v": _reduce_scatter,
     "all_to_all": _all_to_all,

@@ -2,23 +2,59 @@
 
 A row claims: inputs with these placements along a mesh axis give outputs with those.  The claim is tried for several
 axis sizes and shardings (even, uneven, ragged, with empty shards) and for pairs of rows on two axes, those that shard
-one dim together among them: `trial.py` runs one such case.
+one dim together among them.  In each case the inputs are placed as the rows say, and the local function runs once per
+coordinate, on threads, so that it may communicate; the outputs are compared with what the rows claim, the axes that it
+communicates over with what they declare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
 
-from ..dispatch.assign import is_plain
+import torch
+from torch import Tensor
+
+from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
+
+from .._torch import pytree
+from ..dispatch.assign import is_plain, placed, placements_of
 from ..layout.dim_sharding import DimSharding, chunk_sizes
 from ..layout.placements import Partial
-from ..layout.strided_dim import AnyDimSharding, fold_levels
+from ..layout.spec import Spec
+from ..layout.strided_dim import AnyDimSharding, StridedDimSharding, fold_levels
+from ..layout.tensor_meta import TensorMeta
+from ..rng.state import count_as_checked
 from ..rules.all_rules import TABLE
-from ..rules.language.rule import Entry, Row, Rule, S
-from .trial import Kernel, Report, Trial, format_call, format_rows
+from ..rules.language.local_ops import local_function
+from ..rules.language.rule import Entry, LocalCall, OpCall, Row, Rule, S, flatten, with_norms
+from .partials import Coordinate, deal, gather
+from .simulate import coordinates, part_of
+from .thread_ranks import axes_used, on_threads, thread_meshes
+
+Kernel = Callable[..., Any] | None
+Shardings = Mapping[int, AnyDimSharding | None]  # of each mesh axis, for the factor of its row
+
+
+@dataclass
+class Report:
+    """What validating one call found.
+
+    Attributes:
+        checked: how many cases (rows, mesh shape, shardings) ran.
+        wrong: one line for each case whose result was not what the rows say, or that started a collective over an axis
+            whose row declares no traffic.
+        idle: one line for each row that declares traffic and started no collective in any case.
+    """
+
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
 
 def validate(
@@ -55,7 +91,7 @@ def validate(
         used = [trial.try_out(report, (n,), (row,), {0: sharding}) for n, sharding in cases]
         if row.communicates and cases and not any(used):
             report.idle.append(
-                f"{op} {format_call(trial.call)} {format_rows((row,))}: declares traffic, starts no collective"
+                f"{op} {_format_call(trial.call)} {_format_rows((row,))}: declares traffic, starts no collective"
             )
     for first, second in product(trial.rows, trial.rows) if pairs else ():
         for shardings in _pair_shardings(trial, first, second):
@@ -85,26 +121,18 @@ def _pair_shardings(trial: Trial, first: Row, second: Row) -> Iterator[dict[int,
     if first is second:
         for sharding in _shardings(trial, first, (2, 2), (0, 1)):
             yield {0: sharding, 1: sharding}
-    elif not _mix(first, second):
-        shardings = [[*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))]
-        if _meet(first, second):  # what fits together there depends on both
-            shardings = [[*of_row, *_on_the_first(of_row)] for of_row in shardings]
-        for one, other in product(*shardings) if _meet(first, second) else zip(*shardings, strict=False):
-            yield {0: one, 1: other}
-
-
-def _mix(first: Row, second: Row) -> bool:
-    """Whether two rows ask for reductions of two kinds, which do not commute."""
-    return any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in _pairs(first, second))
-
-
-def _meet(first: Row, second: Row) -> bool:
-    """Whether two rows shard one dim of an operand."""
-    return any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in _pairs(first, second))
-
-
-def _pairs(first: Row, second: Row) -> Iterator[tuple[Entry, Entry]]:
-    return zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)
+        return
+    entries = [*zip(first.inputs + first.outputs, second.inputs + second.outputs, strict=True)]
+    if any(isinstance(a, Partial) and isinstance(b, Partial) and a != b for a, b in entries):
+        return  # reductions of two kinds do not commute
+    shardings = [[*_shardings(trial, row, (2,), (axis,))] for axis, row in enumerate((first, second))]
+    if any(isinstance(a, S) and isinstance(b, S) and a.dim == b.dim for a, b in entries):
+        # Both shard one dim: what fits together there depends on both.
+        pairs = [*product(*([*of_row, *_on_the_first(of_row)] for of_row in shardings))]
+    else:
+        pairs = [*zip(*shardings, strict=False)]
+    for one, other in pairs:
+        yield {0: one, 1: other}
 
 
 def _on_the_first(shardings: Sequence[AnyDimSharding | None]) -> Iterator[DimSharding]:
@@ -112,3 +140,233 @@ def _on_the_first(shardings: Sequence[AnyDimSharding | None]) -> Iterator[DimSha
     for sharding in shardings[:1]:
         if isinstance(sharding, DimSharding) and sharding.length:
             yield DimSharding(sharding.axes, sharding.axis_sizes, (sharding.length, *(0,) * (len(sharding.sizes) - 1)))
+
+
+# --- one call --------------------------------------------------------------------------------------------------------
+
+NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows about any norm are tried with
+SEED = 0  # of the default generators, on every rank and on the single device
+
+
+class Trial:
+    """One call of an operator with global tensors, to be run in shards."""
+
+    def __init__(
+        self, op: Any, args: Any, kwargs: Mapping[str, Any], rule: Rule, *, exact: bool = True, kernel: Kernel = None
+    ) -> None:
+        self.op = op
+        self.args = args
+        self.kwargs: dict[str, Any] = dict(kwargs)
+        self.rule = rule
+        self.exact = exact
+        self.kernel: Any = kernel or op
+        self.outs: tuple[Any, ...] = tuple(a.name for a in op._schema.arguments if a.is_out)
+        read = [*args, *(value for name, value in kwargs.items() if name not in self.outs)]
+        self.tensors: list[Tensor] = [*flatten(read)]
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(SEED)
+            self.results: tuple[Any, list[Tensor]] = self._run(
+                self.tensors, [t.clone() for t in flatten([kwargs[name] for name in self.outs])]
+            )
+        metas = tuple(_meta(t) for t in self.tensors)
+        outputs = tuple(_meta(t) for t in flatten([self.results[0]]))
+        of_metas = pytree.tree_map(_meta, (args, self.kwargs))
+        self.call: OpCall = OpCall(op, of_metas[0], of_metas[1], metas, outputs)
+        self.rows: list[Row] = self._rows()
+
+    def _rows(self) -> list[Row]:
+        listed = _rows_of_lists(self.rule, self.call) if self.rule.kind == "each" else self.rule.rows_of(self.call)
+        # Written inputs have the placement of the result already: the propagator refuses other rows.
+        written = [*zip(self.call.written, self.call.rewritten, strict=False)]
+        return [
+            row
+            for row in with_norms(listed, NORMS)
+            if not row.outputs or all(row.inputs[i] == row.outputs[o] for i, o in written)
+        ]
+
+    def _run(
+        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], function: Callable[..., Any] | None = None
+    ) -> tuple[Any, list[Tensor]]:
+        """The result on copies of `tensors`, and the copies afterwards."""
+        copies = [t.clone() for t in tensors]
+        numbered = iter(copies)
+
+        def fresh(value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return value.clone_state()
+            return next(numbered) if isinstance(value, Tensor) else value
+
+        args = pytree.tree_map(fresh, self.args)
+        kwargs = pytree.tree_map(fresh, {name: v for name, v in self.kwargs.items() if name not in self.outs})
+        targets = iter(outs)
+        kwargs |= {name: pytree.tree_map(lambda _: next(targets), self.kwargs[name]) for name in self.outs}
+        return (function or self.kernel)(*args, **kwargs), copies
+
+    def steps(self, row: Row) -> int | None:
+        """How many steps the row's factor has; None if it shards nothing."""
+        count = None
+        for tensor, entry in zip(self.tensors, row.inputs, strict=True):
+            if isinstance(entry, S) and entry.map is None:
+                count = tensor.shape[entry.dim] // (entry.unit * entry.runs)
+        return count
+
+    def try_out(self, report: Report, shape: tuple[int, ...], rows: tuple[Row, ...], shardings: Shardings) -> set[int]:
+        """Run one case and note what is wrong; the mesh axes over which its local functions communicated."""
+        meshes = thread_meshes(shape)
+        for mesh in meshes:
+            count_as_checked(mesh)  # a collective of the first random operator, not of the rule
+        inputs = [[row.inputs[i] for row in rows] for i in range(len(self.tensors))]  # along the mesh axes
+        outputs = [[row.outputs[i] for row in rows] for i in range(len(self.call.outputs))]
+        try:
+            of_ranks = [
+                LocalCall(
+                    self.call,
+                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.tensors, inputs, strict=True)),
+                    tuple(_spec(mesh, *each, rows, shardings) for each in zip(self.call.outputs, outputs, strict=True)),
+                )
+                for mesh in meshes
+            ]
+            terms = [deal(tensor, entries, shape) for tensor, entries in zip(self.tensors, inputs, strict=True)]
+        except NotImplementedError:
+            return set()
+        report.checked += 1
+        try:
+            communicates = any(row.communicates for row in rows)
+            functions = [partial(self._run_local, local_call, terms, communicates) for local_call in of_ranks]
+            problems = [*self._problems(on_threads(functions, meshes, SEED), meshes, rows, shardings)]
+        except Exception as error:
+            problems = [f"{type(error).__name__}: {error}"]
+        used = axes_used(meshes[0])
+        if undeclared := used - {axis for axis, row in enumerate(rows) if row.communicates}:
+            problems.append(f"communicates over axes {sorted(undeclared)}, whose rows declare no traffic")
+        if problems:
+            sizes = {axis: sharding.placements(0) for axis, sharding in shardings.items() if sharding is not None}
+            report.wrong.append(
+                f"{self.op} {_format_call(self.call)} {_format_rows(rows)} in shards {sizes} on {shape}: {problems[0]}"
+            )
+        return used
+
+    def _run_local(self, local_call: LocalCall, terms: Sequence[Any], communicates: bool) -> tuple[Any, list[Tensor]]:
+        """What `_run` returns for the rule's local function on one rank's shards."""
+        shards = []
+        for by_coordinate, spec in zip(terms, local_call.inputs, strict=True):
+            assert spec.coordinate is not None, "every rank is in the mesh"
+            shards.append(part_of(by_coordinate[spec.coordinate], spec, spec.coordinate))
+        targets = [torch.empty(spec.local_shape, dtype=spec.dtype) for spec in local_call.outputs if self.outs]
+        return self._run(shards, targets, local_function(self.rule, local_call, communicates))
+
+    def _problems(
+        self, results: Sequence[Any], meshes: Sequence[DeviceMesh], rows: Sequence[Row], shardings: Shardings
+    ) -> Iterator[str]:
+        """What differs: outputs first, then the inputs that the operator writes."""
+        expected, inputs = list(flatten([self.results[0]])), self.results[1]
+        got = [list(flatten([result[0]])) for result in results]
+        if not expected and not self.call.written and any(result[0] != self.results[0] for result in results):
+            yield f"results {[result[0] for result in results]}, expected {self.results[0]}"
+        compared = [
+            (f"output {i}", value, [one[i] for one in got], [row.outputs[i] for row in rows])
+            for i, value in enumerate(expected)
+        ]
+        compared += [
+            (f"written input {i}", inputs[i], [result[1][i] for result in results], [row.inputs[i] for row in rows])
+            for i in self.call.written
+        ]
+        for name, value, parts, entries in compared:
+            spec = _spec(meshes[0], _meta(value), entries, rows, shardings)
+            yield from self._differences(name, value, dict(zip(coordinates(spec), parts, strict=True)), entries, spec)
+
+    def _differences(
+        self, name: str, value: Tensor, got: Mapping[Coordinate, Tensor], entries: Sequence[Entry], spec: Spec
+    ) -> Iterator[str]:
+        for c, part in got.items():
+            if part.shape != spec.local_shape_at(c) or part.dtype != value.dtype:
+                yield f"{name} at {c}: {tuple(part.shape)} {part.dtype}, should be {tuple(spec.local_shape_at(c))}"
+                return
+        if not self.exact:
+            return
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        for c, total in gather(got, entries, spec.mesh.shape).items():
+            wanted = part_of(value, spec, c)
+            if not torch.allclose(total.to(wide), wanted.to(wide), rtol=1e-6, atol=1e-7, equal_nan=True):
+                yield f"{name} at {c}: {total.tolist()}, should be {wanted.tolist()}"
+                return
+
+
+def _meta(value: Any) -> Any:
+    return TensorMeta(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _spec(
+    mesh: DeviceMesh, meta: TensorMeta, entries: Sequence[Entry], rows: Sequence[Row], shardings: Shardings
+) -> Spec:
+    """The spec that entries of some rows mean for a tensor, given the sharding of each axis's factor.
+
+    Raises:
+        NotImplementedError: if two rows shard one dim in ways that do not fit together.
+    """
+    fitting = {
+        axis: (rows[axis], _fitting(shardings[axis], meta.shape[entry.dim] // (entry.unit * entry.runs), entry))
+        for axis, entry in enumerate(entries)
+        if isinstance(entry, S)
+    }
+    by_dim = placed(entries, fitting, meta.shape)
+    if by_dim is None:
+        raise NotImplementedError("two rows shard one dim, and their shardings do not fit together")
+    return Spec.sharded(mesh, placements_of(entries, by_dim), meta, by_dim)
+
+
+def _fitting(sharding: AnyDimSharding | None, steps: int, entry: S) -> AnyDimSharding:
+    """The sharding; that of torch.chunk if the elements of a `foreach` call differ in size."""
+    assert sharding is not None, "a row with sharded entries has a factor"
+    if isinstance(sharding, StridedDimSharding) or entry.map is not None or sharding.length == steps:
+        return sharding
+    return DimSharding(sharding.axes, sharding.axis_sizes, chunk_sizes(steps, len(sharding.sizes)))
+
+
+def _rows_of_lists(rule: Rule, call: OpCall) -> list[Row]:
+    """Rows of a `foreach` call whose elements all take the row of the same number."""
+    values = [*call.args, *call.kwargs.values()]
+    names = [None] * len(call.args) + list(call.kwargs)
+    count = max(len(v) for v in values if isinstance(v, list))
+    each: list[list[Row]] = []
+    for i in range(count):
+        element = [v[i] if isinstance(v, list) and v else v for v in values]
+        tensors = tuple(flatten(element))
+        args = tuple(v for v, name in zip(element, names, strict=True) if name is None)
+        kwargs = {name: v for v, name in zip(element, names, strict=True) if name is not None}
+        outputs = call.outputs[i::count]
+        each.append(rule.rows_of(OpCall(call.op, args, kwargs, tensors, outputs)))
+    return [_joined(values, rows) for rows in zip(*each, strict=False)]
+
+
+def _joined(values: Sequence[Any], rows: Sequence[Row]) -> Row:
+    """One row of the whole call out of one row per element."""
+    entries = [iter(row.inputs) for row in rows]
+    inputs: list[Entry] = []
+    for value in values:
+        if isinstance(value, list) and value and isinstance(value[0], TensorMeta):
+            inputs += [next(one) for one in entries]
+        elif isinstance(value, TensorMeta):
+            shared = [next(one) for one in entries]
+            inputs.append(shared[0])
+    outputs = zip(*(row.outputs for row in rows), strict=True)
+    return replace(rows[0], inputs=tuple(inputs), outputs=tuple(entry for together in outputs for entry in together))
+
+
+def _format_call(call: OpCall) -> str:
+    """Shapes and arguments of a call, in one line."""
+    shapes = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in call.tensors]
+    others = {n: v for n, v in call.bound.items() if not [*flatten(v)] and v not in (None, [], False)}
+    return f"({', '.join(shapes)}) {others}"
+
+
+def _format_rows(rows: Sequence[Row]) -> str:
+    """Rows in one line: entries of inputs, an arrow, entries of outputs."""
+    return " and ".join(f"{' '.join(map(_brief, row.inputs))} -> {' '.join(map(_brief, row.outputs))}" for row in rows)
+
+
+def _brief(entry: Entry) -> str:
+    if isinstance(entry, S):
+        runs = f",{entry.runs} runs" if entry.runs != 1 else ""
+        return f"S({entry.dim}{f',x{entry.unit}' if entry.unit != 1 else ''}{runs})"
+    return str(entry)
