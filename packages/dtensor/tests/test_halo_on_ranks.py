@@ -16,7 +16,7 @@ from shoal_dtensor.rules import OpCall, S
 from shoal_dtensor.rules.all_rules import TABLE
 from shoal_dtensor.rules.exchange import Windows, intervals
 from shoal_dtensor.testing import validate
-from shoal_dtensor.testing.validate import Trial
+from shoal_dtensor.testing.validate import CallTrial
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -112,7 +112,7 @@ def calls_of(run: Any, *tensors: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def call_of(op: Any, args: Any) -> OpCall:
-    return Trial(op, args, {}, TABLE[op]).call
+    return CallTrial(op, args, {}, TABLE[op]).call
 
 
 MODES = [

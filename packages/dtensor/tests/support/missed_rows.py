@@ -10,7 +10,7 @@ from shoal_dtensor.layout.dim_sharding import DimSharding, chunk_sizes
 from shoal_dtensor.layout.placements import Partial
 from shoal_dtensor.rules import Entry, R, Row, Rule, S
 from shoal_dtensor.rules.all_rules import TABLE
-from shoal_dtensor.testing.validate import Report, Trial
+from shoal_dtensor.testing.validate import CallTrial, Report
 
 __all__ = ["missed_rows"]
 
@@ -23,7 +23,7 @@ def missed_rows(op: Any, *args: Any, rule: Rule | None = None, ways: int = 2, **
 
     Information, not an error: a sharding may be right for these arguments alone.
     """
-    trial, bare = Trial(op, args, kwargs, rule or TABLE[op]), Trial(op, args, kwargs, NO_ROWS)
+    trial, bare = CallTrial(op, args, kwargs, rule or TABLE[op]), CallTrial(op, args, kwargs, NO_ROWS)
     known = {(row.inputs, row.outputs) for row in trial.rows}
     options: list[list[Entry]] = [[R, *(S(d) for d in range(t.ndim))] for t in trial.tensors]
     made: list[list[Entry]] = [[R, Partial("sum"), *(S(d) for d in range(t.ndim))] for t in trial.call.outputs]

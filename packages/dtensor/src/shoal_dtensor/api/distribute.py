@@ -69,7 +69,12 @@ def distribute_tensor(
     wanted, shard_order = read_placements(mesh, placements, shard_order)
     check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
     if isinstance(tensor, DTensor):
-        return _as_it_is(tensor, mesh, wanted, shard_order)
+        asked = Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order)
+        if not tensor._spec.same_layout(asked):
+            raise PlacementError(
+                f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
+            )
+        return tensor
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
     check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
@@ -110,18 +115,6 @@ def _read(
     shard = (stored[slices_of(spec.box(spec.coordinate))] if shape else nothing).to(device).contiguous()
     is_view = shard.untyped_storage().nbytes() != shard.nbytes  # a view would keep more than the shard alive
     return DTensor(shard.clone() if is_view else shard, spec)
-
-
-def _as_it_is(
-    tensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shard_order: ShardOrder | None
-) -> DTensor:
-    spec = tensor._spec
-    asked = Spec(mesh, placements, spec.shape, spec.stride, spec.dtype, shard_order)
-    if not spec.same_layout(asked):
-        raise PlacementError(
-            f"distribute_tensor: the tensor is a DTensor already, {spec!r}; use redistribute to {asked!r}"
-        )
-    return tensor
 
 
 def distribute_module(

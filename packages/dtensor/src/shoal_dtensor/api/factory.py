@@ -77,7 +77,7 @@ def _spec(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype) -> Spec:
 
 def _empty(size: Sequence[Any], keywords: Keywords, dtype: torch.dtype | None = None) -> DTensor:
     spec = _spec(size, keywords, dtype or torch.get_default_dtype())
-    local = torch.empty(_local_shape(spec), dtype=spec.dtype, device=spec.mesh.device_type)
+    local = torch.empty(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
 
 
@@ -87,7 +87,7 @@ def _filled(size: Sequence[Any], number: float | bool | complex, keywords: Keywo
     spec = _spec(size, keywords, dtype)
     # A partial axis must add up to the number: it starts out replicated and is shared out, without communication.
     start = gradient_spec(spec)
-    local = torch.full(_local_shape(start), number, dtype=spec.dtype, device=spec.mesh.device_type)
+    local = torch.full(start.local_shape, number, dtype=spec.dtype, device=spec.mesh.device_type)
     if start is not spec:
         local = run(plan(start, spec), local)
     return DTensor(local, spec, requires_grad=keywords.get("requires_grad", False))
@@ -99,10 +99,6 @@ def _drawn(
     result = _empty(size, {**keywords, "requires_grad": False}, dtype)
     fill(result)
     return result.requires_grad_(keywords.get("requires_grad", False))
-
-
-def _local_shape(spec: Spec) -> Sequence[int]:
-    return spec.local_shape if spec.coordinate is not None else (0,)
 
 
 @_lists_keywords

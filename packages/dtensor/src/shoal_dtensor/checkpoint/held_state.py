@@ -25,7 +25,7 @@ Name = tuple[str | int, ...]  # the keys that lead to a value in nested mappings
 
 
 @dataclass(frozen=True, slots=True)
-class _Shards:
+class _HeldShards:
     """What a rank has of a tensor, or wants of it: boxes of the global tensor, each with its place in the local one."""
 
     shape: tuple[int, ...]
@@ -44,9 +44,9 @@ class _Facts:
     step: int | None
     lineage: str
     fresh: str
-    held: Mapping[Name, _Shards]
+    held: Mapping[Name, _HeldShards]
     values: Mapping[Name, object]
-    wanted: Mapping[Name, _Shards]
+    wanted: Mapping[Name, _HeldShards]
 
 
 class HeldState:
@@ -73,7 +73,7 @@ class HeldState:
     def __init__(self) -> None:
         self._step: int | None = None
         self._lineage = ""
-        self._tensors: dict[Name, tuple[_Shards, Tensor]] = {}
+        self._tensors: dict[Name, tuple[_HeldShards, Tensor]] = {}
         self._values: dict[Name, object] = {}
 
     def keep(self, step: int, state_dict: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class HeldState:
                 container[name[-1]] = values[name]
         return found[0]
 
-    def _facts(self, targets: Mapping[Name, tuple[_Shards, Tensor]]) -> _Facts:
+    def _facts(self, targets: Mapping[Name, tuple[_HeldShards, Tensor]]) -> _Facts:
         return _Facts(
             self._step,
             self._lineage,
@@ -141,7 +141,7 @@ class HeldState:
         )
 
     def _exchange(
-        self, facts: list[_Facts], holders: list[int], targets: Mapping[Name, tuple[_Shards, Tensor]]
+        self, facts: list[_Facts], holders: list[int], targets: Mapping[Name, tuple[_HeldShards, Tensor]]
     ) -> None:
         """One all-to-all for each dtype and kind of device."""
         me, size = dist.get_rank(), dist.get_world_size()
@@ -166,16 +166,16 @@ def _leaves(value: Any, name: Name = ()) -> Iterator[tuple[Name, Any, Any]]:
             yield (*name, key), value, each
 
 
-def _shards_of(name: Name, tensor: Tensor) -> tuple[_Shards, Tensor]:
+def _shards_of(name: Name, tensor: Tensor) -> tuple[_HeldShards, Tensor]:
     """What this rank has of a tensor, and the local tensor that holds it."""
     shape, kind = tuple(tensor.shape), f"{tensor.dtype} on {tensor.device.type}"
     if not isinstance(tensor, DTensor):
-        return _Shards(shape, kind, ((whole_box(shape), whole_box(shape)),)), tensor.detach()
+        return _HeldShards(shape, kind, ((whole_box(shape), whole_box(shape)),)), tensor.detach()
     if tensor.spec.partials:
         raise CheckpointError(f"{'.'.join(map(str, name))} is partial ({tensor.placements}): redistribute it first")
     spec = tensor.spec
     boxes = [] if spec.coordinate is None else spec.boxes(spec.coordinate)
-    return _Shards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), tensor._local_tensor.detach()
+    return _HeldShards(shape, kind, tuple(pair for pair in boxes if volume(pair[0]))), tensor._local_tensor.detach()
 
 
 def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
@@ -194,7 +194,7 @@ def _newest(facts: list[_Facts]) -> tuple[int, str] | None:
     return None
 
 
-def _check_same(name: Name, held: _Shards, wanted: _Shards) -> None:
+def _check_same(name: Name, held: _HeldShards, wanted: _HeldShards) -> None:
     if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
         raise CheckpointError(
             f"{'.'.join(map(str, name))} is held as {held.shape} of {held.dtype} and wanted as {wanted.shape} of "
@@ -202,11 +202,11 @@ def _check_same(name: Name, held: _Shards, wanted: _Shards) -> None:
         )
 
 
-def _boxes(tensors: Mapping[Name, _Shards], name: Name) -> list[Box]:
+def _boxes(tensors: Mapping[Name, _HeldShards], name: Name) -> list[Box]:
     return [box for box, _ in tensors[name].boxes] if name in tensors else []
 
 
-def _views(tensors: Mapping[Name, tuple[_Shards, Tensor]], name: Name) -> Shards:
+def _views(tensors: Mapping[Name, tuple[_HeldShards, Tensor]], name: Name) -> Shards:
     """This rank's boxes of a tensor, each with the view of the local tensor that holds it."""
     if name not in tensors:
         return []

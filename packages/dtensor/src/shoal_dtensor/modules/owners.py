@@ -200,7 +200,7 @@ _Hooks = Mapping[int, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _CarriedState:
     """Of a parameter that replaced another: its attributes before, and the hooks of the first.  Pickles as nothing."""
 
     attributes: frozenset[str]
@@ -227,7 +227,7 @@ class _Carried:
 
 
 def _hooks(param: Any) -> tuple[_Hooks, _Hooks]:
-    state: _State | None = getattr(param, _STATE, None)
+    state: _CarriedState | None = getattr(param, _STATE, None)
     if state is not None:
         return state.hooks, state.post_hooks
     return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
@@ -291,7 +291,7 @@ def carry_over(old: Any, new: Any) -> None:
         new: the other way round.
     """
     note_replaced(old)
-    state: _State | None = getattr(old, _STATE, None)
+    state: _CarriedState | None = getattr(old, _STATE, None)
     if state is None and isinstance(old, DTensor):
         return  # it replaced a parameter that had nothing attached
     internal = {*(state.attributes if state is not None else ()), _STATE, _REPLACED}
@@ -299,7 +299,7 @@ def carry_over(old: Any, new: Any) -> None:
     hooks, post_hooks = _hooks(old)
     if not attributes and not hooks and not post_hooks:
         return
-    setattr(new, _STATE, _State(frozenset(vars(new)), hooks, post_hooks))
+    setattr(new, _STATE, _CarriedState(frozenset(vars(new)), hooks, post_hooks))
     for name, value in attributes.items():
         setattr(new, name, value)
     trained = new.requires_grad

@@ -326,9 +326,6 @@ class DTensor(torch.Tensor):
         local = inner["_local_tensor"]
         return DTensor(local, of_wrapper(spec, local, size, stride, is_parameter), requires_grad=requires_grad)
 
-    def _stable_hash_for_caching(self) -> str:
-        refuse_graph_cache()
-
     def __coerce_tangent_metadata__(self) -> DTensor:
         """The layout that torch.compile may expect of a gradient whose value is like this tensor's."""
         return self.__coerce_same_metadata_as_tangent__((gradient_spec(self._spec), self.requires_grad))
@@ -339,17 +336,12 @@ class DTensor(torch.Tensor):
         target = expected_spec.with_(shape=self._spec.shape, stride=self._spec.stride)
         return DTensor(redistributed(DTensor, self, target)._local_tensor, target)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> Any:
-        return serialization.checkpoint_write_items(fqn, object, self._spec)
-
-    def __create_chunk_list__(self) -> Any:
-        return serialization.checkpoint_chunks(self._spec, self._local_tensor)
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return serialization.checkpoint_shard(index, self._spec, self._local_tensor)
-
-    def _raise_if_contains_partial_placements(self) -> None:
-        serialization.refuse_partial(self._spec)
+    # What torch.distributed.checkpoint and torch.compile's cache call.
+    __create_write_items__ = serialization.checkpoint_write_items
+    __create_chunk_list__ = serialization.checkpoint_chunks
+    __get_tensor_shard__ = serialization.checkpoint_shard
+    _raise_if_contains_partial_placements = serialization.refuse_partial
+    _stable_hash_for_caching = refuse_graph_cache
 
 
 class _CopiedView(DTensor):

@@ -99,22 +99,23 @@ def _attributes(tensor: Any) -> dict[str, Any]:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def refuse_partial(spec: Spec) -> None:
+def refuse_partial(tensor: Any) -> None:
     """Refuse to save or load values that are still to be reduced.
 
     Raises:
-        PlacementError: if the spec is partial.
+        PlacementError: if the tensor is partial.
     """
-    if spec.partials:
-        raise PlacementError(f"a checkpoint cannot hold {spec!r}: redistribute it to Replicate or Shard first")
+    if tensor._spec.partials:
+        raise PlacementError(f"a checkpoint cannot hold {tensor._spec!r}: redistribute it to Replicate or Shard first")
 
 
-def checkpoint_chunks(spec: Spec, local: torch.Tensor) -> list[Any]:
+def checkpoint_chunks(tensor: Any) -> list[Any]:
     """The chunks that this rank reads or writes: its boxes of the global tensor, or those that a local tensor names."""
-    refuse_partial(spec)
+    refuse_partial(tensor)
+    local: Any = tensor._local_tensor
     if hasattr(local, "__create_chunk_list__"):  # torch's LocalShardsWrapper holds several shards
         return local.__create_chunk_list__()  # type: ignore[no-any-return]  # the protocol of checkpoints
-    return chunks_of(box for box, _ in _boxes(spec))
+    return chunks_of(box for box, _ in _boxes(tensor._spec))
 
 
 def chunks_of(boxes: Iterable[Box]) -> list[Any]:
@@ -128,13 +129,13 @@ def _boxes(spec: Spec) -> list[tuple[Box, Box]]:
     return [] if spec.coordinate is None else spec.boxes(spec.coordinate)
 
 
-def checkpoint_write_items(fqn: str, tensor: Any, spec: Spec) -> list[Any]:
+def checkpoint_write_items(tensor: Any, fqn: str, _: Any) -> list[Any]:
     """The write items of this rank's shard: one for each of its boxes."""
-    local = tensor._local_tensor
+    local: Any = tensor._local_tensor
     if hasattr(local, "__create_write_items__"):
-        refuse_partial(spec)
+        refuse_partial(tensor)
         return local.__create_write_items__(fqn, tensor)  # type: ignore[no-any-return]  # the protocol of checkpoints
-    return write_items(fqn, checkpoint_chunks(spec, local), torch.Size(spec.shape), local)
+    return write_items(fqn, checkpoint_chunks(tensor), torch.Size(tensor._spec.shape), local)
 
 
 def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.Tensor) -> list[Any]:
@@ -151,17 +152,18 @@ def write_items(fqn: str, chunks: Sequence[Any], size: torch.Size, local: torch.
     ]
 
 
-def checkpoint_shard(index: Any, spec: Spec, local: torch.Tensor) -> torch.Tensor:
+def checkpoint_shard(tensor: Any, index: Any) -> torch.Tensor:
     """The part of the local tensor for a metadata index; a view.
 
     Raises:
         PlacementError: if the index names a box that this rank does not hold.
     """
-    refuse_partial(spec)
+    refuse_partial(tensor)
+    local: Any = tensor._local_tensor
     if hasattr(local, "__get_tensor_shard__"):
         return local.__get_tensor_shard__(index)  # type: ignore[no-any-return]  # the protocol of checkpoints
-    boxes = _boxes(spec)
+    boxes = _boxes(tensor._spec)
     for box, place in boxes:
         if len(boxes) == 1 if index.offset is None else tuple(index.offset) == tuple(start for start, _ in box):
-            return local[slices_of(place)]
-    raise PlacementError(f"checkpoint index {index} is none of the boxes of {spec!r} on this rank")
+            return local[slices_of(place)]  # type: ignore[no-any-return]  # a part of the shard
+    raise PlacementError(f"checkpoint index {index} is none of the boxes of {tensor._spec!r} on this rank")

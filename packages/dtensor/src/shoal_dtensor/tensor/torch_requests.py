@@ -116,7 +116,7 @@ def placed_alike(one: Spec, other: Spec) -> bool:
     )
 
 
-def refuse_graph_cache() -> NoReturn:
+def refuse_graph_cache(tensor: Any) -> NoReturn:
     """Keep graphs with a DTensor among their inputs out of the cache on disk, which the ranks of a host share.
 
     Such a graph is one rank's: which part of a tensor is its shard, and by which name it calls its group, are constants

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +24,7 @@ from .partials import COMBINE, reduce_all
 T = TypeVar("T")
 
 TIMEOUT = 60.0  # seconds that a rank waits for the others
+_DONE = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)  # of a collective that is over
 
 
 class Turns:
@@ -45,7 +47,7 @@ class Turns:
         self._lock.release()
 
 
-class Meeting:
+class Rendezvous:
     """Where the members of one communicator exchange values."""
 
     def __init__(self, size: int, turns: Turns) -> None:
@@ -71,22 +73,23 @@ class Simulation:
     """What the ranks of a mesh share: their turns, and where each group of them meets.
 
     Attributes:
-        meetings: by the group's ranks, in its order.
+        rendezvous_of: by the group's ranks, in its order.
     """
 
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, shape: Sequence[int], names: Sequence[str] | None) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
+        self.names: Sequence[str] = names or [*map(str, range(len(shape)))]
         self.turns = Turns()
-        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.rendezvous_of: dict[tuple[int, ...], Rendezvous] = {}
 
     def connect(self, rank: int, ranks: tuple[int, ...]) -> Comm:
         """The communicator of a rank among some."""
-        meeting = self.meetings.setdefault(ranks, Meeting(len(ranks), self.turns))
+        rendezvous = self.rendezvous_of.setdefault(ranks, Rendezvous(len(ranks), self.turns))
         index = ranks.index(rank)
         return Comm(
-            cast("ProcessGroup", ThreadGroup(self, meeting, index)),
+            cast("ProcessGroup", ThreadGroup(self, rendezvous, index)),
             name="threads",
-            axes=tuple(map(str, self.axes_of(ranks))),
+            axes=tuple(self.names[axis] for axis in self.axes_of(ranks)),
             size=len(ranks),
             rank=index,
             line=ranks,
@@ -106,59 +109,49 @@ class Simulation:
         return cast(ThreadGroup, mesh.comm(tuple(range(mesh.ndim))).group).simulation
 
 
-class Done:
-    """The handle of a collective that is over."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class ThreadGroup:
-    """The process group of one member of a meeting: those of its calls that the collectives make."""
+    """The process group of one member of a rendezvous: those of its calls that the collectives make."""
 
-    def __init__(self, simulation: Simulation, meeting: Meeting, index: int) -> None:
-        self.simulation, self.meeting, self.index = simulation, meeting, index
+    def __init__(self, simulation: Simulation, rendezvous: Rendezvous, index: int) -> None:
+        self.simulation, self.rendezvous, self.index = simulation, rendezvous, index
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         asked = ReduceOp.SUM if opts is None else opts.reduceOp
         op = next(name for name in COMBINE if asked == getattr(ReduceOp, name.upper()))
         for tensor in tensors:
-            tensor.copy_(reduce_all(self.meeting.exchange(self.index, tensor.clone()), op))
-        return Done()
+            tensor.copy_(reduce_all(self.rendezvous.exchange(self.index, tensor.clone()), op))
+        return _DONE
 
-    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
-        values = self.meeting.exchange(self.index, tensor.clone())
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+        values = self.rendezvous.exchange(self.index, tensor.clone())
         output.copy_(torch.cat([value.reshape(-1) for value in values]).view(output.shape))
-        return Done()
+        return _DONE
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Done:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> Any:
         for parts, tensor in zip(outputs, tensors, strict=True):
-            for part, value in zip(parts, self.meeting.exchange(self.index, tensor.clone()), strict=True):
+            for part, value in zip(parts, self.rendezvous.exchange(self.index, tensor.clone()), strict=True):
                 part.copy_(value.view(part.shape))
-        return Done()
+        return _DONE
 
-    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         total = tensor.clone()
         self.allreduce([total], opts)
-        output.copy_(total.view(-1).chunk(len(self.meeting.values))[self.index].view(output.shape))
-        return Done()
+        output.copy_(total.view(-1).chunk(len(self.rendezvous.values))[self.index].view(output.shape))
+        return _DONE
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
-    ) -> Done:
-        count = len(self.meeting.values)
+    ) -> Any:
+        count = len(self.rendezvous.values)
         rows = list(sent) or [tensor.shape[0] // count] * count
-        blocks = self.meeting.exchange(self.index, torch.split(tensor.clone(), rows))
+        blocks = self.rendezvous.exchange(self.index, torch.split(tensor.clone(), rows))
         output.copy_(torch.cat([from_rank[self.index] for from_rank in blocks]))
-        return Done()
+        return _DONE
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Done:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         for tensor in tensors:
-            tensor.copy_(self.meeting.exchange(self.index, tensor.clone())[opts.rootRank if opts else 0])
-        return Done()
+            tensor.copy_(self.rendezvous.exchange(self.index, tensor.clone())[opts.rootRank if opts else 0])
+        return _DONE
 
 
 ThreadMesh = DeviceMesh  # what a thread's view is
@@ -167,7 +160,7 @@ ThreadMesh = DeviceMesh  # what a thread's view is
 def axes_used(mesh: DeviceMesh) -> set[int]:
     """The mesh axes over which any rank of the mesh started a collective."""
     simulation = Simulation.of(mesh)
-    used = [ranks for ranks, meeting in simulation.meetings.items() if meeting.used]
+    used = [ranks for ranks, rendezvous in simulation.rendezvous_of.items() if rendezvous.used]
     return {axis for ranks in used for axis in simulation.axes_of(ranks)}
 
 
@@ -177,7 +170,7 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
     Args:
         shape: of the mesh; names: of its axes.
     """
-    connect = Simulation(shape).connect
+    connect = Simulation(shape, names).connect
     return [abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank)) for rank in range(prod(shape))]
 
 
@@ -231,8 +224,8 @@ def on_threads(functions: Sequence[Callable[[], T]], meshes: Sequence[DeviceMesh
                 results[index] = functions[index]()
         except BaseException as error:
             failures.append(error)
-            for meeting in list(simulation.meetings.values()):
-                meeting.barrier.abort()
+            for rendezvous in list(simulation.rendezvous_of.values()):
+                rendezvous.barrier.abort()
         finally:
             simulation.turns.give()
 

@@ -84,7 +84,7 @@ def validate(
         >>> validate(torch.ops.aten.relu.default, torch.randn(5, 2)).wrong
         []
     """
-    trial = Trial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel)
+    trial = CallTrial(op, args, kwargs, rule or TABLE[op], exact=exact, kernel=kernel)
     report = Report()
     for row in trial.rows:
         cases = [(n, sharding) for n in ways for sharding in _shardings(trial, row, (n,))]
@@ -100,7 +100,7 @@ def validate(
 
 
 def _shardings(
-    trial: Trial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)
+    trial: CallTrial, row: Row, shape: tuple[int, ...], axes: tuple[int, ...] = (0,)
 ) -> Iterator[AnyDimSharding | None]:
     """Shardings of a row's factor: as torch.chunk does, ragged, with empty shards, everything on one coordinate."""
     steps = trial.steps(row)
@@ -117,7 +117,7 @@ def _shardings(
         yield fold_levels({2: DimSharding(axes, shape, chunk_sizes(steps // 2, n))}, steps)
 
 
-def _pair_shardings(trial: Trial, first: Row, second: Row) -> Iterator[dict[int, AnyDimSharding | None]]:
+def _pair_shardings(trial: CallTrial, first: Row, second: Row) -> Iterator[dict[int, AnyDimSharding | None]]:
     if first is second:
         for sharding in _shardings(trial, first, (2, 2), (0, 1)):
             yield {0: sharding, 1: sharding}
@@ -148,7 +148,7 @@ NORMS = (Partial("norm2"), Partial("norm3.5"), Partial("norm-1.5"))  # what rows
 SEED = 0  # of the default generators, on every rank and on the single device
 
 
-class Trial:
+class CallTrial:
     """One call of an operator with global tensors, to be run in shards."""
 
     def __init__(
