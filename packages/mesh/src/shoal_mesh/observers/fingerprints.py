@@ -18,12 +18,10 @@ Numbers = tuple[int, int, int]
 _MODULUS = (1 << 61) - 1  # numbers are below it, so that they are signed 64-bit integers to any backend
 _FACTOR = 0x9E3779B97F4A7C15  # odd and irregular: the pairs of ranks get unlike weights
 _STACK = 16  # file and line of eight frames: enough to tell two calls of one function apart
-_FILES = 4096
-_IS_LIBRARY: dict[str, bool] = {}  # declared mutable state: which files are, a cache
 _LIBRARY = re.compile(rf"(^|\.){LIBRARIES}(\.|$)")
 
 
-def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, bytes]:
+def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, str]:
     """What a rank is about to do.
 
     Args:
@@ -44,11 +42,8 @@ def statement(event: Event, *, call_sites: bool) -> tuple[Numbers, bytes]:
     rank, size, flow = event.comm.rank, event.comm.size, 0
     for other, (sent, expected) in enumerate(zip(event.sends, event.receives, strict=True)):
         flow += _weight(rank * size + other) * sent - _weight(other * size + rank) * expected
-    return (
-        said,
-        kinds,
-        flow % _MODULUS,
-    ), f"sends {list(event.sends)}, receives {list(event.receives)}: ".encode() + line
+    line = f"sends {list(event.sends)}, receives {list(event.receives)}: {line}"
+    return (said, kinds, flow % _MODULUS), line
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +54,7 @@ def _stated(
     dtypes: tuple[object, ...],
     purpose: str,
     where: tuple[tuple[str | int, ...], bool],
-) -> tuple[int, int, bytes]:
+) -> tuple[int, int, str]:
     """The number of what all ranks do alike, that of the dtypes, and the line: a loop states the same ones again."""
     stack, call_sites = where
     lines = [f"{os.path.basename(str(path))}:{line}" for path, line in zip(stack[::2], stack[1::2], strict=True)]
@@ -70,15 +65,13 @@ def _stated(
     # A rank that neither sends nor receives a block does not know the dtype of the others.
     kinds = _number_of(",".join(names)) if names else 0
     said = _number_of(f"{op}|{reduce_op}|{sizes}|{purpose}|{at if call_sites else ''}")
-    return said, kinds, f"{words}{to_what_end} ({at})".encode()
+    return said, kinds, f"{words}{to_what_end} ({at})"
 
 
-def agree(rows: Sequence[Numbers | None]) -> bool:
-    """Whether what ranks say fits together; None for those that have said nothing yet."""
-    present = [row for row in rows if row is not None]
-    if len({row[0] for row in present}) > 1 or len({row[1] for row in present} - {0}) > 1:
-        return False
-    return len(present) < len(rows) or sum([row[2] for row in present]) % _MODULUS == 0
+def agree(rows: Sequence[Numbers]) -> bool:
+    """Whether what ranks say fits together."""
+    said, kinds, flows = zip(*rows, strict=True)
+    return len(set(said)) == 1 and len({*kinds} - {0}) <= 1 and sum(flows) % _MODULUS == 0
 
 
 def as_lines(texts: Mapping[int, str]) -> str:
@@ -110,13 +103,12 @@ def _call_stack(length: int = _STACK) -> tuple[str | int, ...]:
     frame: FrameType | None = sys._getframe(2)
     stack: list[str | int] = []
     while frame is not None and len(stack) < length:
-        path = frame.f_code.co_filename
-        is_library = _IS_LIBRARY.get(path)
-        if is_library is None:
-            if len(_IS_LIBRARY) > _FILES:
-                _IS_LIBRARY.clear()
-            is_library = _IS_LIBRARY[path] = _LIBRARY.search(frame.f_globals.get("__name__", "")) is not None
-        if not is_library:
-            stack += path, frame.f_lineno
+        if not _is_library(frame.f_globals.get("__name__", "")):
+            stack += frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return tuple(stack)
+
+
+@lru_cache(maxsize=4096)
+def _is_library(module: str) -> bool:
+    return _LIBRARY.search(module) is not None

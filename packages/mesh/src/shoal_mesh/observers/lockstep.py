@@ -1,11 +1,9 @@
 """lockstep: ranks compare what they are about to do before every collective, so that a mismatch raises and not hangs.
 
-Inside the block every rank says before each collective what it is about to do, as numbers and as a line for people. On
-one host it says so in shared memory, and nobody waits: of ranks that differ the last one sees it before it starts, and
-the others hear of it where they wait for that one. Between hosts the numbers travel in an all-gather. The error is the
-same everywhere and names the ranks, what each was about to do, for what purpose (`events.purpose`) and at which lines.
-The store is asked only by a rank that has waited for a while: who has left the block, and who waits where. Collectives
-of shoal are compared, not those of others.
+Inside the block every rank sends before each collective what it is about to do, as numbers, in an all-gather. The error
+is the same everywhere and names the ranks, what each was about to do, for what purpose (`events.purpose`) and at which
+lines. The store is asked only by a rank that has waited for a while: who has left the block, and who waits where.
+Collectives of shoal are compared, not those of others.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
@@ -25,20 +23,20 @@ from .. import _torch
 from .._torch import ProcessGroup, Store
 from ..argument_types import require
 from ..collectives import backend_calls
+from ..collectives.calls import Pending
 from ..errors import LockstepError, MeshError, PeerError
 from ..events import Event, observe, observers, unobserve
 from ..groups.process_groups import Comm
 from ..groups.world import all_gather_objects, device_of, require_world
 from ..shared_memory.backend_work import lost_ranks
-from ..shared_memory.channel import Channel, channel_of
+from ..shared_memory.channel import channel_of
 from ..shared_memory.peers import minority
-from .fingerprints import Numbers, agree, as_lines, statement
+from .fingerprints import agree, as_lines, statement
 
 # How many blocks each world has had, so that no two blocks use the same keys; an entry goes with its group.
 _BLOCKS: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 _YIELDS, _POLL = 1000, 0.02  # offers of the core before a rank sleeps, and seconds that it sleeps then
 _PATIENCE = 0.5  # seconds between two looks at where the others are, the first of them too
-_GRACE = 1.0  # seconds in which the others may come, once some differ, to say who is alone
 
 
 @contextmanager
@@ -92,7 +90,6 @@ def lockstep(*, timeout: float = 30.0, every: int = 1, call_sites: bool = True) 
     else:
         board.say("left the lockstep block")
     finally:
-        comparison.stop()
         unobserve(comparison)
 
 
@@ -149,8 +146,7 @@ class _Comparison:
     def __init__(self, board: _Board, timeout: float, every: int, call_sites: bool) -> None:
         self._board, self._timeout, self._every, self._call_sites = board, timeout, every, call_sites
         self._steps: dict[str, int] = {}
-        self._watched: dict[str, Channel] = {}
-        self._open: dict[str, int] = {}  # the last notice that not all ranks had come to
+        self._last: dict[str, str] = {}  # what all ranks of a communicator have been in together
 
     def before(self, event: Event) -> None:
         """Say what this rank is about to do, and compare it with what the others say."""
@@ -160,151 +156,77 @@ class _Comparison:
         if step % self._every:
             return
         numbers, text = statement(event, call_sites=self._call_sites)
-        channel = channel_of(comm.group) if comm.on_gloo else None
-        if channel is None:
-            self._exchange(comm, numbers, text.decode(), step)
-        else:
-            self._post(comm, channel, numbers, text, step)
+        try:
+            with _torch.unseen():
+                work = backend_calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
+                self._wait(work, comm, text)
+                rows: list[Any] = work.wait().view(comm.size, -1).tolist()
+        except PeerError as error:
+            stopped = (
+                error if isinstance(error, LockstepError) else LockstepError(f"{error}\n  before {text}", error.ranks)
+            )
+            raise self._broken(comm, stopped) from error
+        if agree(rows):
+            self._last[comm.name] = text
+            return
+        texts = dict(zip(_in_group(comm), all_gather_objects(comm.group, text), strict=True))
+        along = f"at step {step} along {'x'.join(comm.axes)}"
+        different = f"ranks are about to run different collectives {along}:\n{as_lines(texts)}"
+        alone = minority({rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)})
+        raise self._broken(comm, LockstepError(different, alone))
 
     def after(self, event: Event) -> None:
         """Nothing to do."""
 
-    def stop(self) -> None:
-        """The block is over."""
-        for channel in self._watched.values():
-            channel.peers.meanwhile = None
-
-    def _post(self, comm: Comm, channel: Channel, numbers: Numbers, text: bytes, step: int) -> None:
-        """Compare in shared memory."""
-        channel.peers.check()
-        name, notices = comm.name, channel.notices
-        if self._watched.get(name) is not channel:
-            self._watched[name] = channel
-            channel.peers.meanwhile = _Watch(self._board, comm, self._timeout, channel)
-        notices.post(numbers, text)
-        before, index = self._open.pop(name, 0), notices.count
-        if before and notices.same(before) is False:  # of two that come at one moment neither may see the other
-            self._compare(comm, channel, before, step - self._every)
-        same = notices.same(index)
-        if same is None:
-            self._open[name] = index
-        elif not same:
-            self._compare(comm, channel, index, step)
-
-    def _compare(self, comm: Comm, channel: Channel, index: int, step: int) -> None:
-        if not agree(channel.notices.numbers(index)):
-            self._refuse(comm, channel, index, step)
-
-    def _refuse(self, comm: Comm, channel: Channel, index: int, step: int) -> None:
-        deadline = time.monotonic() + _GRACE
-        while None in (rows := channel.notices.numbers(index)) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        ranks = channel.peers.ranks
-        said = {i: row for i, row in enumerate(rows) if row is not None}
-        alone = minority({i: row[:2] for i, row in said.items()})
-        text = _different(comm, step, {ranks[i]: channel.notices.text(i, index) for i in said})
-        error = channel.peers.fail(text, alone, text, LockstepError)
+    def _broken(self, comm: Comm, error: LockstepError) -> PeerError:
+        """The error, of which all ranks hear that wait for this one, or come later."""
         self._board.alarm(error)
-        raise error
+        channel = channel_of(comm.group) if comm.on_gloo else None
+        return error if channel is None else channel.peers.fail_with(error)
 
-    def _exchange(self, comm: Comm, numbers: Numbers, text: str, step: int) -> None:
-        """Compare by an all-gather."""
-        watch = _Watch(self._board, comm, self._timeout, None)
-        watch.text = text
-        every = backend_calls.all_gather(torch.tensor(numbers, device=device_of(comm.group)), comm)
-        try:
-            _wait(every, watch)
-        except PeerError as error:
-            raised = (
-                error if isinstance(error, LockstepError) else LockstepError(f"{error}\n  before {text}", error.ranks)
-            )
-            self._board.alarm(raised)
-            raise raised from error
-        rows: list[Any] = every.wait().view(comm.size, -1).tolist()
-        if agree(rows):
-            return
-        texts = dict(zip(_in_group(comm), all_gather_objects(comm.group, text), strict=True))
-        alone = minority({rank: tuple(row[:2]) for rank, row in zip(comm.ranks, rows, strict=True)})
-        raise LockstepError(_different(comm, step, texts), alone)
+    def _wait(self, work: Pending, comm: Comm, text: str) -> None:
+        """Until all ranks have come; an error of the others holds unless they come a moment later."""
+        for _ in range(_YIELDS):
+            if work.is_completed():
+                return
+            os.sched_yield()
+        start = looked = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            time.sleep(min(_POLL, 5e-5 + (now - start) / 16))
+            if now - looked < min(_PATIENCE, self._timeout / 2):
+                continue
+            looked = now
+            error = self._look(comm, text, now - start)
+            if error is not None:
+                time.sleep(0.1)
+                if not work.is_completed():
+                    raise error
 
-
-def _different(comm: Comm, step: int, texts: dict[int, str]) -> str:
-    return (
-        f"ranks are about to run different collectives at step {step} along {'x'.join(comm.axes)}:\n{as_lines(texts)}"
-    )
-
-
-class _Watch:
-    """What a rank does while it waits for the others: it says so, and looks who has left, raised, or not come in time.
-
-    Attributes:
-        text: what this rank is about to do, where it is not in shared memory.
-    """
-
-    def __init__(self, board: _Board, comm: Comm, timeout: float, channel: Channel | None) -> None:
-        self._board, self._comm, self._timeout, self._channel = board, comm, timeout, channel
-        self._looked, self.text = 0.0, ""
-
-    def __call__(self, waited: float) -> LockstepError | None:
-        """The error to raise, if there is one."""
-        now, patience = time.monotonic(), min(_PATIENCE, self._timeout / 2)
-        if waited < patience or now - self._looked < patience:
-            return None
-        self._looked = now
-        along = f"along {'x'.join(self._comm.axes)}"
-        if self._channel is not None:
-            self.text = self._channel.notices.text(self._channel.peers.rank)
-        self._board.say(f"waits {along} in {self.text}")
-        said = {rank: self._board.read(rank) for rank in self._comm.ranks if rank != self._board.rank}
-        missing = self._missing(said, along)
+    def _look(self, comm: Comm, text: str, waited: float) -> LockstepError | None:
+        """Say that this rank waits; the error if another one has left, raised, or not come in time."""
+        along, board = f"along {'x'.join(comm.axes)}", self._board
+        board.say(f"waits {along} in {text}")
+        said = {rank: board.read(rank) for rank in comm.ranks if rank != board.rank}
+        missing = [rank for rank, where in said.items() if not where.startswith(f"waits {along} ")]
         if not missing:
             return None
-        lost = lost_ranks(self._comm.group, _in_group(self._comm))
-        gone = [r for r in missing if said[r].startswith("left") or lost.get(r, "").endswith("ended")]
-        error = self._board.alarmed()
-        if error is None and (gone or waited > self._timeout):
-            error = self._report({rank: lost.get(rank) or said[rank] for rank in missing}, gone or missing, waited)
-            self._board.alarm(error)
-        return error
-
-    def _missing(self, said: dict[int, str], along: str) -> list[int]:
-        """The ranks that have not come to what this one waits in."""
-        if self._channel is None:
-            return [rank for rank, text in said.items() if not text.startswith(f"waits {along} ")]
-        rows, ranks = self._channel.notices.numbers(self._channel.notices.count), self._channel.peers.ranks
-        return [rank for rank, row in zip(ranks, rows, strict=True) if row is None]
-
-    def _report(self, missing: dict[int, str], culprits: list[int], waited: float) -> LockstepError:
-        here = [rank for rank in self._comm.ranks if rank not in missing]
-        lines = [f"after {waited:.1f} s not all ranks have come along {'x'.join(self._comm.axes)}:"]
-        lines += [f"  {'ranks' if len(here) > 1 else 'rank'} {', '.join(map(str, here))} waits: {self.text}"]
-        for rank, said in missing.items():
-            before = self._channel and self._channel.notices.text(self._channel.peers.ranks.index(rank))
-            lines.append(f"  rank {rank} has not come; last seen: {said or 'in no collective that ranks wait in'}")
-            if before:
+        lost = lost_ranks(comm.group, _in_group(comm))
+        gone = [rank for rank in missing if said[rank].startswith("left") or lost.get(rank, "").endswith("ended")]
+        if (error := board.alarmed()) or not (gone or waited > self._timeout):
+            return error
+        here = [rank for rank in comm.ranks if rank not in missing]
+        lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
+        lines += [f"  {'ranks' if len(here) > 1 else 'rank'} {', '.join(map(str, here))} waits: {text}"]
+        for rank in missing:
+            last = lost.get(rank) or said[rank] or "in no collective that ranks wait in"
+            lines.append(f"  rank {rank} has not come; last seen: {last}")
+            if before := self._last.get(comm.name):
                 lines.append(f"    before that along this axis: {before}")
-        return LockstepError("\n".join(lines), tuple(culprits))
+        return LockstepError("\n".join(lines), tuple(gone or missing))
 
 
 def _in_group(comm: Comm) -> list[int]:
     """The global ranks of a communicator, in the order of its group."""
     positions = _torch.group_ranks(comm.group)
     return sorted(positions, key=positions.__getitem__)
-
-
-def _wait(work: Any, watch: Callable[[float], LockstepError | None]) -> None:
-    """Until the work of a backend is complete; an error of the watch holds unless it completes a moment later."""
-    for _ in range(_YIELDS):
-        if work.is_completed():
-            break
-        os.sched_yield()
-    start = time.monotonic()
-    while not work.is_completed():
-        waited = time.monotonic() - start
-        time.sleep(min(_POLL, 5e-5 + waited / 16))
-        error = watch(waited)
-        if error is not None:
-            time.sleep(0.1)
-            if not work.is_completed():
-                raise error
-    work.wait()

@@ -83,9 +83,6 @@ class BackendWork:
             if now - checked > _CHECK_SECONDS:
                 checked = now
                 channel.peers.check_others()
-                error = None if channel.peers.meanwhile is None else channel.peers.meanwhile(now - start)
-                if error is not None and not work.is_completed():
-                    raise channel.peers.fail_with(error)
 
 
 def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerError:

@@ -1,4 +1,4 @@
-"""The shared memory of a group: streams of rounds, the ranks, and what they say that they are about to do."""
+"""The shared memory of a group: streams of rounds, and the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import accumulate
 import torch
 
 from .._torch import ProcessGroup
-from .notices import NOTICE_WORDS, Notices
 from .peers import ANNOUNCED, LINE, REASON_BYTES, Peers
 from .segment import Segment, map_segment
 from .stream import Stream
@@ -28,16 +27,14 @@ class Channel:
         peers: the ranks.
         foreground: the stream of small rounds, which are completed one after the other.
         background: streams by name.
-        notices: what ranks in lockstep say that they are about to do.
     """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slots: Mapping[str, tuple[int, int]]) -> None:
         size, memory = group.size(), memoryview(segment.memory)
-        _, flags, notes, announced, notices, reasons, head = accumulate(_head_words(size, len(slots)), initial=0)
+        _, flags, notes, announced, reasons, head = accumulate(_head_words(size, len(slots)), initial=0)
         words = memory[: head * 8].cast("Q")
         own = [flags + LINE * (size * i + group.rank()) + word for i in range(len(slots)) for word in (0, 1)]
         self.peers: Peers = Peers(group, segment.pids, words, own, memory[reasons * 8 : head * 8], announced)
-        self.notices: Notices = Notices(self.peers, notices, memory)
         data, streams = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=head * 8), []
         for i, (depth, slot_bytes) in enumerate(slots.values()):
             first, width = notes + 2 * size * _note_words(size) * i, _note_words(size)
@@ -57,11 +54,11 @@ def _note_words(size: int) -> int:
 
 
 def _head_words(size: int, streams: int) -> list[int]:
-    """Words in front of the slots: of the token, flags, notes, announcements, notices and reasons."""
+    """Words in front of the slots: of the token, flags, notes, announcements and reasons."""
     notes = 2 * _note_words(size)
     return [
         LINE,
-        *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, NOTICE_WORDS, REASON_BYTES // 8)),
+        *(size * n for n in (LINE * streams, notes * streams, LINE + ANNOUNCED, REASON_BYTES // 8)),
     ]
 
 

@@ -35,7 +35,6 @@ class Peers:
         ranks: the global ranks, in the order of the group.
         name: of the group.
         words: what they share, as numbers.
-        meanwhile: what a rank that waits asks now and then, with the seconds that it has waited: an error to raise.
         last_seen: what this one sees of the others, by their number in the group.
     """
 
@@ -59,7 +58,6 @@ class Peers:
         self._calls = 0
         self._failure: PeerError | None = None
         self.last_seen: Callable[[], dict[int, str]] = dict
-        self.meanwhile: Callable[[float], PeerError | None] | None = None
 
     def check(self) -> None:
         """Raise what an earlier call has failed with."""
@@ -173,11 +171,8 @@ class Peers:
             checked, group, state = now, self._group(), state_of(self._pids[rank])
             if group is None or not _torch.is_live(group):
                 raise self.fail("the process group was destroyed while one of its collectives waited", [self.rank])
-            error = None if self.meanwhile is None else self.meanwhile(now - start)
             if self.words[word] >= value:
                 return
-            if error is not None:
-                raise self.fail_with(error)
             if state == "ended":
                 raise self.fail(f"{self._name(rank)} has ended while {me} waited for it in a collective", [rank])
             if self._announced and self.words[self._announced[rank]] > self._calls:
