@@ -1,4 +1,4 @@
-"""Covers: logs.py: records of collectives on request, by the environment or by a call, and nothing without."""
+"""Covers: logs.py: records and ranges of collectives on request, by the environment or a call, nothing without."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from shoal_mesh import all_reduce, annotate_collectives, init_device_mesh
 from shoal_mesh.errors import MeshError
 from shoal_mesh.logs import log_from_environment
+from shoal_mesh.testing import fake_world
 
 PROGRAM = """
 import torch
@@ -40,3 +43,14 @@ def test_nothing_is_logged_unasked() -> None:
 def test_an_unknown_topic_is_refused() -> None:
     with pytest.raises(MeshError, match="no topic 'plan' to log: collectives, plans, decisions, or all"):
         log_from_environment({"SHOAL_LOG": "plan"})
+
+
+def test_profiles_show_axes_and_bytes() -> None:
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
+            annotate_collectives(),
+        ):
+            all_reduce(torch.ones(8), (mesh, "tp"))
+        assert "shoal::all_reduce[tp] 32 B" in {event.key for event in profile.key_averages()}

@@ -18,13 +18,12 @@ from .facades import no_such_name
 from .groups.process_groups import Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
-from .logs import log_from_environment, log_to_stderr
+from .logs import annotate_collectives, log_from_environment, log_to_stderr
 from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
 from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import lockstep
-from .observers.profiling import annotate_collectives
 from .observers.replicas import check_replicas
 from .observers.stragglers import stragglers
 from .topology import Link, measure as measure_topology, set_topology, topology_of

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import field
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -175,6 +176,23 @@ def unobserve(observer: Observer) -> None:
     if observer not in observers:
         raise CollectiveError(f"{observer!r:.80} does not observe collectives: pass what was given to observe()")
     observers.remove(observer)
+
+
+def _ignore(event: Event) -> None:
+    """Nothing to do at this end of a collective."""
+
+
+@contextmanager
+def observing(
+    before: Callable[[Event], object] = _ignore, after: Callable[[Event], object] = _ignore
+) -> Iterator[None]:
+    """Call two functions before and after every collective inside the block."""
+    observer = SimpleNamespace(before=before, after=after)
+    observe(observer)
+    try:
+        yield
+    finally:
+        unobserve(observer)
 
 
 def run_observed(event: Event, run: Callable[[], R]) -> R:

@@ -1,4 +1,4 @@
-"""What a program decides and sends, as records of `logging` under `shoal`, on request.
+"""What a program decides and sends, on request: as records of `logging` under `shoal`, or as ranges of a profile.
 
 `SHOAL_LOG=plans,collectives python train.py`, or `log_to_stderr("plans")`. Topics are loggers: `shoal.collectives`
 (each collective with its mesh axes, bytes and time), `shoal.plans` (each redistribution, when it is planned) and
@@ -12,27 +12,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+from torch.profiler import record_function
 
 from .errors import MeshError
-from .events import Event, observe
+from .events import Event, observe, observing
 
 TOPICS = ("collectives", "plans", "decisions")
 _collectives = logging.getLogger("shoal.collectives")
 
 
-class _Collectives:
-    """The observer that logs collectives."""
-
-    def before(self, event: Event) -> None:
-        return
-
-    def after(self, event: Event) -> None:
-        what = f"{event.op} {event.reduce_op}".rstrip()
-        shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
-        axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
-        time = event.seconds * 1e6
-        _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, time, why)
+def _log(event: Event) -> None:
+    what = f"{event.op} {event.reduce_op}".rstrip()
+    shapes = " ".join(str(tuple(tensor.shape)) for tensor in event.tensors)
+    axes, why = "x".join(event.comm.axes), f": {event.purpose}" if event.purpose else ""
+    time = event.seconds * 1e6
+    _collectives.debug("%s [%s] %s %d B in %.0f us%s", what, axes, shapes, event.nbytes, time, why)
 
 
 class _Handler(logging.StreamHandler):  # type: ignore[type-arg]  # generic in typeshed only
@@ -68,7 +66,7 @@ def log_to_stderr(*topics: str) -> None:
     for topic in topics or TOPICS:
         logger = logging.getLogger(f"shoal.{topic}")
         if topic == "collectives" and not logger.isEnabledFor(logging.DEBUG):
-            observe(_Collectives())
+            observe(SimpleNamespace(before=lambda event: None, after=_log))
         logger.setLevel(logging.DEBUG)
 
 
@@ -77,3 +75,25 @@ def log_from_environment(environment: Mapping[str, str] = os.environ) -> None:
     asked = environment.get("SHOAL_LOG", "")
     if asked:
         log_to_stderr(*(() if asked == "all" else asked.split(",")))
+
+
+@contextmanager
+def annotate_collectives() -> Iterator[None]:
+    """Give every collective inside the block a range `shoal::all_reduce[tp] 4096 B` in torch.profiler's traces.
+
+    Example:
+        >>> def example() -> list[str]:
+        ...     with torch.profiler.profile(acc_events=True) as profile, annotate_collectives():
+        ...         all_reduce(torch.ones(8), comm_over((0, 1)))
+        ...     return [event.key for event in profile.key_averages() if event.key.startswith("shoal::")]
+        >>> launch(example, 2)[0]
+        ['shoal::all_reduce[ranks] 32 B']
+    """
+    ranges: dict[int, record_function] = {}
+
+    def begin(event: Event) -> None:
+        ranges[id(event)] = record_function(f"shoal::{event.op}[{'x'.join(event.comm.axes)}] {event.nbytes} B")
+        ranges[id(event)].__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
+
+    with observing(begin, lambda event: ranges.pop(id(event)).__exit__(None, None, None)):
+        yield

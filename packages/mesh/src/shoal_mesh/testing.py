@@ -27,7 +27,7 @@ from . import _torch
 from .accelerator import accelerator, device_count
 from .argument_types import require, require_each
 from .errors import MeshError
-from .events import Event, observe, unobserve
+from .events import Event, observing
 from .groups.world import ensure_world
 from .local_ranks.pool import RankPool
 from .mesh.create import init_device_mesh
@@ -180,19 +180,6 @@ def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
     return unittest.skipUnless(there >= count, f"needs {count} GPU(s), there are {there}")
 
 
-class _Events:
-    """An observer that keeps what it hears of."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def before(self, event: Event) -> None:
-        """Nothing: a collective that another observer refuses does not run."""
-
-    def after(self, event: Event) -> None:
-        self.events.append(event)
-
-
 @contextmanager
 def observed() -> Iterator[list[Event]]:
     """The collectives that have run in the block so far, in order.
@@ -206,12 +193,9 @@ def observed() -> Iterator[list[Event]]:
         >>> [(event.op, event.reduce_op) for event in events]
         [('all_reduce', 'max')]
     """
-    observer = _Events()
-    observe(observer)
-    try:
-        yield observer.events
-    finally:
-        unobserve(observer)
+    events: list[Event] = []
+    with observing(after=events.append):
+        yield events
 
 
 def counts(mode: CommDebugMode) -> dict[str, int]:

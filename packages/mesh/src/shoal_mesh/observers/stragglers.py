@@ -10,7 +10,7 @@ from dataclasses import field, replace
 
 import torch
 
-from ..events import Event, observe, unobserve
+from ..events import Event, observing
 from ..groups.world import all_gather_objects, require_world
 from ..shared_memory.segment import machine
 from ..values import dataclass
@@ -163,13 +163,10 @@ def stragglers() -> Iterator[StragglerTable]:
     for _ in range(_MEETINGS):
         all_gather_objects(world, None)
         left.append(time.perf_counter())
-    recorder = _Recorder()
-    observe(recorder)
-    try:
+    recorded: list[Call] = []  # by this rank's clock
+    with observing(lambda event: recorded.append(_begun(event)), _note_end):
         yield table
-    finally:
-        unobserve(recorder)
-    rows = all_gather_objects(world, (machine(), left, time.perf_counter(), recorder.calls))
+    rows = all_gather_objects(world, (machine(), left, time.perf_counter(), recorded))
     ahead = _ahead([(where, clocks) for where, clocks, _, _ in rows])
     begin = min(clocks[-1] - extra for (_, clocks, _, _), extra in zip(rows, ahead, strict=True))
     zeros = [extra + begin for extra in ahead]  # the beginning by each rank's clock
@@ -217,30 +214,20 @@ def _computed(own: Sequence[Call]) -> list[float]:
     return seconds
 
 
-class _Recorder:
-    """The observer of one block on one rank.
+def _begun(event: Event) -> Call:
+    """What is about to start, when all of this rank's work before it is done."""
+    dtype = str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else ""
+    words = [event.op, event.reduce_op, dtype, *(str(tuple(tensor.shape)) for tensor in event.tensors)]
+    purpose, line = event.purpose and f", for {event.purpose}", line_of_program()
+    what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
+    _finish_device(event)
+    event.started = time.perf_counter()
+    return Call(what, event.comm.name, event.nbytes, event.started, event.waits)
 
-    Attributes:
-        calls: by this rank's clock.
-    """
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def before(self, event: Event) -> None:
-        """Note what is about to start, and when all of this rank's work before it was done."""
-        dtype = str(event.tensors[0].dtype).removeprefix("torch.") if event.tensors else ""
-        words = [event.op, event.reduce_op, dtype, *(str(tuple(tensor.shape)) for tensor in event.tensors)]
-        purpose, line = event.purpose and f", for {event.purpose}", line_of_program()
-        what = f"{' '.join(filter(None, words))} along {'x'.join(event.comm.axes)}{purpose}{line and f' ({line})'}"
-        _finish_device(event)
-        event.started = time.perf_counter()
-        self.calls.append(Call(what, event.comm.name, event.nbytes, event.started, event.waits))
-
-    def after(self, event: Event) -> None:
-        """Note when it has returned."""
-        _finish_device(event)
-        event.waits.append((event.started, time.perf_counter()))
+def _note_end(event: Event) -> None:
+    _finish_device(event)
+    event.waits.append((event.started, time.perf_counter()))
 
 
 def _finish_device(event: Event) -> None:
