@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import field
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -30,7 +29,7 @@ from .._torch import (
     without_importing_dynamo,
 )
 from ..events import Event, in_observed, observe, unobserve
-from ..values import dataclass
+from .comm_report import ModuleRecord, Record, as_json, table, write
 
 _FUNCTIONAL = {
     "allreduce_": "all_reduce",
@@ -56,46 +55,6 @@ _OUTPUTS_FIRST = {name for name in _FUNCTIONAL if not name.startswith(("allreduc
 }
 _WITHOUT_FUNCTIONAL = {"scatter": "scatter_", "gather": "gather_"}
 _POINT_TO_POINT = {"scatter_", "gather_", "reduce_", "send", "recv_", "recv_any_source_"}  # c10d only
-
-
-@dataclass(slots=True)
-class Record:
-    """One collective of a trace.
-
-    Attributes:
-        op: name of the functional collective.
-        axes: mesh axes it ran along; the name of the group when it was not asked for by axis.
-        size: number of ranks.
-        shapes: shapes that this rank put in.
-        dtype: of the first of them.
-        nbytes: bytes that this rank put in.
-        reduce_op: `sum`, ... or ''.
-        module: path of the innermost module, `Global` outside of modules.
-        backward: whether it ran in the backward pass.
-        started: seconds since the mode was entered.
-        seconds: duration on the host.
-    """
-
-    op: str
-    axes: tuple[str, ...]
-    size: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    nbytes: int
-    reduce_op: str
-    module: str
-    backward: bool
-    started: float
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _ModuleRecord:
-    """One module that ran: its parameters, their placements, and the ops that ran in it."""
-
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    placements: dict[str, Any] = field(default_factory=dict)
-    ops: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
 
 def packet_of(op: str) -> Any:
@@ -170,7 +129,7 @@ class CommDebugMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         import_module("torch.distributed._functional_collectives")  # it makes the keys `torch.ops.c10d_functional.*`
         self.trace: list[Record] = []
-        self.modules: dict[str, _ModuleRecord] = {}
+        self.modules: dict[str, ModuleRecord] = {}
         self._open: dict[int, Record] = {}
         self._tracker: ModuleTracker | None = None
         self._names: dict[nn.Module, str] = {}
@@ -229,21 +188,15 @@ class CommDebugMode(TorchDispatchMode):
         Raises:
             MeshTypeError, MeshError: another noise level.
         """
-        from .comm_report import table
-
-        return table(self, noise_level)
+        return table(self.trace, self.modules, noise_level)
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
         """The same as JSON in a file; the argument is that of `generate_comm_debug_tracing_table`."""
-        from .comm_report import write_json
-
-        write_json(self, file_name, noise_level)
+        write(file_name, as_json(self.trace, self.modules, noise_level))
 
     def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
         """The table of `generate_comm_debug_tracing_table` in a file."""
-        from .comm_report import write_table
-
-        write_table(self, file_name, noise_level)
+        write(file_name, self.generate_comm_debug_tracing_table(noise_level))
 
     # --- beyond it ----------------------------------------------------------------------------------------------------
 
@@ -312,7 +265,8 @@ class CommDebugMode(TorchDispatchMode):
         else:
             label = next((a for a in reversed(args) if isinstance(a, str)), "?")
             op, size = name.removesuffix("_"), 0
-        tensors = tuple(t for t in tree_leaves(_inputs(name, args)) if isinstance(t, Tensor))
+        sent = args[1] if name in _OUTPUTS_FIRST else args[0]
+        tensors = tuple(t for t in tree_leaves(sent) if isinstance(t, Tensor))
         record = self._record(op, (label,), size, tensors, "")
         begin = time.perf_counter()
         result = func(*args, **kwargs)
@@ -341,10 +295,10 @@ class CommDebugMode(TorchDispatchMode):
         parents = self._tracker.parents if self._tracker is not None else {"Global"}
         return max(parents, key=lambda path: (path != "Global", path.count("."), path), default="Global")
 
-    def _module_record(self, module: str) -> _ModuleRecord:
+    def _module_record(self, module: str) -> ModuleRecord:
         record = self.modules.get(module)
         if record is None:
-            record = self.modules[module] = _ModuleRecord()
+            record = self.modules[module] = ModuleRecord()
         return record
 
     def _record_module(self, module: nn.Module, args: Any) -> None:
@@ -368,8 +322,3 @@ def _is_collective(namespace: str, name: str) -> bool:
     if namespace == "c10d":
         return name in _FUNCTIONAL or name in _POINT_TO_POINT
     return namespace in {"_c10d_functional", "c10d_functional"} and name.removesuffix("_") in _FUNCTIONAL_NAMES
-
-
-def _inputs(name: str, args: tuple[Any, ...]) -> Any:
-    """The arguments of an op that hold what is sent, without output buffers."""
-    return args[1] if name in _OUTPUTS_FIRST else args[0]

@@ -4,44 +4,70 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from torch import Tensor
 
 from ..argument_types import require
 from ..errors import MeshError
+from ..values import dataclass
 
 
-class Recorded(Protocol):
-    """What a report reads of a mode."""
+@dataclass(slots=True)
+class Record:
+    """One collective of a trace.
 
-    trace: list[Any]
-    modules: dict[str, Any]
-
-
-def _phase(records: Iterable[Any], backward: bool) -> list[Any]:
-    return [r for r in records if r.backward is backward]
-
-
-def tree(mode: Recorded, noise_level: int = 3) -> dict[str, Any]:
-    """Modules by path, each with its collectives and, by noise level, more.
-
-    Args:
-        mode: a CommDebugMode.
-        noise_level: 0 counts of collectives; 1 also parameters and placements; 2 also every single collective with
-            shape, axes and bytes; 3 also all other ops.
-
-    Raises:
-        MeshTypeError, MeshError: another noise level.
+    Attributes:
+        op: name of the functional collective.
+        axes: mesh axes it ran along; the name of the group when it was not asked for by axis.
+        size: number of ranks.
+        shapes: shapes that this rank put in.
+        dtype: of the first of them.
+        nbytes: bytes that this rank put in.
+        reduce_op: `sum`, ... or ''.
+        module: path of the innermost module, `Global` outside of modules.
+        backward: whether it ran in the backward pass.
+        started: seconds since the mode was entered.
+        seconds: duration on the host.
     """
-    _check_level(noise_level)
+
+    op: str
+    axes: tuple[str, ...]
+    size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    nbytes: int
+    reduce_op: str
+    module: str
+    backward: bool
+    started: float
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class ModuleRecord:
+    """One module that ran: its parameters, their placements, and the ops that ran in it."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    placements: dict[str, Any] = field(default_factory=dict)
+    ops: Counter[tuple[str, bool]] = field(default_factory=Counter)
+
+
+def tree(trace: Sequence[Record], modules: Mapping[str, ModuleRecord], noise_level: int) -> dict[str, Any]:
+    """Modules by path, each with its collectives and more by noise level (`generate_comm_debug_tracing_table`)."""
+    require(noise_level, int, "noise_level is an int from 0 to 3")
+    if not 0 <= noise_level <= 3:
+        raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
     paths: dict[str, Any] = {}
-    for path in sorted({*mode.modules, *(r.module for r in mode.trace)}, key=_order):
-        record = mode.modules.get(path)
+    for path in sorted({*modules, *(r.module for r in trace)}, key=lambda path: (path != "Global", path)):
+        record = modules.get(path)
         own: dict[str, Any] = {}
         for phase, backward in (("forward", False), ("backward", True)):
-            records = _phase((r for r in mode.trace if r.module == path), backward)
+            records = [r for r in trace if r.module == path and r.backward is backward]
             run: dict[str, Any] = {"collectives": dict(Counter(r.op for r in records))}
             run["bytes"] = sum(r.nbytes for r in records)
             if noise_level >= 2:
@@ -62,21 +88,7 @@ def tree(mode: Recorded, noise_level: int = 3) -> dict[str, Any]:
     return paths
 
 
-def _check_level(noise_level: int) -> None:
-    require(noise_level, int, "noise_level is an int from 0 to 3")
-    if not 0 <= noise_level <= 3:
-        raise MeshError(f"noise_level is 0 to 3, got {noise_level}")
-
-
-def _check_path(file_name: str) -> None:
-    require(file_name, str | PathLike, "a file is named by a string or path")
-
-
-def _order(path: str) -> tuple[bool, str]:
-    return path != "Global", path
-
-
-def _call(record: Any) -> dict[str, Any]:
+def _call(record: Record) -> dict[str, Any]:
     return {
         "op": record.op,
         "axes": list(record.axes),
@@ -88,15 +100,15 @@ def _call(record: Any) -> dict[str, Any]:
     }
 
 
-def table(mode: Recorded, noise_level: int = 3) -> str:
+def table(trace: Sequence[Record], modules: Mapping[str, ModuleRecord], noise_level: int) -> str:
     """The tree as indented text; at level 0 without modules that ran no collective."""
     lines = []
-    for path, own in tree(mode, noise_level).items():
+    for path, own in tree(trace, modules, noise_level).items():
         body = _lines(own)
         if body or noise_level > 0:
             indent = "  " * path.count(".")
             lines += [indent + path, *(f"{indent}  {line}" for line in body)]
-    total = Counter(r.op for r in mode.trace)
+    total = Counter(r.op for r in trace)
     lines.append("total: " + (", ".join(f"{n} {op}" for op, n in sorted(total.items())) or "no collectives"))
     return "\n".join(lines) + "\n"
 
@@ -118,14 +130,13 @@ def _lines(own: dict[str, Any]) -> list[str]:
     return lines
 
 
-def write_table(mode: Recorded, file_name: str, noise_level: int) -> None:
-    """Write the table to a file."""
-    _check_path(file_name)
-    Path(file_name).write_text(table(mode, noise_level))
+def as_json(trace: Sequence[Record], modules: Mapping[str, ModuleRecord], noise_level: int) -> str:
+    """The tree, and the collectives in order."""
+    calls = [{**_call(r), "module": r.module, "backward": r.backward, "started": r.started} for r in trace]
+    return json.dumps({"modules": tree(trace, modules, noise_level), "trace": calls}, indent=1)
 
 
-def write_json(mode: Recorded, file_name: str, noise_level: int) -> None:
-    """Write the tree, and the collectives in order, to a file."""
-    _check_path(file_name)
-    trace = [{**_call(r), "module": r.module, "backward": r.backward, "started": r.started} for r in mode.trace]
-    Path(file_name).write_text(json.dumps({"modules": tree(mode, noise_level), "trace": trace}, indent=1))
+def write(file_name: str, text: str) -> None:
+    """Write a report to a file."""
+    require(file_name, str | PathLike, "a file is named by a string or path")
+    Path(file_name).write_text(text)
