@@ -1,4 +1,4 @@
-"""Local shards of several ranks that do not form a tensor.  Covers: tensor/assemble.py."""
+"""Local shards of several ranks that do not form a tensor.  Covers: tensor/shard.py."""
 
 from __future__ import annotations
 

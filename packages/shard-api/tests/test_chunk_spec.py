@@ -1,4 +1,4 @@
-"""Chunks in any order, and the dims that have them.  Covers: spec/chunk_spec.py."""
+"""Chunks in any order, and the dims that have them.  Covers: spec/specs.py."""
 
 from __future__ import annotations
 

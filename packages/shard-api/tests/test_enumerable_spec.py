@@ -1,4 +1,4 @@
-"""Listed shards, and specs inferred from shards.  Covers: spec/enumerable_spec.py."""
+"""Listed shards, and specs inferred from shards.  Covers: spec/specs.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks: other layouts and numbers of ranks, padded, broken.  Covers: checkpoint/load_save.py."""
+"""Checkpoints on real ranks: other layouts and numbers of ranks, padded, broken.  Covers: checkpoint.py."""
 
 from __future__ import annotations
 

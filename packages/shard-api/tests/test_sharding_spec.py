@@ -1,4 +1,4 @@
-"""Checks of lists of shards, and overrides by class of spec.  Covers: spec/sharding_spec.py."""
+"""Checks of lists of shards, and overrides by class of spec.  Covers: spec/metadata.py, ops/dispatch.py."""
 
 from __future__ import annotations
 

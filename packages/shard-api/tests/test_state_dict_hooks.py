@@ -1,4 +1,4 @@
-"""State dicts of modules with ShardedTensors.  Covers: checkpoint/state_dict_hooks.py."""
+"""State dicts of modules with ShardedTensors.  Covers: checkpoint.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: spec/to_placements.py."""
+"""Layouts and grids of placements, each expressed in the other, without ranks.  Covers: ops/dtensor_conversion.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal_dtensor import Shard
 from shoal_dtensor.internal import Box, volume
 from shoal_shard_api import ChunkShardingSpec, EnumerableShardingSpec, NotExpressibleError, TensorProperties
 from shoal_shard_api._torch import RemoteDevice
-from shoal_shard_api.spec.enumerable_spec import spec_of
-from shoal_shard_api.spec.to_placements import Grid, grid_of
+from shoal_shard_api.ops.dtensor_conversion import Grid, grid_of
+from shoal_shard_api.spec.specs import spec_of
 
 MEMBERS = (0, 1, 2, 3)
 

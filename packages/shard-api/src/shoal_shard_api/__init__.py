@@ -6,35 +6,45 @@ from shoal_mesh.internal import no_such_name
 
 from . import errors
 from .__about__ import __version__
-from .checkpoint.state_dict_hooks import pre_load_state_dict_hook, state_dict_hook
+from .checkpoint import pre_load_state_dict_hook, state_dict_hook
 from .errors import NotExpressibleError
 from .module.plan import Sharder, ShardingPlan, ShardingPlanner
 from .module.shard_module import (
     _collect_local_shard as _collect_local_shard,
     _reshard_output as _reshard_output,
+    _shard_tensor as _shard_tensor,
     shard_module,
+    shard_parameter,
 )
-from .module.shard_parameter import _shard_tensor as _shard_tensor, shard_parameter
 from .module.sharded_optimizer import ShardedOptimizer, named_params_with_sharded_tensor
-from .ops.dispatch import _sharded_op_impl as _sharded_op_impl, custom_sharded_op_impl
+from .ops.dispatch import (
+    _dispatch_custom_op as _dispatch_custom_op,
+    _has_custom_op as _has_custom_op,
+    _sharded_op_impl as _sharded_op_impl,
+    custom_sharded_op_impl,
+    custom_sharding_spec_op,
+)
 from .ops.lookup import replicated_indices
 from .ops.via_dtensor import implicit_reshard
 from .ranks.process_groups import _get_current_process_group as _get_current_process_group, load_with_process_group
-from .spec.chunk_spec import ChunkShardingSpec, get_chunk_sharding_params, get_chunked_dim_size, get_split_size
-from .spec.enumerable_spec import (
-    EnumerableShardingSpec,
-    _infer_sharding_spec_from_shards_metadata as _infer_sharding_spec_from_shards_metadata,
+from .spec.metadata import (
+    MEM_FORMAT_ENCODING,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    check_tensor,
+    validate_non_overlapping_shards_metadata,
 )
-from .spec.metadata import MEM_FORMAT_ENCODING, ShardedTensorMetadata, ShardMetadata, TensorProperties
-from .spec.sharding_spec import (
+from .spec.specs import (
+    ChunkShardingSpec,
     DevicePlacementSpec,
+    EnumerableShardingSpec,
     PlacementSpec,
     ShardingSpec,
-    _dispatch_custom_op as _dispatch_custom_op,
-    _has_custom_op as _has_custom_op,
-    check_tensor,
-    custom_sharding_spec_op,
-    validate_non_overlapping_shards_metadata,
+    _infer_sharding_spec_from_shards_metadata as _infer_sharding_spec_from_shards_metadata,
+    get_chunk_sharding_params,
+    get_chunked_dim_size,
+    get_split_size,
 )
 from .tensor.create import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from .tensor.shard import Shard, narrow_tensor, narrow_tensor_by_index

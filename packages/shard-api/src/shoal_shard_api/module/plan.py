@@ -17,8 +17,8 @@ from shoal_mesh.internal import dataclass, kind_of
 from ..arguments import expect, expect_all, is_plain
 from ..errors import MissingParameterError, ParameterError, PlanConflictError, PlanTypeError, SharderPathError
 from ..spec.metadata import TensorProperties
-from ..spec.sharding_spec import ShardingSpec
-from ..tensor.assemble import checked_metadata
+from ..spec.specs import ShardingSpec
+from ..tensor.shard import checked_metadata
 from ..tensor.sharded_tensor import ShardedTensor
 
 
@@ -126,11 +126,7 @@ def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, group: di
 
 
 def submodule(module: nn.Module, path: str, where: str) -> nn.Module:
-    """The sub-module at a path.
-
-    Raises:
-        MissingParameterError: There is none; ``where`` says which argument has the path.
-    """
+    """The sub-module at a path; MissingParameterError if there is none, where ``where`` is the argument of the path."""
     try:
         return module.get_submodule(path)
     except AttributeError as error:
@@ -180,12 +176,7 @@ def _check_outputs(module: nn.Module, plan: ShardingPlan, checked: CheckedPlan) 
 
 
 def attribute_of(module: nn.Module, name: str, where: str) -> Any:
-    """The attribute of a module that is to be sharded.
-
-    Raises:
-        ArgumentTypeError: ``module`` is no module, or ``name`` no string.
-        MissingParameterError: The module has no such attribute.
-    """
+    """The attribute of a module that is to be sharded; MissingParameterError if the module has none of the name."""
     expect("shard_parameter", "module", module, nn.Module)
     expect("shard_parameter", "param_name", name, str)
     if not hasattr(module, name):

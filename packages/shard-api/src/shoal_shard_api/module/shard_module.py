@@ -1,4 +1,4 @@
-"""Sharding of modules by a plan.
+"""Sharding of tensors, of parameters, and of modules by a plan.
 
 Each rank checks its arguments, then the ranks exchange errors and arguments.  Either all ranks raise the same error and
 nothing has changed, or none does.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -16,10 +17,91 @@ from shoal_mesh.internal import agree, kind_of
 from ..arguments import expect
 from ..errors import PlanTypeError, UnsupportedOpError
 from ..ranks.process_groups import agree_on, check_rank, resolve
-from ..spec.chunk_spec import ChunkShardingSpec
-from ..spec.sharding_spec import ShardingSpec
+from ..spec.specs import ChunkShardingSpec, ShardingSpec
 from ..tensor.sharded_tensor import ShardedTensor
-from .plan import CheckedPlan, ShardingPlan, check_plan, submodule
+from .plan import CheckedPlan, ShardingPlan, attribute_of, check_plan, check_shardable, submodule
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Plain on ``src_rank`` -> sharded: replaces a parameter by a ShardedTensor; all ranks of the group call it.
+
+    Args:
+        module: The module that owns the parameter.
+        param_name: Its name in the module.  A buffer stays a buffer, a tensor attribute an attribute.
+        sharding_spec: The spec of the result.
+        src_rank: Rank in the process group whose data are used.
+        process_group: The ranks that hold the result; None is the default group.
+
+    Raises:
+        ArgumentTypeError: ``module`` is no module, ``param_name`` no string, or the group no process group.
+        MissingParameterError: The module has no such attribute.
+        ParameterError: It is no tensor, is sharded already, or is not contiguous.
+        PlanTypeError: The spec is no ShardingSpec.
+        ProcessGroupError: ``src_rank`` is not a rank of the group.
+        RankMismatchError: Ranks passed a different source, spec, size or dtype; names both values and both ranks.
+        ShardingSpecError: The spec does not fit the tensor or the group.
+
+        Each is raised on every rank, and the module is unchanged then.
+
+    Example:
+        >>> linear = torch.nn.Linear(3, 4)
+        >>> shard_parameter(linear, "weight", ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
+        >>> linear.weight.local_tensor().shape
+        torch.Size([2, 3])
+    """
+    group = resolve(process_group)
+
+    def facts() -> dict[str, Any]:
+        where = f"{type(module).__name__}.{param_name}"
+        return _facts_of_tensor(attribute_of(module, param_name, where), sharding_spec, src_rank, where, group)
+
+    agree_on(group, facts)
+    tensor = getattr(module, param_name)
+    _install(module, param_name, sharding_spec.shard(tensor, src_rank=src_rank, process_group=group))
+
+
+def _shard_tensor(
+    tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    src_rank: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+) -> ShardedTensor:
+    """Plain on ``src_rank`` -> sharded: the ShardedTensor of the tensor there; all ranks of the group call it.
+
+    Arguments and errors are those of ``shard_parameter``.  The tensor is contiguous, of one size and dtype on all.
+    """
+    group = resolve(process_group)
+    agree_on(group, lambda: _facts_of_tensor(tensor, sharding_spec, src_rank, "tensor", group))
+    sharded: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
+    return sharded
+
+
+def _facts_of_tensor(tensor: Any, spec: Any, src_rank: int, where: str, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What is equal on all ranks that shard a tensor, after every check that one rank can make."""
+    check_shardable(tensor, spec, where, group)
+    check_rank("shard", "src_rank", src_rank, group)
+    return {
+        "src_rank": src_rank,
+        "sharding_spec": spec,
+        "size": tuple(tensor.size()),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _install(module: nn.Module, name: str, tensor: ShardedTensor) -> None:
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+    elif name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        setattr(module, name, tensor)
 
 
 def shard_module(
@@ -61,7 +143,7 @@ def shard_module(
         nonlocal checked
         checked = check_plan(module, plan, group)
         check_rank("shard", "src_rank", src_rank, group)
-        return _facts(module, checked, src_rank)
+        return _facts_of_plan(module, checked, src_rank)
 
     agree_on(group, facts)
     replacements = _run_sharders(module, checked, group)
@@ -80,7 +162,7 @@ def shard_module(
         _collect_local_shard(module.get_submodule(path))
 
 
-def _facts(module: nn.Module, checked: CheckedPlan, src_rank: int) -> dict[str, Any]:
+def _facts_of_plan(module: nn.Module, checked: CheckedPlan, src_rank: int) -> dict[str, Any]:
     """Values that must be equal on all ranks; Sharders are compared by their class."""
     facts: dict[str, Any] = {
         "src_rank": src_rank,

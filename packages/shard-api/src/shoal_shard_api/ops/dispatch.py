@@ -18,18 +18,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from shoal_mesh import all_reduce
 
 from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type, tree_leaves
-from ..arguments import expect_plain
+from ..arguments import expect, expect_plain
 from ..errors import ArgumentTypeError, LocalShardError, UnsupportedOpError
-from ..spec.sharding_spec import CustomOp, override_of, overriding
+from ..spec.specs import ShardingSpec
 from .lookup import LOOKUPS, look_up
-from .via_dtensor import DTensorCall, block_for
+from .via_dtensor import DTensorCall, block_for, run_shardwise
 
 Function = Callable[..., Any]
 Handler = Callable[[Any, Function, tuple[Any, ...], dict[str, Any]], Any]
+CustomOp = Callable[[tuple[type, ...], tuple[Any, ...], "dict[str, Any]", ProcessGroup], Any]
+"""An override: (types, args, kwargs, process_group) -> result; the first three as in ``__torch_function__``."""
+
+_OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutable state
+"""By class of spec, or None for any, and function."""
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
@@ -50,11 +56,8 @@ def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
             raise LocalShardError(f"sizes differ: {tuple(value.shape)} does not fit {tuple(tensor.shape)}")
         if value.process_group is not tensor.process_group:
             raise UnsupportedOpError("the two ShardedTensors are on different process groups")
-        return list(
-            value._local_tensors
-            if value._layout == tensor._layout
-            else value.resharded(tensor.sharding_spec())._local_tensors
-        )
+        moved = value if value._layout == tensor._layout else value.resharded(tensor.sharding_spec())
+        return list(moved._local_tensors)
     expect_plain("a ShardedTensor with the values of another tensor", "that tensor", value)
     shape = tuple(tensor.shape)
     if not _broadcasts(value.shape, shape):
@@ -73,57 +76,48 @@ def _metadata(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str,
         return func(*args, **kwargs)
 
 
-def _subject(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The first argument of a function, by position or name, and the other arguments."""
-    if args:
-        return args[0], args[1:], kwargs
-    name = next((name for name in ("input", "self", "tensor") if name in kwargs), None)
-    if name is None:
-        raise ArgumentTypeError(f"the function needs its first argument, got {sorted(kwargs)}")
-    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple[Any, ...], dict[str, Any]]:
+    """The two tensors of a function, by position or name, and its other arguments."""
+    names = [name for name in ("input", "self", "other", "src") if name in kwargs]
+    tensors = [*args[:2], *(kwargs[name] for name in names)]
+    if len(tensors) != 2:
+        raise ArgumentTypeError(f"the function takes two tensors, got {len(args)} arguments and {sorted(kwargs)}")
+    return *tensors, args[2:], {name: value for name, value in kwargs.items() if name not in names}
 
 
 def _on_shards(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function on every shard; the tensor itself if the function returns its argument for each of them."""
-    tensor, rest, kwargs = _subject(args, kwargs)
-    if not isinstance(tensor, cls):  # plain.type_as(sharded): only dtype and device are used
-        return func(tensor, *(arg._local_tensors[0] if isinstance(arg, cls) else arg for arg in rest), **kwargs)
-    rest = tuple(arg._local_tensors[0] if isinstance(arg, cls) else arg for arg in rest)
-    local_tensors = [func(local, *rest, **kwargs) for local in tensor._local_tensors]
-    if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
-        return tensor
-    return tensor._with(local_tensors)
+    return run_shardwise(func, args, kwargs, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)])
+
+
+def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Only dtype and device of the other tensor are used."""
+    tensor, other, _, _ = _two(args, kwargs)
+    return tensor.to(other._local_tensors[0] if isinstance(other, cls) else other)
 
 
 def _copy(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``a.copy_(b)``: a sharded b has any layout; a plain a receives the full tensor."""
-    tensor, rest, kwargs = _subject(args, kwargs)
-    source = rest[0] if rest else kwargs.pop("src", kwargs.pop("other", None))
+    tensor, source, rest, kwargs = _two(args, kwargs)
     if not isinstance(tensor, cls):
         if not _broadcasts(source.shape, tensor.shape):
             raise LocalShardError(f"copy_: {tuple(source.shape)} does not broadcast to {tuple(tensor.shape)}")
-        return tensor.copy_(source.full_tensor(), *rest[1:], **kwargs)
+        return tensor.copy_(source.full_tensor(), *rest, **kwargs)
     for local, new in zip(tensor._local_tensors, with_layout_of(tensor, source), strict=True):
-        local.copy_(new, *rest[1:], **kwargs)
+        local.copy_(new, *rest, **kwargs)
     return tensor
 
 
 def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """``equal`` and ``allclose``: each rank compares its shards, and the answers are reduced."""
-    a, rest, kwargs = _subject(args, kwargs)
-    rest = rest or (kwargs.pop("other"),)
-    sharded, other = (a, rest[0]) if isinstance(a, cls) else (rest[0], a)
-    if sharded.shape != other.shape:
+    a, b, rest, kwargs = _two(args, kwargs)
+    if a.shape != b.shape:
         if func in (torch.equal, torch.Tensor.equal):
             return False
-        raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(rest[0].shape)}")
-    theirs = with_layout_of(sharded, other)
-    pairs = (
-        zip(sharded._local_tensors, theirs, strict=True)
-        if isinstance(a, cls)
-        else zip(theirs, sharded._local_tensors, strict=True)
-    )
-    same = all(func(mine, their, *rest[1:], **kwargs) for mine, their in pairs)
+        raise LocalShardError(f"allclose: sizes differ: {tuple(a.shape)} and {tuple(b.shape)}")
+    sharded = a if isinstance(a, cls) else b
+    of_a, of_b = (sharded._local_tensors if each is sharded else with_layout_of(sharded, each) for each in (a, b))
+    same = all(func(x, y, *rest, **kwargs) for x, y in zip(of_a, of_b, strict=True))
     verdict = torch.tensor(int(same), device=sharded._local_tensors[0].device)
     return bool(all_reduce(verdict, sharded._comm, "min").item())
 
@@ -131,23 +125,17 @@ def _compare(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, 
 def _gradients(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``torch.autograd.grad`` of the shards of its arguments."""
     names = ("outputs", "inputs", "grad_outputs")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    outputs, inputs = (_listed(given.pop(name)) for name in names[:2])
-    grads = _listed(given.pop("grad_outputs", None)) or [None] * len(outputs)
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
+    outputs, inputs = (_listed(options.pop(name)) for name in names[:2])
+    grads = _listed(options.pop("grad_outputs", None)) or [None] * len(outputs)
     flat = [(local, grad) for each, g in zip(outputs, grads, strict=True) for local, grad in _pairs(cls, each, g)]
-    sizes = [len(each._local_tensors) if isinstance(each, cls) else 1 for each in inputs]
-    gradients = iter(
-        func(
-            [local for local, _ in flat],
-            [local for each in inputs for local in (each._local_tensors if isinstance(each, cls) else [each])],
-            [grad for _, grad in flat],
-            **given,
-        )
-    )
-    groups = [[next(gradients) for _ in range(size)] for size in sizes]
+    of_inputs = [each._local_tensors if isinstance(each, cls) else [each] for each in inputs]
+    local_inputs = [local for each in of_inputs for local in each]
+    gradients = iter(func([local for local, _ in flat], local_inputs, [grad for _, grad in flat], **options))
+    groups = [[next(gradients) for _ in local_tensors] for local_tensors in of_inputs]
     return tuple(
-        (None if local_tensors[0] is None else each._with(local_tensors)) if isinstance(each, cls) else local_tensors[0]
-        for each, local_tensors in zip(inputs, groups, strict=True)
+        each._with(group) if isinstance(each, cls) and group[0] is not None else group[0]
+        for each, group in zip(inputs, groups, strict=True)
     )
 
 
@@ -185,7 +173,7 @@ DESCRIBE: list[Callable[..., Any]] = [
 ]
 SHARDWISE: list[Callable[..., Any]] = [
     *(T.clone, torch.clone, T.contiguous, T.detach, torch.detach, T.detach_, torch.detach_, T.requires_grad_),
-    *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type_as, T.type),
+    *(T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.char, T.byte, T.bool, T.type),
     *(T.zero_, torch.zero_, T.fill_, torch.fill_, torch.nn.init.constant_),
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
 ]
@@ -198,6 +186,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(DESCRIBE, _metadata),
     has_compatible_shallow_copy_type: lambda *_: False,  # a module that changes dtype replaces the tensor, not its data
     **dict.fromkeys(SHARDWISE, _on_shards),
+    T.type_as: _type_as,
     T.copy_: _copy,
     **dict.fromkeys([torch.equal, T.equal, torch.allclose, T.allclose], _compare),
     torch.autograd.grad: _gradients,
@@ -206,7 +195,7 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 
-# --- which of them a call is ------------------------------------------------------------------------------------------
+# --- overrides, and which of them all a call is -----------------------------------------------------------------------
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
@@ -224,10 +213,65 @@ def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[CustomOp], Cus
         >>> @custom_sharded_op_impl(torch.asin)
         ... def asin(types, args, kwargs, process_group): ...
     """
-    return overriding("custom_sharded_op_impl", None, func)
+    return _overriding("custom_sharded_op_impl", None, func)
 
 
 _sharded_op_impl = custom_sharded_op_impl  # the name of torch for its own ops
+
+
+def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any]) -> Callable[[CustomOp], CustomOp]:
+    """A decorator that registers a function in place of ``func`` for ShardedTensors whose spec is of this class.
+
+    Args:
+        sharding_spec_class: The class itself; subclasses have overrides of their own.
+        func: A function of torch, or a method of torch.Tensor.
+
+    Raises:
+        ArgumentTypeError: The class is no class, or ``func`` is not callable.
+
+    Example:
+        >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.digamma)
+        ... def digamma(types, args, kwargs, process_group): ...
+    """
+    expect("custom_sharding_spec_op", "sharding_spec_class", sharding_spec_class, type)
+    return _overriding("custom_sharding_spec_op", sharding_spec_class, func)
+
+
+def _overriding(
+    call: str, sharding_spec_class: type | None, func: Callable[..., Any]
+) -> Callable[[CustomOp], CustomOp]:
+    """The decorator of both; without a class for ShardedTensors of any spec."""
+    expect(call, "func", func, Callable)
+
+    def register(implementation: CustomOp) -> CustomOp:
+        expect(call, "the decorated function", implementation, Callable)
+        _OVERRIDES[sharding_spec_class, func] = implementation
+        return implementation
+
+    return register
+
+
+def _has_custom_op(sharding_spec: ShardingSpec, op: Callable[..., Any]) -> bool:
+    """Whether an override of ``op`` is registered for the class of this spec."""
+    return (type(sharding_spec), op) in _OVERRIDES
+
+
+def _dispatch_custom_op(
+    sharding_spec: ShardingSpec,
+    op: Callable[..., Any],
+    types: tuple[type, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    process_group: ProcessGroup,
+) -> Any:
+    """Result of the override of ``op`` for the class of this spec.
+
+    Raises:
+        UnsupportedOpError: None is registered.
+    """
+    if not _has_custom_op(sharding_spec, op):
+        raise UnsupportedOpError(f"{op} is not overridden for {type(sharding_spec).__name__}")
+    return _OVERRIDES[type(sharding_spec), op](types, args, kwargs, process_group)
 
 
 def run(
@@ -240,9 +284,10 @@ def run(
         NotExpressibleError: A layout has no placements, and the function is not pointwise.
     """
     tensors = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
-    override = override_of(tensors[0].sharding_spec(), func) if tensors else None
-    if override is not None:
-        return override(types, args, kwargs, tensors[0].process_group)
+    if tensors:
+        override = _OVERRIDES.get((None, func)) or _OVERRIDES.get((type(tensors[0].sharding_spec()), func))
+        if override is not None:
+            return override(types, args, kwargs, tensors[0].process_group)
     if func in HANDLERS:
         return HANDLERS[func](cls, func, args, kwargs)
     name = getattr(func, "__name__", func)

@@ -1,24 +1,104 @@
-"""ShardedTensor <-> DTensor of the same shards, without communication.  The class ShardedTensor is an argument."""
+"""ShardedTensor <-> DTensor of the same shards, without communication.  The class ShardedTensor is an argument.
+
+Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim that it shards and the shard sizes.
+
+    one sharded dim           1-D mesh, ranks in the order of their shards; ranks without a shard have size 0
+    n-D grid of shards        n-D mesh of the same shape
+    bricks, several per rank  no placements: NotExpressibleError
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 import torch
 
-from shoal_dtensor import DTensor, Placement, Spec
+from shoal_dtensor import DTensor, Placement, Shard, Spec
+from shoal_dtensor.internal import format_box, grid, spans, volume
 from shoal_mesh import DeviceMesh
+from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..errors import NotExpressibleError
 from ..ranks.process_groups import comm_of, members, mesh_of
 from ..ranks.reshard import move
-from ..spec.enumerable_spec import spec_of
 from ..spec.metadata import Layout, TensorProperties
-from ..spec.to_placements import Grid, grid_of
+from ..spec.specs import spec_of
 
-Placements = tuple[Placement, ...]
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Shards that are the cells of a grid, on a mesh of the same shape.
+
+    Attributes:
+        mesh_shape: Number of shards along every mesh axis.
+        ranks: Global rank at every mesh coordinate, row-major.
+        placements: For every mesh axis, the tensor dim that it shards and the shard sizes.
+    """
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[Shard, ...]
+
+
+@lru_cache(maxsize=4096)
+def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) -> Grid:
+    """The grid with this layout that has every member of the process group in its mesh.
+
+    Ranks without elements hold empty shards at the end of one axis, if they fill whole rows of the mesh: 2 x 2 shards
+    on 6 ranks have a (3, 2) mesh whose last row is empty, on 5 ranks they have none.
+
+    Raises:
+        NotExpressibleError: There is none; says why.
+
+    Example:
+        >>> from shoal_shard_api.ops.dtensor_conversion import grid_of
+        >>> grid_of(((1, ((0, 2),)), (0, ((2, 3),))), (3,), (0, 1)).placements
+        (Shard(dim=0, sizes=(2, 1)),)
+    """
+    if not shape:
+        raise NotExpressibleError("a 0-dim tensor has no dim that a Shard placement could shard")
+    filled = [(rank, box) for rank, box in layout if volume(box) > 0]
+    holders = {box: rank for rank, box in filled}
+    ranks = [rank for rank, _ in filled]
+    several = list(dict.fromkeys(rank for rank in ranks if ranks.count(rank) > 1))
+    if several:
+        raise NotExpressibleError(f"ranks {several} hold several shards each; a DTensor has one shard on each rank")
+    cells = grid(list(holders), shape)
+    if cells is None:
+        raise NotExpressibleError(
+            f"the {len(filled)} shards are not all cells of a grid over a tensor of size {shape}: "
+            + ", ".join(f"{format_box(box)} on rank {rank}" for rank, box in sorted(filled))
+        )
+    dims = [dim for dim, sizes in enumerate(cells) if len(sizes) > 1] or [_only_dim(layout, shape)]
+    axes = [list(cells[dim]) if filled else [] for dim in dims]  # shard sizes along every mesh axis
+    idle = [rank for rank in dict.fromkeys([*(rank for rank, _ in layout), *members]) if rank not in ranks]
+    if idle:
+        rows = [max(len(filled), 1) // max(len(sizes), 1) for sizes in axes]  # ranks that share one index on the axis
+        fits = [axis for axis, row in enumerate(rows) if len(idle) % row == 0]
+        if not fits:
+            raise NotExpressibleError(
+                f"a grid of {' x '.join(str(len(sizes)) for sizes in axes)} shards on {len(members)} ranks leaves the "
+                f"ranks {idle} idle, and they do not fill a row of a mesh of all ranks"
+            )
+        axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])
+    # A cell has a holder; what lies beyond the cells is given to the idle ranks.
+    spare, along = iter(idle), [spans(sizes) for sizes in cells]
+    order = []
+    for coordinate in product(*(range(len(sizes)) for sizes in axes)):
+        at = dict(zip(dims, coordinate, strict=True))
+        inside = bool(filled) and all(at[dim] < len(cells[dim]) for dim in dims)
+        order.append(holders[tuple(each[at.get(d, 0)] for d, each in enumerate(along))] if inside else next(spare))
+    placements = tuple(Shard(dim, sizes=tuple(sizes)) for dim, sizes in zip(dims, axes, strict=True))
+    return Grid(tuple(len(sizes) for sizes in axes), tuple(order), placements)
+
+
+def _only_dim(layout: Layout, shape: tuple[int, ...]) -> int:
+    """The dim to shard if one rank holds every element: the dim along which the other shards are empty, else dim 0."""
+    empty = (dim for _, box in layout for dim, (a, b) in enumerate(box) if a == b and shape[dim] > 0)
+    return next(empty, 0)
 
 
 def grid_for(tensor: Any) -> Grid:
@@ -30,14 +110,6 @@ def grid_for(tensor: Any) -> Grid:
     return grid_of(tensor._layout, tuple(tensor.size()), members(tensor.process_group))
 
 
-def grid_or_none(tensor: Any) -> Grid | None:
-    """The grid of a ShardedTensor's layout, None if it is no grid."""
-    try:
-        return grid_for(tensor)
-    except NotExpressibleError:
-        return None
-
-
 def mesh_for(tensor: Any, grid: Grid) -> DeviceMesh:
     """The mesh of a grid over a ShardedTensor's process group; all ranks call it."""
     return mesh_of(tensor.process_group, tensor._local_tensors[0].device.type, grid.mesh_shape, grid.ranks)
@@ -47,32 +119,32 @@ def to_dtensor(tensor: Any) -> DTensor:
     """The DTensor of the same shards."""
     grid = grid_for(tensor)
     local = next((each for each in tensor._local_tensors if each.numel() > 0), tensor._local_tensors[0])
-    return _from_local(tensor, local, mesh_for(tensor, grid), grid.placements)
+    return _from_local(local, Spec(mesh_for(tensor, grid), grid.placements, *_meta(tensor)))
 
 
-def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: Placements) -> DTensor:
+def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """Layout -> placements: the DTensor of any ShardedTensor on a given mesh; all ranks call it."""
-    spec = Spec(mesh, placements, tensor.size(), tensor.stride(), tensor.dtype)
+    spec = Spec(mesh, placements, *_meta(tensor))
     comm = comm_of(tensor.process_group, mesh.device_type)
     (local,) = move(tensor._local_tensors, tensor._layout, layout_of(spec), comm)
-    return _from_local(tensor, local, mesh, placements)
+    return _from_local(local, spec)
 
 
-def _from_local(tensor: Any, local: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    local_shape = Spec(mesh, placements, tensor.size(), tensor.stride(), tensor.dtype).local_shape
+def _meta(tensor: Any) -> tuple[Any, ...]:
+    return tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
     # The empty tensor of a rank without shards is 1-D.
-    local = local if local.shape == local_shape else local.reshape(local_shape)
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.size(), stride=tuple(tensor.stride())
-    )
+    local = local if local.shape == spec.local_shape else local.reshape(spec.local_shape)
+    shape, stride = torch.Size(spec.shape), tuple(spec.stride)
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
 
 
 def layout_of(spec: Spec) -> Layout:
     """Global rank and box of every shard of a DTensor, in the order of its mesh."""
-    return tuple(
-        (spec.mesh.rank_at(coordinate), spec.box(coordinate))
-        for coordinate in product(*(range(n) for n in spec.mesh.shape))
-    )
+    coordinates = product(*(range(n) for n in spec.mesh.shape))
+    return tuple((spec.mesh.rank_at(coordinate), spec.box(coordinate)) for coordinate in coordinates)
 
 
 def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
@@ -98,25 +170,18 @@ def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
             f"{', '.join(unsharded) or 'no dims'} has no sharding spec: redistribute it to Shard on every mesh axis "
             f"{spec.mesh.axis_names}, or take full_tensor()"
         )
-    layout = layout_of(spec)
+    layout, local = layout_of(spec), dtensor.to_local()
+    devices = {rank: _device(rank, spec.mesh.device_type) for rank, _ in layout}
     if like is None:
         group = spec.mesh.comm(tuple(range(spec.mesh.ndim))).group
-        devices = {rank: _device(rank, spec.mesh.device_type) for rank, _ in layout}
-    else:
-        group, devices = like.process_group, devices_of(like)
+    else:  # a rank without a shard has a device of the same type
+        group = like.process_group
+        declared = {each.rank: each.placement for each in like._metadata.shards_metadata}
+        devices |= {rank: placement for rank, placement in declared.items() if placement is not None}
     sharding = spec_of(layout, devices)
-    local = dtensor.to_local()
     properties = TensorProperties(dtype=spec.dtype, requires_grad=local.requires_grad)
     metadata = sharding.build_metadata(torch.Size(spec.shape), properties)
     return cls._wrap(sharding, metadata, [local], group, stride=spec.stride)
-
-
-def devices_of(tensor: Any) -> dict[int, RemoteDevice]:
-    """Placement of every rank of a ShardedTensor's group; a rank without a shard has one of the same device type."""
-    own = tensor._local_tensors[0].device.type
-    default = {rank: _device(rank, own) for rank in members(tensor.process_group)}
-    declared = {each.rank: each.placement for each in tensor._metadata.shards_metadata}
-    return {**default, **{rank: placement for rank, placement in declared.items() if placement is not None}}
 
 
 def _device(rank: int, device_type: str) -> RemoteDevice:

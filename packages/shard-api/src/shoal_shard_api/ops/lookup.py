@@ -113,7 +113,7 @@ class _Lookup:
     def own_rows(self) -> Any:
         """The rows of this rank's indices."""
         ranks: list[_Rows] = [facts["~rows"] for facts in agree_on(self.weight.process_group, self._facts)]
-        home = self.call.home()
+        home = self.call.home
         order = [home.rank_at(each) for each in product(*(range(n) for n in home.shape))]
         in_order = [ranks[self.comm.ranks.index(rank)] for rank in order]
         gathered = self._gathered(order, in_order)

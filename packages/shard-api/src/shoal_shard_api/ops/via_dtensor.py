@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -49,16 +50,34 @@ def implicit_reshard(allow: bool = True) -> Iterator[None]:
 
 
 class DTensorCall:
-    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to."""
+    """One function call by way of DTensors: the grids of its tensors, and which of them it writes to.
+
+    Attributes:
+        grids: By the id of each tensor, its grid; None where its layout has no placements.
+        problem: Why one of them has none; empty if all have.
+    """
 
     def __init__(self, cls: Any, func: Callable[..., Any], tensors: Sequence[Any]) -> None:
-        self.cls = cls
-        self.func = func
-        self.tensors = tensors
+        self.cls, self.func, self.tensors = cls, func, tensors
         self.name: str = str(getattr(func, "__name__", func))
-        self.initializer: Any | bool = getattr(func, "__module__", "") == "torch.nn.init"
+        self.initializer: bool = getattr(func, "__module__", "") == "torch.nn.init"
         self.in_place: bool = self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
-        self.grids: dict[int, Any] = {id(each): dtensor_conversion.grid_or_none(each) for each in tensors}
+        self.grids: dict[int, Any] = dict.fromkeys(map(id, tensors))
+        self.problem = ""
+        for each in tensors:
+            try:
+                self.grids[id(each)] = dtensor_conversion.grid_for(each)
+            except NotExpressibleError as error:
+                self.problem = self.problem or str(error)
+
+    @cached_property
+    def home(self) -> DeviceMesh:
+        """The mesh of the first tensor that has placements, else the 1-D mesh of all ranks."""
+        for each in self.tensors:
+            if self.grids[id(each)] is not None:
+                return dtensor_conversion.mesh_for(each, self.grids[id(each)])
+        first = self.tensors[0]
+        return one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, plain: Callable[[DTensor], Any] | None = None
@@ -69,13 +88,46 @@ class DTensorCall:
         plain, in place of a ShardedTensor.
         """
         self._refuse_leaf(args, kwargs)
-        if None in self.grids.values():
+        if self.problem:
             if is_pointwise(self.func, args, kwargs, self.tensors):
                 return run_shardwise(self.func, args, kwargs, self.tensors)
             self.check_layouts()
-        home = self.home()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.initializer):
-            return self._run_on(home, args, kwargs, plain)
+            return self._run_at_home(args, kwargs, plain)
+
+    def _run_at_home(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[DTensor], Any] | None
+    ) -> Any:
+        dtensors = {id(each): self._on_mesh(each) for each in self.tensors}
+        before = {key: dtensor.grad_fn for key, dtensor in dtensors.items()}
+        originals = {id(dtensors[id(each)]): each for each in self.tensors}
+
+        def convert(leaf: Any) -> Any:
+            if isinstance(leaf, self.cls):
+                return dtensors[id(leaf)]
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dim() > 0:
+                return DTensor.from_local(leaf, self.home, [Replicate()] * self.home.ndim, run_check=False)
+            return leaf
+
+        def back(leaf: Any) -> Any:
+            """A result as the caller gets it: plain or a ShardedTensor."""
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) in originals:
+                return originals[id(leaf)]
+            if leaf.dim() == 0:
+                return leaf.full_tensor()
+            if plain is not None:
+                return plain(leaf)
+            if not all(placement.is_shard() for placement in leaf.placements):
+                leaf = leaf.redistribute(placements=self._placements_at_home(leaf.shape) or _shard_further(leaf))
+            return dtensor_conversion.from_dtensor(self.cls, leaf, like=self.tensors[0])
+
+        with implicit_replication():  # plain tensors that the function creates
+            result = self.func(*tree_map(convert, args), **tree_map(convert, kwargs))
+        for each in self.tensors:
+            self._write_back(each, dtensors[id(each)], before[id(each)])
+        return tree_map(back, result)
 
     def _refuse_leaf(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a write to a leaf that requires grad.  The op writes to a view of the shard, which torch allows."""
@@ -90,94 +142,41 @@ class DTensorCall:
 
     def check_layouts(self) -> None:
         """Raise NotExpressibleError for a layout without placements, unless it may be moved."""
-        if _MAY_RESHARD.get():
-            return
-        for each in self.tensors:
-            try:
-                dtensor_conversion.grid_for(each)
-            except NotExpressibleError as error:
-                raise NotExpressibleError(
-                    f"{self.name}: {error}. reshard() the tensor to a ChunkShardingSpec first, or make the call inside "
-                    "implicit_reshard()"
-                ) from None
+        if self.problem and not _MAY_RESHARD.get():
+            raise NotExpressibleError(
+                f"{self.name}: {self.problem}. reshard() the tensor to a ChunkShardingSpec first, or make the call "
+                "inside implicit_reshard()"
+            )
 
-    def home(self) -> DeviceMesh:
-        """The mesh of the first tensor that has placements, else the 1-D mesh of all ranks."""
-        for each in self.tensors:
-            if self.grids[id(each)] is not None:
-                return dtensor_conversion.mesh_for(each, self.grids[id(each)])
-        first = self.tensors[0]
-        return one_dim_mesh(first.process_group, first._local_tensors[0].device.type)
-
-    def _at_home(self, tensor: Any, home: DeviceMesh) -> bool:
+    def _at_home(self, tensor: Any) -> bool:
         grid = self.grids[id(tensor)]
-        return grid is not None and dtensor_conversion.mesh_for(tensor, grid) == home
+        return grid is not None and dtensor_conversion.mesh_for(tensor, grid) == self.home
 
-    def _run_on(
-        self, home: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[[DTensor], Any] | None
-    ) -> Any:
-        dtensors = {id(each): self._on_mesh(each, home) for each in self.tensors}
-        before = {key: dtensor.grad_fn for key, dtensor in dtensors.items()}
-        replicated = [Replicate()] * home.ndim
-
-        def convert(leaf: Any) -> Any:
-            if isinstance(leaf, self.cls):
-                return dtensors[id(leaf)]
-            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.dim() > 0:
-                return DTensor.from_local(leaf, home, replicated, run_check=False)
-            return leaf
-
-        with implicit_replication():  # plain tensors that the function creates
-            result = self.func(*tree_map(convert, args), **tree_map(convert, kwargs))
-        for each in self.tensors:
-            self._write_back(each, dtensors[id(each)], before[id(each)], home)
-        originals = {id(dtensors[id(each)]): each for each in self.tensors}
-        return tree_map(lambda leaf: self._back(leaf, originals, home, plain), result)
-
-    def _on_mesh(self, tensor: Any, home: DeviceMesh) -> DTensor:
+    def _on_mesh(self, tensor: Any) -> DTensor:
         """The DTensor on the home mesh; a tensor of another layout takes the placements of one of its shape there."""
-        if self._at_home(tensor, home):
+        if self._at_home(tensor):
             return dtensor_conversion.to_dtensor(tensor)
-        placements = self._placements_at_home(tensor.shape, home)
+        placements = self._placements_at_home(tensor.shape)
         if placements is None:
             grid = self.grids[id(tensor)]
             dim = grid.placements[0].dim if grid is not None else 0
-            placements = (Shard(dim),) * home.ndim
-        return dtensor_conversion.to_dtensor_on(tensor, home, placements)
+            placements = (Shard(dim),) * self.home.ndim
+        return dtensor_conversion.to_dtensor_on(tensor, self.home, placements)
 
-    def _placements_at_home(self, shape: torch.Size, home: DeviceMesh) -> tuple[Shard, ...] | None:
+    def _placements_at_home(self, shape: torch.Size) -> tuple[Shard, ...] | None:
         """The placements of an argument of this shape on the home mesh, None if there is none."""
-        for each in self.tensors:
-            if each.shape == shape and self._at_home(each, home):
-                placements: tuple[Shard, ...] = self.grids[id(each)].placements
-                return placements
-        return None
+        fits = (each for each in self.tensors if each.shape == shape and self._at_home(each))
+        return next((self.grids[id(each)].placements for each in fits), None)
 
-    def _write_back(self, tensor: Any, dtensor: DTensor, before: Any, home: DeviceMesh) -> None:
+    def _write_back(self, tensor: Any, dtensor: DTensor, before: Any) -> None:
         """Give the tensor what the op wrote to its DTensor: the values if it was moved, else the autograd history."""
-        if self._at_home(tensor, home):
+        if self._at_home(tensor):
             if dtensor.grad_fn is not before:
                 tensor._set_local_tensors([dtensor.to_local()])
         elif self.in_place and tensor is self.tensors[0]:
             moved = dtensor_conversion.from_dtensor(self.cls, dtensor, like=tensor).resharded(tensor.sharding_spec())
             for local, new in zip(tensor._local_tensors, moved._local_tensors, strict=True):
                 local.copy_(new)
-
-    def _back(
-        self, leaf: Any, originals: dict[int, Any], home: DeviceMesh, plain: Callable[[DTensor], Any] | None
-    ) -> Any:
-        """A result as the caller gets it: plain or a ShardedTensor."""
-        if not isinstance(leaf, DTensor):
-            return leaf
-        if id(leaf) in originals:
-            return originals[id(leaf)]
-        if leaf.dim() == 0:
-            return leaf.full_tensor()
-        if plain is not None:
-            return plain(leaf)
-        if not all(placement.is_shard() for placement in leaf.placements):
-            leaf = leaf.redistribute(placements=self._placements_at_home(leaf.shape, home) or _shard_further(leaf))
-        return dtensor_conversion.from_dtensor(self.cls, leaf, like=self.tensors[0])
 
 
 def _shard_further(dtensor: DTensor) -> tuple[Any, ...]:
@@ -241,12 +240,11 @@ def run_shardwise(
     """Result of a pointwise call, computed on each local shard; no communication."""
     first = tensors[0]
     boxes: list[Box | None] = [shard.metadata.box for shard in first.local_shards()] or [None]
-    known = {id(each): each for each in tensors}
-    results = []
+    results, sharded = [], {id(each) for each in tensors}
     for index, box in enumerate(boxes):
 
         def local(leaf: Any, index: int = index, box: Box | None = box) -> Any:
-            if id(leaf) in known:
+            if id(leaf) in sharded:
                 return leaf._local_tensors[index]
             if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
                 return leaf.new_empty(0) if box is None else block_for(leaf, box, tuple(first.shape))
@@ -254,21 +252,21 @@ def run_shardwise(
 
         results.append(func(*tree_map(local, args), **tree_map(local, kwargs)))
     flat = [tree_leaves(result) for result in results]
-    joined = iter([_one(list(local_tensors), first, known) for local_tensors in zip(*flat, strict=True)])
+    joined = iter([_joined(local_tensors, tensors) for local_tensors in zip(*flat, strict=True)])
     return tree_map(lambda _: next(joined), results[0])
+
+
+def _joined(local_tensors: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
+    if not isinstance(local_tensors[0], torch.Tensor):
+        return local_tensors[0]
+    for tensor in tensors:
+        if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
+            return tensor
+    return tensors[0]._with(local_tensors)
 
 
 def block_for(plain: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
     """The slice of a plain tensor that broadcasts against the shard with this box; dims of size 1 are not sliced."""
     own = box[len(shape) - plain.dim() :]
     return plain[tuple(slice(None) if n == 1 else slice(*span) for n, span in zip(plain.shape, own, strict=True))]
-
-
-def _one(local_tensors: list[Any], first: Any, known: dict[int, Any]) -> Any:
-    """The ShardedTensor of the results of all shards; an argument itself if its local tensors are the results."""
-    if not isinstance(local_tensors[0], torch.Tensor):
-        return local_tensors[0]
-    for tensor in known.values():
-        if all(new is old for new, old in zip(local_tensors, tensor._local_tensors, strict=True)):
-            return tensor
-    return first._with(local_tensors)

@@ -41,17 +41,11 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_rank(call: str, name: str, rank: object, group: dist.ProcessGroup) -> None:
-    """Check a rank in a process group.
-
-    Raises:
-        ArgumentTypeError: It is no integer.
-        ProcessGroupError: The group has no such rank.
-    """
+    """Raise ArgumentTypeError for what is no integer, ProcessGroupError for a rank that the group does not have."""
     expect(call, name, rank, int)
-    if not 0 <= int(str(rank)) < dist.get_world_size(group):
-        raise ProcessGroupError(
-            f"{call}: {name}={rank} is not a rank of the process group of {dist.get_world_size(group)} ranks"
-        )
+    size = dist.get_world_size(group)
+    if rank not in range(size):
+        raise ProcessGroupError(f"{call}: {name}={rank} is not a rank of the process group of {size} ranks")
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -129,14 +123,7 @@ def _get_current_process_group() -> dist.ProcessGroup:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroupState:
-    """This rank's place in a process group and in the world, saved in pickles so that another place is refused.
-
-    Attributes:
-        local_rank: Rank in the process group.
-        global_rank: Rank in the world.
-        local_world_size: Number of ranks of the process group.
-        global_world_size: Number of ranks of the world.
-    """
+    """This rank's place in a process group and in the world, saved in pickles so that another place is refused."""
 
     local_rank: int
     global_rank: int
@@ -151,11 +138,7 @@ class ProcessGroupState:
         )
 
     def check(self, group: dist.ProcessGroup) -> None:
-        """Check that this rank has the same place in ``group``.
-
-        Raises:
-            ProcessGroupError: It has another place; says what differs.
-        """
+        """Raise ProcessGroupError, which says what differs, unless this rank has the same place in ``group``."""
         now = ProcessGroupState.of(group)
         for name, what in (
             ("local_rank", "rank in the process group"),
@@ -170,27 +153,20 @@ class ProcessGroupState:
                 )
 
 
+@lru_cache(maxsize=256)
+def mesh_of(group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of this shape over all ranks of the group, given row-major; subgroups are created at first use."""
+    if len(shape) == 1:
+        return DeviceMesh.from_group([group], device_type, ranks)
+    return mesh_of(group, device_type, (len(ranks),), ranks).unflatten(0, shape)
+
+
+def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The 1-D mesh over the group's ranks, in group order."""
+    ranks = members(group)
+    return mesh_of(group, device_type, (len(ranks),), ranks)
+
+
 def comm_of(group: dist.ProcessGroup, device_type: str) -> Comm:
     """The communicator over all ranks of the group, in group order."""
     return one_dim_mesh(group, device_type).comm(0)
-
-
-@lru_cache(maxsize=64)
-def one_dim_mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    """The 1-D mesh over the group's ranks, in group order."""
-    return DeviceMesh.from_group(group, device_type)
-
-
-def mesh_of(group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of this shape over all ranks of the group, given row-major; subgroups are created at first use."""
-    if shape == (len(ranks),) and ranks == members(group):
-        return one_dim_mesh(group, device_type)
-    return _grid_mesh(group, device_type, shape, ranks)
-
-
-@lru_cache(maxsize=256)
-def _grid_mesh(
-    group: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], ranks: tuple[int, ...]
-) -> DeviceMesh:
-    flat = DeviceMesh.from_group([group], device_type, ranks)
-    return flat if len(shape) == 1 else flat.unflatten(0, shape)

@@ -1,7 +1,8 @@
 """Moving a tensor from any layout to any other: intersections of boxes, and one all-to-all of exact blocks.
 
-``move`` is differentiable.  A scatter is a move from a layout with one shard, a gather a move to one.  A rank without
-shards passes one empty tensor, so that it takes part in the collective of backward too.
+``move`` and ``collect`` are differentiable.  A scatter is a move from a layout with one shard, a gather a move to one.
+All ranks of the communicator, which is that of the process group, make each call.  They pass their local shards in the
+order of the layout; a rank without shards passes one empty tensor, so that it takes part in the collective of backward.
 
 Rows on ranks 0 and 1 become columns: each rank sends one 2 x 2 block and keeps one.
 
@@ -41,24 +42,13 @@ def _run(
 ) -> None:
     """Write the shards of the target into ``out``.  A rank without shards has none of the boxes for its tensor."""
     rank = comm.ranks[comm.rank]
-    held = list(zip(_boxes(source, rank), tensors, strict=False))
-    wanted = list(zip(_boxes(target, rank), out, strict=False))
-    move_blocks([(_plan(source, target, comm.ranks, comm.rank), held, wanted)], comm)
+    before = list(zip(_boxes(source, rank), tensors, strict=False))
+    after = list(zip(_boxes(target, rank), out, strict=False))
+    move_blocks([(_plan(source, target, comm.ranks, comm.rank), before, after)], comm)
 
 
 def move(tensors: Sequence[torch.Tensor], source: Layout, target: Layout, comm: Comm) -> list[torch.Tensor]:
-    """Layout -> layout: this rank's shards under ``target``; differentiable, all ranks call it.
-
-    Args:
-        tensors: Local source shards in the order of the layout; one empty tensor if there are none.
-        source: Present layout.
-        target: Layout of the result.
-        comm: The communicator over the process group.
-
-    Returns:
-        The local target shards in the order of the layout, or one empty tensor.  The given tensors themselves if the
-        two layouts are equal.
-    """
+    """Layout -> layout: this rank's shards under ``target``, or one empty tensor; ``tensors`` for an equal layout."""
     if source == target:
         return list(tensors)
     moved: tuple[torch.Tensor, ...] = _Move.apply(source, target, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
@@ -82,16 +72,7 @@ class _Move(torch.autograd.Function):
 
 
 def collect(tensors: Sequence[torch.Tensor], layout: Layout, shape: torch.Size, comm: Comm) -> torch.Tensor:
-    """Layout -> R: the global tensor on every rank; differentiable, all ranks call it.
-
-    The result is replicated, so each rank's gradient of it is taken to be that of all ranks.
-
-    Args:
-        tensors: Local shards in the order of the layout; one empty tensor if there are none.
-        layout: Their layout.
-        shape: Global size.
-        comm: The communicator over the process group.
-    """
+    """Layout -> R: the global tensor on every rank; each rank's gradient of it is taken to be that of all ranks."""
     full: torch.Tensor = _Collect.apply(layout, shape, comm, *tensors)  # type: ignore[no-untyped-call]  # torch
     return full
 
@@ -116,14 +97,7 @@ class _Collect(torch.autograd.Function):
 
 
 def scatter(full: torch.Tensor, layout: Layout, src: int, comm: Comm) -> list[torch.Tensor]:
-    """Plain on ``src`` -> layout: this rank's shards of the global tensor of ``src``; all ranks call it.
-
-    Args:
-        full: The global tensor; on the other ranks only its size and dtype are used.
-        layout: Layout of the result.
-        src: The sending rank, an index in the group.
-        comm: The communicator over the process group.
-    """
+    """Plain on ``src`` -> layout: this rank's shards of the global tensor there; ``src`` is an index in the group."""
     source = ((comm.ranks[src], whole_box(full.shape)),)
     tensor = full.contiguous() if comm.rank == src else full.new_empty(0)
     if source == layout:
@@ -140,16 +114,7 @@ def gather(
     comm: Comm,
     out: torch.Tensor | None,
 ) -> None:
-    """Layout -> plain on ``dst``: the global tensor is written into ``out``; all ranks call it.
-
-    Args:
-        tensors: Local shards in the order of the layout; one empty tensor if there are none.
-        layout: Their layout.
-        shape: Global size.
-        dst: The receiving rank, an index in the group.
-        comm: The communicator over the process group.
-        out: A tensor of the global size on ``dst``, None elsewhere.
-    """
+    """Layout -> plain on ``dst``, an index in the group: the global tensor is written into ``out``, None elsewhere."""
     target = ((comm.ranks[dst], whole_box(shape)),)
     like = tensors[0]
     if out is None or (out.dtype, out.device) == (like.dtype, like.device):

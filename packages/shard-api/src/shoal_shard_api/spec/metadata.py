@@ -1,4 +1,4 @@
-"""Metadata of a sharded tensor: its shards, the properties that they share, its size.
+"""Metadata of a sharded tensor: its shards, the properties that they share, its size; and the checks of its shards.
 
 Field names and list types are those of ``torch.distributed._shard``, because they are compared and pickled by users.
 No process group and no tensor data here.
@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from shoal_dtensor.internal import Box, box_at
+from shoal_dtensor.internal import Box, box_at, format_box, gap, overlap
 from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
-from ..errors import ArgumentTypeError, ShardingSpecError
+from ..arguments import expect, expect_all
+from ..errors import ShardingSpecError
 
 Layout = tuple[tuple[int, Box], ...]
 """(global rank, box) of every shard, in the order of the metadata.  Hashable, so plans are cached."""
@@ -48,7 +49,9 @@ class ShardMetadata:
     def __init__(
         self, shard_offsets: Sequence[int], shard_sizes: Sequence[int], placement: str | RemoteDevice | None = None
     ) -> None:
-        offsets, sizes = _integers("shard_offsets", shard_offsets), _integers("shard_sizes", shard_sizes)
+        expect_all("ShardMetadata", "shard_offsets", shard_offsets, int, error=ShardingSpecError)
+        expect_all("ShardMetadata", "shard_sizes", shard_sizes, int, error=ShardingSpecError)
+        offsets, sizes = list(shard_offsets), list(shard_sizes)
         if len(offsets) != len(sizes):
             raise ShardingSpecError(
                 f"shard_offsets and shard_sizes must have one entry for each dim: got {len(offsets)} offsets "
@@ -84,12 +87,6 @@ class ShardMetadata:
                 "is needed (RPC worker names are not supported)"
             )
         return int(rank)
-
-
-def _integers(name: str, values: Any) -> list[int]:
-    if isinstance(values, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in values):
-        return list(values)
-    raise ShardingSpecError(f"{name} must be a sequence of integers, got {values!r}")
 
 
 def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
@@ -155,8 +152,7 @@ class TensorProperties:
         Raises:
             ArgumentTypeError: It is no tensor.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(f"TensorProperties.create_from_tensor: expected a Tensor, got {tensor!r}")
+        expect("TensorProperties.create_from_tensor", "tensor", tensor, torch.Tensor)
         return TensorProperties(
             dtype=tensor.dtype,
             layout=tensor.layout,
@@ -207,3 +203,64 @@ def on_devices(metadata: ShardedTensorMetadata, devices: Mapping[int, torch.devi
         for each in metadata.shards_metadata
     ]
     return replace(metadata, shards_metadata=shards)
+
+
+def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
+    """Check that no two shards share an element.
+
+    Args:
+        shards: Metadata of the shards.
+
+    Raises:
+        ArgumentTypeError: They are no sequence of ShardMetadata.
+        ShardingSpecError: Two do, or two differ in the number of dims; names both.
+
+    Example:
+        >>> validate_non_overlapping_shards_metadata([ShardMetadata([0], [2]), ShardMetadata([2], [2])])
+    """
+    expect_all("validate_non_overlapping_shards_metadata", "shards", shards, ShardMetadata)
+    for i, shard in enumerate(shards):
+        if len(shard.shard_sizes) != len(shards[0].shard_sizes):
+            raise ShardingSpecError(
+                f"all shards must have the same number of dims: shard 0 {_name(shards[0])} has "
+                f"{len(shards[0].shard_sizes)}, shard {i} {_name(shard)} has {len(shard.shard_sizes)}"
+            )
+    pair = overlap([shard.box for shard in shards])
+    if pair is not None:
+        i, j = pair
+        raise ShardingSpecError(f"shards {i} {_name(shards[i])} and {j} {_name(shards[j])} overlap")
+
+
+def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """Check that the shards, which must not overlap, cover a tensor of this size exactly.
+
+    Args:
+        shards_metadata: Metadata of the shards.
+        tensor_dims: Global size.
+
+    Raises:
+        ArgumentTypeError: The shards are no sequence of ShardMetadata, or the size no sequence of integers.
+        ShardingSpecError: No shards, a wrong number of dims, a shard beyond the size, or elements in no shard.
+
+    Example:
+        >>> check_tensor([ShardMetadata([0], [2]), ShardMetadata([2], [2])], (4,))
+    """
+    expect_all("check_tensor", "shards_metadata", shards_metadata, ShardMetadata)
+    expect_all("check_tensor", "tensor_dims", tensor_dims, int)
+    size = tuple(tensor_dims)
+    if not shards_metadata:
+        raise ShardingSpecError(f"a tensor of size {size} needs at least one shard, got none")
+    for i, shard in enumerate(shards_metadata):
+        if len(shard.shard_sizes) != len(size):
+            raise ShardingSpecError(
+                f"shard {i} {_name(shard)} has {len(shard.shard_sizes)} dims, the tensor of size {size} has {len(size)}"
+            )
+        if any(stop > n for (_, stop), n in zip(shard.box, size, strict=True)):
+            raise ShardingSpecError(f"shard {i} {_name(shard)} reaches beyond the tensor of size {size}")
+    missing = gap([shard.box for shard in shards_metadata], size)
+    if missing is not None:
+        raise ShardingSpecError(f"no shard holds the elements {format_box(missing)} of the tensor of size {size}")
+
+
+def _name(shard: ShardMetadata) -> str:
+    return f"{format_box(shard.box)} on {shard.placement}"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..arguments import expect
 from ..errors import NotExpressibleError, UnsupportedOpError
 from ..ops.via_dtensor import DTensorCall, implicit_reshard
-from ..spec.sharding_spec import ShardingSpec
+from ..spec.specs import ShardingSpec
 from .shard import Shard
 from .sharded_tensor import ShardedTensor
 from .sharded_tensor_base import ShardedTensorBase

@@ -1,8 +1,13 @@
-"""One shard: its local tensor and its metadata; and the checks of local shards against the metadata of their tensor."""
+"""The shard of a tensor, and how the shards of all ranks make up the tensor: metadata and their checks.
+
+Each rank checks its own shards first; then all ranks receive the errors, or the metadata, of all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,9 +15,19 @@ import torch.distributed as dist
 from shoal_dtensor.internal import format_box, slices_of
 from shoal_mesh.internal import dataclass
 
-from ..arguments import expect, expect_plain
-from ..errors import LocalShardError, ShardingSpecError
-from ..spec.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from ..arguments import expect, expect_all, expect_plain
+from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
+from ..ranks.process_groups import agree_on, members
+from ..spec.metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    check_tensor,
+    validate_non_overlapping_shards_metadata,
+)
+
+_COMPARED = ("dtype", "layout", "requires_grad", "pin_memory")
+"""The properties that all shards of a tensor share."""
 
 
 @dataclass(slots=True)
@@ -117,17 +132,16 @@ def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> lis
         LocalShardError: A shard is missing, surplus, or differs from the tensor in dtype, layout, requires_grad,
             pinning or contiguity.
     """
-    rank = dist.get_rank()
-    expected = [each for each in metadata.shards_metadata if each.rank == rank]
-    given = {shard.metadata.box: shard for shard in shards}
-    if len(given) != len(shards) or set(given) != {each.box for each in expected}:
+    rank, by_box = dist.get_rank(), {shard.metadata.box: shard for shard in shards}
+    expected = own_shards(metadata)
+    if len(by_box) != len(shards) or set(by_box) != {each.box for each in expected}:
         raise LocalShardError(
             f"rank {rank} must pass the shards {[format_box(each.box) for each in expected]}, "
             f"got {[format_box(shard.metadata.box) for shard in shards]}"
         )
     for shard in shards:
         check_properties(shard, metadata.tensor_properties)
-    return [given[each.box] for each in expected]
+    return [by_box[each.box] for each in expected]
 
 
 def check_properties(shard: Shard, properties: TensorProperties) -> None:
@@ -138,8 +152,170 @@ def check_properties(shard: Shard, properties: TensorProperties) -> None:
     if not tensor.is_contiguous():
         raise LocalShardError(f"{where}: its tensor of size {list(tensor.size())} is not contiguous")
     actual = TensorProperties.create_from_tensor(tensor)
-    for name in ("dtype", "layout", "requires_grad", "pin_memory"):
+    for name in _COMPARED:
         if getattr(actual, name) != getattr(properties, name):
             raise LocalShardError(
                 f"{where}: its {name} is {getattr(actual, name)}, the sharded tensor's is {getattr(properties, name)}"
             )
+
+
+# --- from the shards of every rank to the tensor ---------------------------------------------------------------------
+
+
+def flatten_size(size: Sequence[Any]) -> tuple[int | None, ...]:
+    """The sizes passed as ``f(2, 3)`` or as ``f([2, 3])``; None is a dim whose size is inferred."""
+    dims = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
+    for dim in dims:
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            raise ArgumentTypeError(f"the size must be integers, got {dims}")
+        if dim is not None and dim < 0:
+            raise ShardingSpecError(f"the size must not be negative, got {dims}")
+    return dims
+
+
+def known_size(size: Sequence[Any]) -> torch.Size:
+    """As ``flatten_size``, where no dim may be None."""
+    dims = flatten_size(size)
+    if None in dims:
+        raise ArgumentTypeError(f"the size must be integers, got {dims}: no dim is inferred here")
+    return torch.Size([dim for dim in dims if dim is not None])
+
+
+def describe(
+    shards: Sequence[Shard], global_size: Sequence[Any], group: dist.ProcessGroup
+) -> tuple[ShardedTensorMetadata, list[Shard]]:
+    """Metadata of the global tensor, the same on every rank, and this rank's shards in its order; all ranks call it.
+
+    Arguments and errors are those of ``init_from_local_shards``.  Where a dim of the size is None, the offsets of the
+    shards are ignored.
+    """
+    rank = dist.get_rank()
+
+    def facts() -> dict[str, Any]:
+        size = flatten_size(global_size)
+        _check_local(shards, size, rank)
+        return {
+            "global size": size,
+            "~properties": TensorProperties.create_from_tensor(shards[0].tensor) if shards else None,
+            "~shards": [shard.metadata for shard in shards],
+        }
+
+    reports = agree_on(group, facts)
+    size, holders = flatten_size(global_size), members(group)
+    properties = _common_properties([report["~properties"] for report in reports], holders)
+    per_rank = [list(report["~shards"]) for report in reports]
+    local = list(shards)
+    if None in size:
+        size, per_rank = _concatenated(per_rank, size, holders)
+        local = [Shard(shards[0].tensor, per_rank[holders.index(rank)][0])]
+    metadata = [shard for own in per_rank for shard in own]
+    full_size = torch.Size([n for n in size if n is not None])
+    return checked_metadata(ShardedTensorMetadata(metadata, full_size, properties), group), local
+
+
+def _check_local(shards: Any, size: tuple[int | None, ...], rank: int) -> None:
+    """Raise what is wrong with the arguments of this rank."""
+    if size.count(None) > 1:
+        raise ShardingSpecError(f"at most one dim of the global size may be None, got {size}")
+    expect_all("init_from_local_shards", "local_shards", shards, Shard)
+    if None in size and len(shards) != 1:
+        raise LocalShardError(f"a size with a dim to infer, {size}, needs one shard on every rank; got {len(shards)}")
+    for shard in shards:
+        if shard.metadata.rank != rank:
+            raise LocalShardError(f"a local shard is placed on {shard.metadata.placement}, but this is rank {rank}")
+        check_properties(shard, TensorProperties.create_from_tensor(shards[0].tensor))
+
+
+def _common_properties(per_rank: Sequence[TensorProperties | None], ranks: Sequence[int]) -> TensorProperties:
+    of_holders = [(rank, each) for rank, each in zip(ranks, per_rank, strict=True) if each is not None]
+    if not of_holders:
+        raise ShardingSpecError("no rank has a local shard")
+    first_rank, first = of_holders[0]
+    for rank, each in of_holders:
+        for name in _COMPARED:
+            if getattr(first, name) != getattr(each, name):
+                raise RankMismatchError(
+                    f"{name}={getattr(first, name)} of the shards on rank: {first_rank} does not match with "
+                    f"{name}={getattr(each, name)} of the shards on rank: {rank}"
+                )
+    return first
+
+
+def _concatenated(
+    per_rank: list[list[ShardMetadata]], size: tuple[int | None, ...], ranks: Sequence[int]
+) -> tuple[tuple[int | None, ...], list[list[ShardMetadata]]]:
+    """Metadata of one shard per rank, concatenated along the dim to infer, and the size that results."""
+    dim, at, metadata = size.index(None), 0, []
+    for rank, (shard,) in zip(ranks, per_rank, strict=True):
+        if len(shard.shard_sizes) != len(size):
+            raise ShardingSpecError(f"the shard on rank {rank} has {len(shard.shard_sizes)} dims, the size {size}")
+        offsets = [0] * len(size)
+        offsets[dim] = at
+        at += shard.shard_sizes[dim]
+        metadata.append([ShardMetadata(offsets, shard.shard_sizes, shard.placement)])
+    return tuple(at if n is None else n for n in size), metadata
+
+
+def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensorMetadata:
+    """The metadata, if its shards are on ranks of the group and cover its size exactly; no communication.
+
+    Raises:
+        ArgumentTypeError: It is no ShardedTensorMetadata, as a spec of a user's own may return.
+        ShardingSpecError: They are not.
+    """
+    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)
+    allowed = members(group)
+    for index, shard in enumerate(metadata.shards_metadata):
+        if shard.rank not in allowed:
+            raise ShardingSpecError(
+                f"shard {index} is placed on {shard.placement}: global rank {shard.rank} is not among those of the "
+                f"process group, {list(allowed)}"
+            )
+    validate_non_overlapping_shards_metadata(metadata.shards_metadata)
+    check_tensor(metadata.shards_metadata, metadata.size)
+    return replace(metadata, size=torch.Size(metadata.size))
+
+
+def check_layout(properties: TensorProperties) -> None:
+    """Raise ShardingSpecError unless the shards are strided and contiguous."""
+    if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
+        raise ShardingSpecError(
+            "shards are torch.strided and torch.contiguous_format, asked for "
+            f"{properties.layout} and {properties.memory_format}"
+        )
+
+
+def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+    """Uninitialised local tensors of this rank's shards; one empty tensor if it has none, for its node in autograd."""
+    properties = metadata.tensor_properties
+    local_tensors = [
+        torch.empty(each.shard_sizes, dtype=properties.dtype, device=device_of(each), pin_memory=properties.pin_memory)
+        for each in own_shards(metadata)
+    ]
+    device = device_of(metadata.shards_metadata[0]).type  # this rank's current device of that type
+    local_tensors = local_tensors or [torch.empty(0, dtype=properties.dtype, device=device)]
+    return [local.requires_grad_(properties.requires_grad) for local in local_tensors]
+
+
+def on_placements(local_tensors: Sequence[torch.Tensor], metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
+    """This rank's local tensors on the devices of the metadata's placements; copied only to another device."""
+    devices = [device_of(each) for each in own_shards(metadata)] or [local_tensors[0].device]
+    return [local.to(device) for local, device in zip(local_tensors, devices, strict=True)]
+
+
+def own_shards(metadata: ShardedTensorMetadata) -> list[ShardMetadata]:
+    """The shards that are placed on this rank."""
+    rank = dist.get_rank()
+    return [each for each in metadata.shards_metadata if each.rank == rank]
+
+
+def device_of(shard: ShardMetadata) -> torch.device:
+    """Device of a shard that has a placement."""
+    assert shard.placement is not None, "checked by ShardMetadata.rank"
+    return shard.placement.device()
+
+
+def refuse_rrefs(init_rrefs: bool) -> None:
+    """Raise UnsupportedOpError for ``init_rrefs=True``: remote references are not supported (docs/adr/0010)."""
+    if init_rrefs:
+        raise UnsupportedOpError("init_rrefs: remote references over RPC are not supported; use gather or reshard")

@@ -1,7 +1,7 @@
 """ShardedTensor: one global tensor whose shards are on the ranks of a process group, as its spec says.
 
 The shards carry the autograd history and the gradients.  The tensor around them has the global size and no storage.
-Operations are in ops/, data movement in ranks/reshard.py, constructors in constructors.py.
+Operations are in ops/, data movement in ranks/reshard.py, constructors in sharded_tensor_base.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from ..errors import CheckpointError, LocalShardError, SpecTypeError, Unsupporte
 from ..ops import dispatch, dtensor_conversion
 from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
-from ..spec.enumerable_spec import _infer_sharding_spec_from_shards_metadata
 from ..spec.metadata import on_devices
-from ..spec.sharding_spec import ShardingSpec
-from .assemble import checked_metadata, on_placements
-from .constructors import ShardedTensorConstructors
-from .shard import Shard
-from .sharded_tensor_base import load_pickled
+from ..spec.specs import ShardingSpec, _infer_sharding_spec_from_shards_metadata
+from .shard import Shard, checked_metadata, on_placements
+from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
 
 
 class ShardedTensor(ShardedTensorConstructors):
@@ -166,17 +163,13 @@ class ShardedTensor(ShardedTensorConstructors):
         gradient = self.grad
         with torch.set_grad_enabled(torch.is_grad_enabled() and not leaf):
             moved = self.resharded(resharding_spec)
-        self._adopt(moved)
+        self._sharding_spec, self._metadata, self._layout = moved._sharding_spec, moved._metadata, moved._layout
+        self._local_shards, self._anchor = list(moved._local_shards), moved._anchor
         if leaf and requires_grad:
             self._set_local_tensors([local.detach().requires_grad_() for local in self._local_tensors])
         if gradient is not None:
             self.grad = gradient.resharded(resharding_spec)
         return self
-
-    def _adopt(self, other: ShardedTensor) -> None:
-        """Take the spec, metadata and shards of ``other``."""
-        self._sharding_spec, self._metadata, self._layout = other._sharding_spec, other._metadata, other._layout
-        self._local_shards, self._anchor = list(other._local_shards), other._anchor
 
     def gather(  # type: ignore[override]  # torch's ShardedTensor takes Tensor.gather's name for this
         self,
@@ -380,4 +373,4 @@ class ShardedTensor(ShardedTensorConstructors):
         )
 
 
-ShardingSpec.bind(ShardedTensor._scatter)
+ShardingSpec._scatter = ShardedTensor._scatter

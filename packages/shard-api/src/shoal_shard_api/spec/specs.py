@@ -1,0 +1,351 @@
+"""Sharding specs: the abstract class, chunks of one dim, lists of shards, and the simplest spec of given shards.
+
+A spec maps a global size to shards; it holds no data.  ``ShardingSpec.shard`` needs the class ShardedTensor, which is
+defined above: tensor/sharded_tensor.py sets ``ShardingSpec._scatter`` to its constructor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shoal_dtensor.internal import Box, shape_of, volume
+from shoal_mesh.internal import dataclass
+
+from .._torch import RemoteDevice
+from ..arguments import expect, expect_all
+from ..errors import ShardingSpecError
+from .metadata import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    check_tensor,
+    parse_placement,
+    validate_non_overlapping_shards_metadata,
+)
+
+
+class PlacementSpec(ABC):  # noqa: B024  # a marker to derive from, as in torch's API; it has no abstract method
+    """Base class of the placements of an entity.
+
+    Example:
+        >>> isinstance(DevicePlacementSpec("rank:0/cpu"), PlacementSpec)
+        True
+    """
+
+
+@dataclass(frozen=True)
+class DevicePlacementSpec(PlacementSpec):
+    """The placement of an entity on one device of one rank.
+
+    Args:
+        device: "rank:1/cuda:1", or a parsed placement.
+
+    Raises:
+        ShardingSpecError: The device cannot be parsed.
+
+    Example:
+        >>> DevicePlacementSpec("rank:1/cpu").device.rank()
+        1
+    """
+
+    device: RemoteDevice
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", parse_placement(self.device))
+
+
+class ShardingSpec(ABC):
+    """Which shards a tensor of a given size has, and which rank holds each.  A subclass defines ``build_metadata``.
+
+    Example:
+        >>> class OnRankZero(ShardingSpec):
+        ...     def build_metadata(self, tensor_sizes, tensor_properties):
+        ...         shard = ShardMetadata([0] * len(tensor_sizes), tensor_sizes, "rank:0/cpu")
+        ...         return ShardedTensorMetadata([shard], tensor_sizes, tensor_properties)
+        >>> OnRankZero().shard(torch.arange(3)).full_tensor()
+        tensor([0, 1, 2])
+    """
+
+    _scatter: ClassVar[Callable[..., Any]]
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """All shards of a tensor of this size; the same on every rank.
+
+        Args:
+            tensor_sizes: Global size.
+            tensor_properties: Properties of the shards.
+
+        Raises:
+            ShardingSpecError: The spec does not fit a tensor of this size.
+        """
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None) -> Any:
+        """Plain on ``src_rank`` -> sharded by this spec; all ranks of the group call it.
+
+        Args:
+            tensor: Global tensor, of the same size and dtype on every rank; the data of ``src_rank`` are used.
+            src_rank: Rank in ``process_group`` (a global rank if no group is given).
+            process_group: Group of the ranks named in the spec; None is the default group.
+
+        Raises:
+            ShardingSpecError: The spec does not fit the tensor or the group.
+            ProcessGroupError: ``src_rank`` is not a rank of the group, or this rank is not in it.
+        """
+        return ShardingSpec._scatter(self, tensor, src_rank, process_group)
+
+
+def _check_build_arguments(spec: ShardingSpec, tensor_sizes: Any, tensor_properties: Any) -> None:
+    """Raise ArgumentTypeError for arguments of ``build_metadata`` of wrong types."""
+    call = f"{type(spec).__name__}.build_metadata"
+    expect_all(call, "tensor_sizes", tensor_sizes, int)
+    expect(call, "tensor_properties", tensor_properties, TensorProperties)
+
+
+@dataclass(frozen=True, eq=True)
+class ChunkShardingSpec(ShardingSpec):
+    """One tensor dim sharded into one chunk per placement, of the sizes of ``torch.chunk``.
+
+    The last chunks may be smaller or empty.  Placements may be in any order, and a rank may hold several chunks.
+
+    Args:
+        dim: Tensor dim to shard; negative counts from the end.  A string is the name of a dim, which ``on_names``
+            turns into an index (torch's tensors have no names any more).
+        placements: Placement of each chunk: "rank:1/cuda:1" (a global rank and its device), or a parsed one.
+
+    Raises:
+        ShardingSpecError: ``dim`` is neither an integer nor a string, there is no placement, or one cannot be parsed.
+
+    Example:
+        >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
+        >>> [s.shard_sizes for s in spec.build_metadata(torch.Size([5, 2]), TensorProperties()).shards_metadata]
+        [[3, 2], [2, 2]]
+    """
+
+    ShardingDim = int | str
+    dim: int | str
+    placements: list[RemoteDevice]
+
+    def __init__(self, dim: int | str, placements: Sequence[str | RemoteDevice]) -> None:
+        expect("ChunkShardingSpec", "dim", dim, int, str, error=ShardingSpecError)
+        expect_all("ChunkShardingSpec", "placements", placements, str, RemoteDevice, error=ShardingSpecError)
+        if not placements:
+            raise ShardingSpecError("ChunkShardingSpec needs at least one placement, got none")
+        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "placements", [parse_placement(each) for each in placements])
+
+    def __hash__(self) -> int:
+        return hash((self.dim, tuple(self.placements)))
+
+    def on_names(self, names: Sequence[str | None]) -> ChunkShardingSpec:
+        """The spec with the index of the dim in ``names`` in place of its name.
+
+        Args:
+            names: Names of all dims of a tensor, None for a dim without one.
+
+        Raises:
+            ArgumentTypeError: The names are no sequence of strings or None.
+            ShardingSpecError: No dim has that name; lists the names.
+
+        Example:
+            >>> ChunkShardingSpec("rows", ["rank:0/cpu"]).on_names(["batch", "rows"]).dim
+            1
+        """
+        expect_all("on_names", "names", names, str, type(None))
+        if not isinstance(self.dim, str):
+            return self
+        if self.dim not in names:
+            raise ShardingSpecError(f"the tensor has no dim {self.dim!r}; the names of its dims are {tuple(names)}")
+        return ChunkShardingSpec(list(names).index(self.dim), self.placements)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """One shard per placement; an empty shard begins at the end of the dim.
+
+        Args:
+            tensor_sizes: Global size.
+            tensor_properties: Properties of the shards.
+
+        Raises:
+            ArgumentTypeError: An argument has a wrong type.
+            ShardingSpecError: The tensor has no such dim, or the dim is given by name.
+        """
+        _check_build_arguments(self, tensor_sizes, tensor_properties)
+        ndim = len(tensor_sizes)
+        if isinstance(self.dim, str):
+            raise ShardingSpecError(
+                f"dim {self.dim!r} is a name, and sizes {tuple(tensor_sizes)} have none: "
+                "turn it into an index with on_names()"
+            )
+        if not -ndim <= self.dim < ndim:
+            raise ShardingSpecError(f"dim {self.dim} is not a dim of a tensor of size {tuple(tensor_sizes)}")
+        dim = self.dim % ndim
+        # 5 rows on 4 placements: chunks of 2, 2, 1 and 0 rows, which begin at 0, 2, 4 and 5.
+        total = tensor_sizes[dim]
+        split = get_split_size(total, len(self.placements))
+        shards = []
+        for index, placement in enumerate(self.placements):
+            offsets, sizes = [0] * ndim, list(tensor_sizes)
+            offsets[dim] = min(split * index, total)
+            sizes[dim] = get_chunked_dim_size(total, split, index)
+            shards.append(ShardMetadata(offsets, sizes, placement))
+        return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
+
+
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """Size of the first chunks of ``torch.chunk``: the size of the dim over the number of chunks, rounded up.
+
+    Raises:
+        ArgumentTypeError: A number is no integer.
+        ShardingSpecError: There are no chunks.
+
+    Example:
+        >>> get_split_size(5, 4)
+        2
+    """
+    expect_all("get_split_size", "(dim_size, chunks)", (dim_size, chunks), int)
+    if chunks < 1:
+        raise ShardingSpecError(f"get_split_size: at least one chunk is needed, got {chunks}")
+    return (dim_size + chunks - 1) // chunks
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """Size of chunk ``idx`` of a dim: ``split_size``, or the remainder, or 0.
+
+    Args:
+        dim_size: Size of the dim.
+        split_size: Size of the first chunks, see ``get_split_size``.
+        idx: Index of the chunk.
+
+    Raises:
+        ArgumentTypeError: A number is no integer.
+
+    Example:
+        >>> [get_chunked_dim_size(5, 2, idx) for idx in range(4)]
+        [2, 2, 1, 0]
+    """
+    expect_all("get_chunked_dim_size", "(dim_size, split_size, idx)", (dim_size, split_size, idx), int)
+    remaining = dim_size - idx * split_size
+    return min(max(remaining, 0), split_size)
+
+
+def get_chunk_sharding_params(
+    sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
+) -> tuple[int, int]:
+    """First index and size, along the sharded dim, of the chunk on a global rank.
+
+    Args:
+        sharding_dim_size: Global size of the sharded dim.
+        world_size: Number of chunks.
+        spec: Placements of the chunks.
+        rank: Global rank.
+
+    Raises:
+        ArgumentTypeError: The spec is no ChunkShardingSpec, or a number no integer.
+        ShardingSpecError: The rank holds no chunk.
+
+    Example:
+        >>> get_chunk_sharding_params(5, 2, ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"]), 0)
+        (3, 2)
+    """
+    expect("get_chunk_sharding_params", "spec", spec, ChunkShardingSpec)
+    expect("get_chunk_sharding_params", "rank", rank, int)
+    split = get_split_size(sharding_dim_size, world_size)
+    for index, placement in enumerate(spec.placements):
+        if placement.rank() == rank:
+            return min(split * index, sharding_dim_size), get_chunked_dim_size(sharding_dim_size, split, index)
+    raise ShardingSpecError(f"rank {rank} holds no chunk; the placements are {spec.placements}")
+
+
+@dataclass(frozen=True, eq=True)
+class EnumerableShardingSpec(ShardingSpec):
+    """Any shards that do not overlap; a rank may hold several of them, or none.
+
+    Args:
+        shards: Metadata of all shards of a tensor.
+
+    Raises:
+        ShardingSpecError: No shards, an entry that is no ShardMetadata, shards that overlap (both are named), or
+            shards that differ in the number of dims.
+
+    Example:
+        >>> spec = EnumerableShardingSpec([
+        ...     ShardMetadata([0, 0], [1, 4], "rank:0/cpu"), ShardMetadata([1, 0], [3, 4], "rank:1/cpu")])
+        >>> len(spec.build_metadata(torch.Size([4, 4]), TensorProperties()).shards_metadata)
+        2
+    """
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        expect_all("EnumerableShardingSpec", "shards", self.shards, ShardMetadata, error=ShardingSpecError)
+        if not self.shards:
+            raise ShardingSpecError("EnumerableShardingSpec needs at least one shard, got none")
+        validate_non_overlapping_shards_metadata(self.shards)
+        object.__setattr__(self, "shards", list(self.shards))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.shards))
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards as given, if they cover a tensor of this size exactly.
+
+        Args:
+            tensor_sizes: Global size.
+            tensor_properties: Properties of the shards.
+
+        Raises:
+            ArgumentTypeError: An argument has a wrong type.
+            ShardingSpecError: They do not; names the shard that reaches beyond, or the elements in no shard.
+        """
+        _check_build_arguments(self, tensor_sizes, tensor_properties)
+        check_tensor(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(list(self.shards), torch.Size(tensor_sizes), tensor_properties)
+
+
+def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The ChunkShardingSpec with these shards, in any order, if there is one; else an EnumerableShardingSpec.
+
+    Args:
+        shards_metadata: All shards of a tensor.
+
+    Raises:
+        ArgumentTypeError: They are no sequence of ShardMetadata.
+        ShardingSpecError: The shards overlap.
+    """
+    expect_all("_infer_sharding_spec_from_shards_metadata", "shards_metadata", shards_metadata, ShardMetadata)
+    shards = list(shards_metadata)
+    if not shards or any(shard.placement is None for shard in shards) or not shards[0].shard_sizes:
+        return EnumerableShardingSpec(shards)
+    # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
+    size = [
+        max((s.shard_offsets[d] + s.shard_sizes[d] for s in shards if s.shard_sizes[d]), default=0)
+        for d in range(min(len(s.shard_sizes) for s in shards))
+    ]
+    sharded = [d for d, n in enumerate(size) if any(shard.shard_sizes[d] != n for shard in shards)]
+    if len(sharded) > 1:
+        return EnumerableShardingSpec(shards)
+    dim = sharded[0] if sharded else 0
+    # It is ordered last: torch.chunk has its empty chunks there too.
+    filled = [s for s in shards if s.shard_sizes[dim] > 0]
+    empty = [s for s in shards if s.shard_sizes[dim] == 0]
+    ordered = sorted(filled, key=lambda shard: shard.shard_offsets[dim]) + empty
+    chunked = ChunkShardingSpec(dim, [s.placement for s in ordered if s.placement is not None])
+    expected = chunked.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
+    same = all(a.box == b.box for a, b in zip(expected, ordered, strict=True) if a.shard_sizes[dim] > 0)
+    sizes_agree = [a.shard_sizes for a in expected] == [b.shard_sizes for b in ordered]
+    return chunked if same and sizes_agree else EnumerableShardingSpec(shards)
+
+
+def spec_of(layout: Sequence[tuple[int, Box]], devices: dict[int, RemoteDevice]) -> ShardingSpec:
+    """The simplest spec with this layout, of at most one shard per rank; with the placement of every global rank."""
+    shards = [ShardMetadata([start for start, _ in box], shape_of(box), devices[rank]) for rank, box in layout]
+    inferred = _infer_sharding_spec_from_shards_metadata(shards)
+    if isinstance(inferred, ChunkShardingSpec):
+        return inferred
+    # An empty shard is kept only in a ChunkShardingSpec, whose placements it belongs to.
+    return EnumerableShardingSpec([shard for shard in shards if volume(shard.box) > 0] or shards[:1])
