@@ -1,6 +1,6 @@
 """Weights of models that are sharded over data and tensor axes, written as files and copied to other ranks.
 
-Covers: shoal_models/weights/saving.py, shoal_models/hf/copy_weights.py.
+Covers: shoal_models/weights/saving.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models of transformers from files onto ranks.  Covers: hf/from_pretrained.py, hf/conversions.py."""
+"""Models of transformers from files onto ranks.  Covers: hf/from_pretrained.py, hf/checkpoint_files.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods of transformers' models on a parallel one, against one process.  Covers: hf/methods.py."""
+"""Methods of transformers' models on a parallel one, against one process.  Covers: hf/from_pretrained.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: plan_commands.py and __main__.py: preview and verify from a command line, without ranks."""
+"""Covers: __main__.py: preview and verify from a command line, without ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal_models.__main__ import main
-from shoal_models.plan_commands import _mesh
+from shoal_models.__main__ import _mesh, main
 
 MLP = "shoal_tp_styles.testing:MLP"
 PLAN = "shoal_tp_styles.testing:MLP.plan"

@@ -1,4 +1,4 @@
-"""Covers: planning/propose.py, planning/activations.py."""
+"""Covers: planning/propose.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_dtensor import DTensor
 from shoal_mesh import abstract_mesh, init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan, propose
-from shoal_models.planning.activations import activation_bytes
+from shoal_models.planning.propose import activation_bytes
 from shoal_tp_styles import ColwiseParallel, LayoutError, RowwiseParallel, parallelize_module, preview
 from shoal_tp_styles.testing import ModelArgs, Transformer, transformer_plan
 

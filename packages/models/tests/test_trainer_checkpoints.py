@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer with a parallel model.  Covers: hf/trainer_checkpoints.py.
+"""Checkpoints of transformers' Trainer with a parallel model.  Covers: hf/training.py.
 
 Run by `nox -s hugging_face`, where accelerate is installed.
 """

@@ -33,28 +33,16 @@ __all__ = [
 
 # Imported when first asked for.
 _LATER = {
-    name: module
-    for module, names in {
-        ".hf": ("hf",),
-        ".planning.auto": (
-            "auto_plan",
-            "format_plan",
-        ),
-        ".planning.propose": (
-            "Candidate",
-            "Proposal",
-            "propose",
-        ),
-        ".weights.loading": (
-            "Loaded",
-            "load_sharded",
-        ),
-        ".weights.saving": (
-            "Saved",
-            "save_sharded",
-        ),
-    }.items()
-    for name in names
+    "Candidate": ".planning.propose",
+    "Loaded": ".weights.loading",
+    "Proposal": ".planning.propose",
+    "Saved": ".weights.saving",
+    "auto_plan": ".planning.auto",
+    "format_plan": ".planning.auto",
+    "hf": ".hf",
+    "load_sharded": ".weights.loading",
+    "propose": ".planning.propose",
+    "save_sharded": ".weights.saving",
 }
 
 

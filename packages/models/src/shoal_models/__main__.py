@@ -1,16 +1,25 @@
-"""The command line: `python -m shoal_models preview|verify MODEL PLAN MESH`.
+"""`python -m shoal_models preview|verify MODEL PLAN MESH`: what a plan costs, and whether it is right; no ranks.
 
-May import: plan_commands.
+May import: planning.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
-from shoal_dtensor.errors import StyleError
+import torch
+from torch import nn
 
-from .plan_commands import add_options, preview_plan, verify_plan
+from shoal_dtensor.errors import PlanError, StyleError
+from shoal_mesh import DeviceMesh, abstract_mesh
+from shoal_tp_styles import preview, verify
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for run in (preview_plan, verify_plan):
         command = commands.add_parser(run.__name__.removesuffix("_plan"), help=run.__doc__, description=run.__doc__)
-        add_options(command)
+        command.add_argument("model", help="package.module:name of a module, or of what makes one; or a folder")
+        command.add_argument(
+            "plan", help='auto; own: the model\'s tp_plan; package.module:name; JSON: {"0": "colwise"}'
+        )
+        command.add_argument("mesh", type=_mesh, help="sizes of axes, with names or without: 4, 2x4, data=2,tensor=4")
+        command.add_argument("--axis", help="the axis that the plan is for; the last one when left out")
+        text = "global shape of an example input, once for each; integers below N as 2x16:N"
+        command.add_argument("--input", action="append", type=_tensor, default=[], metavar="SHAPE", help=text)
         command.set_defaults(run=run)
     asked = parser.parse_args(argv)
     try:
@@ -28,6 +44,78 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     return status
+
+
+def preview_plan(asked: argparse.Namespace) -> int:
+    """Print what the plan costs."""
+    model, plan, mesh = _subject(asked)
+    if not asked.input:
+        raise PlanError("a preview needs the shapes of example inputs: --input 8x16, or --input 2x16:1000 for tokens")
+    sys.stdout.write(f"{preview(model, plan, mesh, *asked.input)}\n")
+    return 0
+
+
+def verify_plan(asked: argparse.Namespace) -> int:
+    """Print what is wrong with the plan; 0 if nothing is."""
+    found = verify(*_subject(asked), *asked.input)
+    sys.stdout.write(f"{found}\n")
+    return int(not found.ok)
+
+
+def _subject(asked: argparse.Namespace) -> tuple[nn.Module, Any, DeviceMesh]:
+    model = _model(asked.model)
+    mesh: DeviceMesh = asked.mesh
+    mesh = mesh[asked.axis or mesh.axis_names[-1]]
+    return model, _plan(asked.plan, model, mesh, asked.input), mesh
+
+
+def _model(text: str) -> nn.Module:
+    if Path(text).exists():
+        from transformers import AutoConfig, AutoModelForCausalLM  # the extra `hf`
+
+        made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(text))
+    else:
+        named = _named(text)
+        made = named if isinstance(named, nn.Module) else named()
+    if not isinstance(made, nn.Module):
+        raise PlanError(f"{text} is no module and makes none, but {type(made).__name__}")
+    return made
+
+
+def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tensor]) -> Any:
+    if text == "auto":
+        from .planning.auto import auto_plan
+
+        return auto_plan(model, mesh, *inputs)
+    if text == "own":
+        return model.tp_plan
+    return json.loads(text) if text.startswith("{") else _named(text)
+
+
+def _named(text: str) -> Any:
+    """The object `package.module:name`; modules of the current folder are found too, as with `python -m`."""
+    module, colon, name = text.partition(":")
+    if not colon:
+        raise PlanError(f"{text!r} is neither a folder nor package.module:name")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return attrgetter(name)(import_module(module))
+
+
+def _mesh(text: str) -> DeviceMesh:
+    parts = text.split(",") if "=" in text else text.lower().split("x")
+    names, _, sizes = zip(*(part.rpartition("=") for part in parts), strict=True)
+    if not all(size.isdigit() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"a mesh is sizes of axes, as 4, 2x4 or data=2,tensor=4, got {text!r}")
+    return abstract_mesh(tuple(map(int, sizes)), names if all(names) else None)
+
+
+def _tensor(text: str) -> torch.Tensor:
+    """Reproducible values: normal ones, or integers below what stands behind the colon."""
+    shape, _, below = text.partition(":")
+    sizes = [int(size) for size in shape.split("x")]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(int(below), sizes, generator=generator) if below else torch.randn(sizes, generator=generator)
 
 
 if __name__ == "__main__":

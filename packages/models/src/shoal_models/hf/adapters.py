@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal_dtensor import DTensor, distribute_tensor, implicit_replication
+from shoal_dtensor import DTensor, implicit_replication
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import unwatch_draws, watch_draws
 from shoal_tp_styles.internal import ColumnLinear, RowLinear, apply_sharding, shardings_of
 
 from ..errors import CheckpointError
+from ..weights.loading import boxes_of, local_of, reader_of
+from ..weights.saving import is_first
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -92,7 +94,7 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     gathered = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first():
         from safetensors.torch import save_file
 
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
 def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str = "default") -> None:
     """Fill the adapters that a model has with what `save_adapters`, or `save_pretrained` of peft, wrote.
 
-    Every rank reads the file and keeps its own shards; nothing is sent.
+    Every rank reads its own shards; nothing is sent.
 
     Args:
         model: of peft, with adapters of that name; changed in place.
@@ -117,21 +119,18 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
         CheckpointError: if the file has other tensors than the model.
     """
     from peft import get_peft_model_state_dict
-    from safetensors.torch import load_file
 
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     file = Path(directory) / "adapter_model.safetensors"
-    found = load_file(file)
-    apart = {name for name in {*state, *found} if name not in state or name not in found}
-    apart |= {name for name in set(state) - apart if state[name].shape != found[name].shape}
-    if apart:
-        raise CheckpointError(
-            f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
-            "make the model with the adapter_config.json beside the file"
-        )
-    with torch.no_grad():
-        for name, each in state.items():
-            whole = found[name].to(each.device)
-            if isinstance(each, DTensor):
-                whole = distribute_tensor(whole, each.device_mesh, each.placements, src_data_rank=None)
-            each.copy_(whole)
+    with ExitStack() as stack, torch.no_grad():
+        reader = reader_of(file, stack)
+        apart = state.keys() ^ reader.names()
+        apart |= {name for name in state.keys() - apart if tuple(state[name].shape) != reader.shape(name)}
+        if apart:
+            raise CheckpointError(
+                f"load_adapters: {file} and the model's adapter {adapter_name!r} differ in {', '.join(sorted(apart))}; "
+                "make the model with the adapter_config.json beside the file"
+            )
+        for name, tensor in state.items():
+            for slices, place in boxes_of(tensor, 0):
+                local_of(tensor)[place].copy_(reader.read(name, slices))

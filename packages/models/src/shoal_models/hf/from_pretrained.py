@@ -1,4 +1,7 @@
-"""`from_pretrained`: a model of transformers from files onto a mesh, each rank reading only its own shards."""
+"""`from_pretrained`: a model of transformers from files onto a mesh, each rank reading only its own shards.
+
+Its methods that know nothing of shards are replaced on the model: saving, resizing embeddings, continuous batching.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,16 @@ import torch
 from torch import nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import LayoutError, PlanError
-from shoal_dtensor.internal import check_device_mesh, local_shard
+from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
+from shoal_dtensor.internal import check_device_mesh
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce
 from shoal_tp_styles import UnmatchedPlanWarning
-from shoal_tp_styles.internal import Adapter, Plan, initialize_adapter, shardings_of
+from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
 
 from ..errors import CheckpointError
-from ..weights.loading import Loaded, Reader, load_sharded, reader_of
-from .checkpoint_files import find_files, source_of
-from .conversions import Converted
-from .methods import stand_in
+from ..weights.loading import Loaded, Reader, load_sharded, local_of, reader_of
+from ..weights.saving import save_sharded
+from .checkpoint_files import Converted, find_files, source_of
 
 
 def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
@@ -88,15 +90,8 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
         loaded = load_sharded(model, converted, strict=False)
     _check(model, loaded, strict=strict)
     _initialize_rest(model, mesh)
-    _finish(model, home, mesh)
+    _finish(model.eval(), home, mesh)
     return (model, loaded) if output_loading_info else model
-
-
-def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
-    if model.can_generate() and (home / "generation_config.json").exists():
-        model.generation_config = type(model.generation_config).from_pretrained(home)
-    model.eval()
-    stand_in(model, mesh)
 
 
 def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
@@ -105,8 +100,7 @@ def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
     with warnings.catch_warnings():
         if plan is None:  # a plan of an architecture has entries for all its variants
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        styles = plan_of(model, mesh) if plan is None else plan
-        parallelize_module(model, mesh, styles, src_data_rank=None)
+        parallelize_module(model, mesh, plan_of(model, mesh) if plan is None else plan, src_data_rank=None)
 
 
 def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
@@ -230,7 +224,7 @@ def _initialize_rest(model: Any, mesh: DeviceMesh) -> None:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if not _is_meta(tensor):
+                if not local_of(tensor).is_meta:
                     tensor._is_hf_initialized = True  # which transformers heeds
                     continue
                 rest[f"{path}.{name}" if path else name] = module, name
@@ -273,16 +267,10 @@ def _initialize(module: nn.Module, names: set[str]) -> None:
                 tensors[name].copy_(value)
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    return (local_shard(tensor) if isinstance(tensor, DTensor) else tensor).is_meta
-
-
 def _allocated(tensor: torch.Tensor, device: str) -> torch.Tensor:
     with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            value: torch.Tensor = DTensor(_unset_like(local_shard(tensor), device), tensor.spec)
-        else:
-            value = _unset_like(tensor, device)
+        local = _unset_like(local_of(tensor), device)
+        value: torch.Tensor = DTensor(local, tensor.spec) if isinstance(tensor, DTensor) else local
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
@@ -294,7 +282,65 @@ def _unset_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _is_unset(tensor: torch.Tensor) -> torch.Tensor:
     """Where a tensor's local values are those of `_unset_like`; a bool has no such value."""
-    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     if local.is_floating_point() or local.is_complex():
         return local.isnan()
     return local == (torch.inf if local.dtype is torch.bool else torch.iinfo(local.dtype).max)
+
+
+# --- methods of a parallel model -------------------------------------------------------------------------------------
+
+
+def _finish(model: Any, home: Path, mesh: DeviceMesh) -> None:
+    """The files' generation config; and methods in place of those of the class that know nothing of shards."""
+    if model.can_generate() and (home / "generation_config.json").exists():
+        model.generation_config = type(model.generation_config).from_pretrained(home)
+    model.save_pretrained = partial(_save_pretrained, model)
+    model.resize_token_embeddings = partial(_resize_token_embeddings, model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = partial(_init_continuous_batching, model, mesh)
+
+
+def _save_pretrained(model: Any, save_directory: str | PathLike[str], *_: Any, **__: Any) -> None:
+    """The model's own would have every rank write its shards as the whole."""
+    save_sharded(model, save_directory)
+
+
+def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """On every rank of the embeddings and the head alone, which are plain meanwhile; new rows are those of rank 0."""
+    from shoal_tp_styles import unparallelize_module  # here, so that no chain of imports is longer than twelve
+
+    found = (model.get_input_embeddings(), model.get_output_embeddings())
+    modules = {name: module for name, module in model.named_modules() if any(module is each for each in found)}
+    records = {name: [*shardings_of(module)] for name, module in modules.items()}
+    unparallelize_module(nn.ModuleList(modules.values()))  # in one call, so that a shared weight stays one
+    resized: nn.Module = type(model).resize_token_embeddings(model, *args, **kwargs)
+    for name, each in records.items():
+        for sharding, mesh in each:
+            apply_sharding(model.get_submodule(name), sharding, mesh)
+    return resized
+
+
+def _init_continuous_batching(model: Any, mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
+    """The manager of `generate_batch`, whose caches have this rank's heads.
+
+    transformers takes their number from the mesh and from the entries of its own plan.
+
+    Raises:
+        UnsupportedModuleError: if that is not the number that this rank has.
+    """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+        for kind in ("k_proj", "v_proj"):
+            planned = any(f"{start}layers.*.self_attn.{kind}" in model.tp_plan for start in ("", "model."))
+            weights = [module.weight for name, module in model.named_modules() if name.endswith(f".{kind}")]
+            sharded = weights and all(isinstance(each, DTensor) for each in weights)
+            if not (planned and sharded and heads % mesh.size() == 0):
+                raise UnsupportedModuleError(
+                    f"generate_batch of a parallel model: expected {kind} sharded by the model's own plan, and its "
+                    f"{heads} heads divided by {mesh.size()} ranks without a rest, because transformers counts the "
+                    "heads of its cache so; use generate()"
+                )
+        # Looked for by the name "tp", or without names.
+        model._device_mesh = DeviceMesh(mesh.device_type, mesh.mesh)
+    return type(model).init_continuous_batching(model, *args, **kwargs)

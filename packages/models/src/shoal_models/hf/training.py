@@ -1,22 +1,37 @@
 """transformers' Trainer and accelerate with a parallel model: what they do per process is done once for the mesh.
 
 Both take ranks for data-parallel processes: they would wrap the model in DistributedDataParallel and give every rank
-other batches. Ranks of one tensor axis read the same batches, so every rank is one process to them.
+other batches. Ranks of one tensor axis read the same batches, so every rank is one process to them. In a checkpoint
+every rank writes its shards, rank 0 what is not sharded:
+
+checkpoint-STEP/
+    model*.safetensors, config.json    as `save_sharded` writes them; of a model of peft
+    adapter_model.safetensors, ...     the adapters alone, as `save_adapters` writes them
+    optimizer/                         as torch.distributed.checkpoint writes it; any number of ranks reads it
+    scheduler.pt, rng_state.pth, ...   as Trainer writes them
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from shoal_dtensor import clip_grad_norm_
+from shoal_dtensor import clip_grad_norm_, get_optimizer_state_dict, set_optimizer_state_dict
 from shoal_dtensor.errors import PlanError
+from shoal_mesh.internal import agree
 
-from .trainer_checkpoints import checkpoint_shards
+from ..errors import CheckpointError
+from ..weights.loading import load_sharded
+from ..weights.saving import is_first, save_sharded
+from .checkpoint_files import find_files, source_of
 
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -73,5 +88,100 @@ def prepare_trainer(trainer: Any) -> Any:
         PlanError: if its arguments are distributed.
     """
     prepare_accelerator(trainer.accelerator)
-    checkpoint_shards(trainer)
+    if not is_first():
+        trainer.args.save_total_limit = None  # rank 0 deletes old ones
+    trainer._save = partial(_save, trainer, trainer._save)
+    trainer._save_checkpoint = partial(_save_checkpoint, trainer, trainer._save_checkpoint)
+    trainer._load_from_checkpoint = partial(_load_model, trainer)
+    trainer._load_optimizer_and_scheduler = partial(_load_optimizer, trainer)
+    trainer._load_best_model = lambda: _load_model(trainer, trainer.state.best_model_checkpoint)
     return trainer
+
+
+# --- checkpoints of a Trainer -----------------------------------------------------------------------------------------
+
+
+def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = None, state_dict: Any = None) -> None:
+    """The model, by all ranks; tokenizer and arguments, by rank 0."""
+    directory = output_dir or trainer.args.output_dir
+    if _adapted(trainer.model):
+        from .adapters import save_adapters  # most models have none
+
+        save_adapters(trainer.model, directory, trainer.model.active_adapter)
+    else:
+        save_sharded(trainer.model, directory)
+    with _doing_nothing(trainer.model, "save_pretrained"):
+        _on_first("the Trainer's files", lambda: inner(directory, state_dict))
+
+
+def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial: Any) -> None:
+    directory = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
+    trainer.save_model(str(directory), _internal_call=True)
+    if not trainer.args.save_only_model:
+        import torch.distributed.checkpoint as dcp
+
+        state = get_optimizer_state_dict(trainer.model, _optimizer(trainer))
+        dcp.save(state, checkpoint_id=directory / "optimizer")
+
+    def rest() -> Any:
+        inner(model, trial)
+        if not trainer.args.save_only_model:
+            torch.save(trainer.lr_scheduler.state_dict(), directory / "scheduler.pt")
+        return trainer.state.best_model_checkpoint
+
+    with _doing_nothing(trainer, "save_model", "_save_optimizer_and_scheduler"):
+        trainer.state.best_model_checkpoint = _on_first("the Trainer's checkpoint", rest)
+
+
+def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
+    model = trainer.model if model is None else model
+    if _adapted(model):
+        from .adapters import load_adapters  # as above
+
+        load_adapters(model, checkpoint, model.active_adapter)
+    else:
+        load_sharded(model, source_of(find_files(checkpoint)[1]))
+
+
+def _adapted(model: Any) -> bool:
+    """Whether it is a model of peft, of which Trainer saves the adapters only."""
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _load_optimizer(trainer: Any, checkpoint: str | None) -> None:
+    """Nothing where the checkpoint has the model only, as Trainer does it."""
+    if checkpoint is None or not (Path(checkpoint) / "optimizer").is_dir():
+        return
+    import torch.distributed.checkpoint as dcp
+
+    optimizer = _optimizer(trainer)
+    state = get_optimizer_state_dict(trainer.model, optimizer)
+    dcp.load(state, checkpoint_id=Path(checkpoint) / "optimizer")
+    set_optimizer_state_dict(trainer.model, optimizer, state)
+    scheduler = torch.load(Path(checkpoint) / "scheduler.pt", map_location="cpu", weights_only=True)
+    trainer.lr_scheduler.load_state_dict(scheduler)
+
+
+def _optimizer(trainer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of accelerate's."""
+    found: torch.optim.Optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return found
+
+
+def _on_first(what: str, step: Callable[[], Any]) -> Any:
+    """What the step returns on rank 0, on every rank; raises on all if it fails there."""
+    return agree(lambda: step() if is_first() else None, None, CheckpointError, f"cannot write {what}")[0]
+
+
+@contextmanager
+def _doing_nothing(owner: Any, *names: str) -> Iterator[None]:
+    """A block in which methods of an object do nothing."""
+    before = {name: vars(owner).get(name) for name in names}
+    for name in names:
+        setattr(owner, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, each in before.items():
+            delattr(owner, name) if each is None else setattr(owner, name, each)

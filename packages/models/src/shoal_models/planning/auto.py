@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
@@ -58,7 +58,7 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
         } (4,)
     """
     options = recipes(model)
-    first = _merged(entries[0] for entries in options.values())
+    first: Entries = {path: style for entries in options.values() for path, style in entries[0].items()}
     if mesh is None:
         return AutoPlan(first)
     dropped: dict[str, str] = {}
@@ -77,10 +77,6 @@ def auto_plan(model: nn.Module, mesh: DeviceMesh | None = None, *args: Any, **kw
     plan.whole = dict(_whole(model, plan, dropped))
     plan.proven_for = tuple(mesh.shape) if plan else None
     return plan
-
-
-def _merged(blocks: Iterable[Entries]) -> Entries:
-    return {path: style for entries in blocks for path, style in entries.items()}
 
 
 def _unproven(model: nn.Module, styles: Mapping[str, ParallelStyle], mesh: DeviceMesh, args: Any, kwargs: Any) -> str:
@@ -102,15 +98,12 @@ def _whole(model: nn.Module, plan: Entries, dropped: Mapping[str, str]) -> Itera
                 style = plan.get(general[path])
                 parent = model.get_submodule(path.rpartition(".")[0])
                 if small:
-                    why = _SMALL
+                    why = "small: gathering its output costs more than its bytes"
                 elif style is None and path and read_above(path, parent):
                     why = f"the code of {type(parent).__name__} reads it by itself, so it is left whole"
                 else:
                     why = _reason(module, style, "" if style is not None else dropped.get(general[path], ""))
                 yield f"{general[path]}.{name}".lstrip("."), why
-
-
-_SMALL = "small: gathering its output costs more than its bytes"
 
 
 def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
@@ -141,13 +134,9 @@ def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
 def _text(style: ParallelStyle) -> str:
     if not isinstance(style, DeclaredStyle):
         return repr(style)
-    shown = [
-        f"{f.name}={style.given(f.name)!r}"
-        for f in fields(style)
-        if f.init and f.repr and style.given(f.name) != _default(f)
-    ]
+    shown = []
+    for field in fields(style):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.init and field.repr and style.given(field.name) != default:
+            shown.append(f"{field.name}={style.given(field.name)!r}")
     return f"{type(style).__name__}({', '.join(shown)})"
-
-
-def _default(field: Field[Any]) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()

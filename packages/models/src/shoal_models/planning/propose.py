@@ -1,20 +1,30 @@
-"""Degrees of data and tensor parallelism for so many ranks under a memory bound, each with memory and cost."""
+"""Degrees of data and tensor parallelism for so many ranks under a memory bound, each with memory and cost.
+
+Activations are counted by one forward on the meta device: simulated ranks run the parallel model on tensors without
+values.  Every storage that is made is watched, and those that live when the forward is over count: what autograd,
+custom functions and checkpoints keep, and the outputs.  Attention without dropout is that of torch's fused kernels,
+which the meta device has not: they keep no weights.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from shoal_context_parallel.internal import flash_attention
+from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import takes
-from shoal_mesh import Link, abstract_mesh, topology_of
+from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, pytree, takes
+from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
 from shoal_mesh.internal import dataclass
 from shoal_tp_styles import preview
-from shoal_tp_styles.internal import Plan, format_bytes
+from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, format_bytes, to_meta
 
-from .activations import activation_bytes
 from .auto import auto_plan
 
 # Data parallelism -> what it divides by the number of replicas, of (parameters, gradients, optimizer state), and how
@@ -136,12 +146,9 @@ def _candidates(  # noqa: PLR0913  # all that a candidate depends on
         if replicas > 1 or not divided:
             sizes = [parameter_bytes, parameter_bytes, parameter_bytes * state]
             nbytes = sum(size / (replicas if part in divided else 1) for part, size in enumerate(sizes))
-            seconds = cost.seconds + _ring(link, parameter_bytes * times, replicas)
+            around = parameter_bytes * times * (replicas - 1) / replicas  # a ring
+            seconds = cost.seconds + (link.seconds(around) if replicas > 1 else 0.0)
             yield Candidate(shape, data, round(nbytes) + activations, activations, seconds)
-
-
-def _ring(link: Link, nbytes: float, ranks: int) -> float:
-    return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
 def _of_one(value: Any, replicas: int) -> Any:
@@ -152,3 +159,96 @@ def _of_one(value: Any, replicas: int) -> Any:
     if isinstance(value, dict):
         return {key: _of_one(item, replicas) for key, item in value.items()}
     return type(value)(_of_one(item, replicas) for item in value) if type(value) in (list, tuple) else value
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+
+class _Storages(TorchDispatchMode):
+    """Watches the storages that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.made: dict[int, tuple[StorageReference, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (_storage(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)):
+            self.made[storage._cdata] = StorageReference(storage), storage.nbytes()  # type: ignore[no-untyped-call]  # torch
+        return out
+
+    def alive(self, without: set[int]) -> int:
+        """Bytes of those that live, but for some."""
+        made: Any = self.made.items()
+        return sum(nbytes for key, (storage, nbytes) in made if key not in without and not storage.expired())
+
+
+def _attention(  # noqa: PLR0913  # torch's signature
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention, which keeps on the meta device what a fused kernel keeps."""
+    fits = query.ndim == key.ndim == value.ndim == 4 and query.shape[-1] == value.shape[-1]
+    if dropout_p or not fits or any(isinstance(each, DTensor) for each in (query, key, value)):
+        out: Tensor = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return out
+    mask = attn_mask if attn_mask is None or attn_mask.is_floating_point() else attn_mask.to(query.dtype)
+    return flash_attention(query, key, value, is_causal, mask, scale)[0]
+
+
+def activation_bytes(model: nn.Module, plan: Plan, mesh: DeviceMesh, args: Any, kwargs: Any) -> int:
+    """Bytes that the rank which keeps most holds of activations when a forward is over.
+
+    The model is not parallel, in the mode and with the checkpoints in which it will train; inputs are of global shape.
+
+    Raises:
+        Exception: what the model raises where it reads values, which tensors on the meta device have not.
+
+    Example:
+        >>> from shoal_mesh import abstract_mesh
+        >>> from shoal_tp_styles.testing import StackedMLP
+        >>> activation_bytes(StackedMLP(), {}, abstract_mesh((1,)), (torch.randn(8, 10),), {})
+        1664
+    """
+    from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
+
+    def one_rank(view: DeviceMesh) -> int:
+        module = _on_meta(model)
+        apply_plan(plan, module, view)
+        tensors = [*module.parameters(), *module.buffers()]
+        parameters = {_storage(tensor)._cdata for tensor in tensors}
+        storages = _Storages()
+        inputs, named = to_meta(args), to_meta(kwargs)
+        with torch.enable_grad(), storages, ReplacedAttention(_attention):
+            out = module(*inputs, **named)
+        all_reduce(torch.zeros(1), view.comm(0))  # ranks that have not come as far refer to what this one has sent
+        nbytes = storages.alive(parameters)
+        del out  # not before: it holds the graph
+        return nbytes
+
+    with torch.random.fork_rng(devices=()):
+        return max(simulate_ranks(mesh, one_rank))
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers have no values; tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def _storage(tensor: Tensor) -> Any:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()

@@ -1,4 +1,4 @@
-"""Files of weights: read and written shard by shard.
+"""Weights of models: read, written and sent shard by shard.
 
 May import: errors.
 """

@@ -135,7 +135,9 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
 def _compared(entries: list[Entry], reader: Reader, *, strict: bool) -> Loaded:
     """What the model and the source do not have in common; raises before anything is written."""
     common = {entry.source for entry in entries} & reader.names()
-    loaded = Loaded(sorted(_missing(entries, common)), sorted(reader.names() - common))
+    reached = {id(entry.tensor) for entry in entries if entry.source in common}
+    missing = {entry.source for entry in entries if id(entry.tensor) not in reached}
+    loaded = Loaded(sorted(missing), sorted(reader.names() - common))
     if strict and (loaded.missing or loaded.unexpected):
         raise PlanError(f"load_sharded: missing {loaded.missing}, unexpected {loaded.unexpected}")
     for entry in entries:
@@ -194,16 +196,10 @@ def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]
                 yield name, (*where, sharding.fused.transposed)
 
 
-def _missing(entries: list[Entry], common: set[str]) -> set[str]:
-    reached = {id(entry.tensor) for entry in entries if entry.source in common}
-    return {entry.source for entry in entries if id(entry.tensor) not in reached}
-
-
 def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
     if id(entry.tensor) in filled:
         return
-    tensor = entry.tensor
-    local = local_shard(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor, local = entry.tensor, local_of(entry.tensor)
     device = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
     with torch.no_grad():
         target = torch.empty(local.shape, dtype=tensor.dtype, device=device) if local.is_meta else local
@@ -218,6 +214,11 @@ def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor
         value: Tensor = DTensor(target, tensor.spec) if isinstance(tensor, DTensor) else target
     replacement = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     filled[id(tensor)] = entry.table[entry.name] = replacement
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor, outside of autograd; a plain tensor itself."""
+    return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def boxes_of(tensor: Tensor, first_row: int) -> Iterator[tuple[Slices, Slices]]:

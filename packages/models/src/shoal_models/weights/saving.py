@@ -1,7 +1,8 @@
 """`save_sharded`: a parallel model as safetensors files; every rank writes its own shards into their places.
 
 No parameter is gathered: the files have their final size before the first byte of data, and a box of a tensor is
-written where it belongs in them.  What the ranks send each other is names, shapes and boxes.
+written where it belongs in them.  What the ranks send each other is names, shapes and boxes.  By the same description
+`copy_weights` sends blocks of shards from a model on one mesh into a model on another.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import Box, local_shard, takes, volume
+from shoal_dtensor.errors import PlanError
+from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, in_groups, move_blocks, takes, volume
+from shoal_mesh import comm_over
 from shoal_mesh.internal import agree, dataclass
 from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError
-from .loading import Entry, boxes_of, entries_of
+from .loading import Entry, boxes_of, entries_of, local_of
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 _INDEX = "model.safetensors.index.json"
@@ -107,7 +110,7 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     """
     target, boxes = Path(directory).resolve(), dict[str, list[tuple[Box, Tensor]]]()
     stage = target.with_name(f".{target.name}.saving")
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first, rank = is_first(), dist.get_rank() if dist.is_initialized() else 0
     failed = "save_sharded: nothing is replaced, cannot"
     described = agree(lambda: describe(module, boxes), None, CheckpointError, f"{failed} describe its tensors")
     tensors = merged(described)
@@ -125,7 +128,12 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
     finally:
         if first:
             shutil.rmtree(stage, ignore_errors=True)
-    return Saved(tuple(files), mine[dist.get_rank() if dist.is_initialized() else 0])
+    return Saved(tuple(files), mine[rank])
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> dict[str, Any]:
@@ -141,7 +149,7 @@ def describe(module: nn.Module, shards: dict[str, list[tuple[Box, Tensor]]]) -> 
     return described
 
 
-def _once(module: nn.Module) -> Iterator[Entry]:
+def _once(module: nn.Module) -> list[Entry]:
     """The entries, shared ones under the name that a tied model's files have."""
     entries = list(entries_of(module))
     plain = nn.Module.get_extra_state
@@ -149,22 +157,18 @@ def _once(module: nn.Module) -> Iterator[Entry]:
     if stateful:
         raise CheckpointError(f"{stateful} have extra state that is no tensor; save it apart, by get_extra_state()")
     tied = getattr(module, "all_tied_weights_keys", None) or {}
-    chosen: dict[tuple[int, int], str] = {}
+    chosen: dict[tuple[int, int], Entry] = {}
     for entry in sorted(entries, key=lambda each: each.source in tied):
-        chosen.setdefault((id(entry.tensor), entry.first_row), entry.source)
-    written: set[tuple[int, int]] = set()
-    for entry in entries:
-        key = (id(entry.tensor), entry.first_row)
-        if entry.source == chosen[key] and key not in written:
-            written.add(key)
-            yield entry
+        chosen.setdefault((id(entry.tensor), entry.first_row), entry)
+    once = set(map(id, chosen.values()))
+    return [entry for entry in entries if id(entry) in once]
 
 
 def _boxes(entry: Entry) -> Iterator[tuple[Box, Tensor]]:
     tensor = entry.tensor
     if isinstance(tensor, DTensor) and tensor.spec.coordinate is None:
         return  # another mesh's, of which this rank is no part
-    local = (local_shard(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_of(tensor).detach()
     if local.is_meta:
         raise CheckpointError(f"{entry.source!r} is on the meta device; load or initialize it first")
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
@@ -199,14 +203,7 @@ def merged(described: list[dict[str, Any]]) -> dict[str, StoredTensor]:
 
 def _pack(tensors: dict[str, StoredTensor], limit: int) -> dict[str, bytes]:
     """File -> its header; every entry gets its file and its place in it.  Entries of one file by size of element."""
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += tensor.nbytes
+    groups = in_groups(tensors, lambda name: tensors[name].nbytes, limit) or [[]]
     headers: dict[str, bytes] = {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
@@ -319,3 +316,57 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; False where system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
+
+
+# --- from model to model ---------------------------------------------------------------------------------------------
+
+
+def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
+    """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
+
+    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the world or others.
+    All ranks of the world call it. No rank has more of a parameter than its shards of both, and what is in flight.
+
+    Args:
+        source: a parallel or plain model; None on ranks that have no part of it.
+        target: a model with the same names, written in place; None on ranks that have no part of it.
+        max_bytes: of tensors that one collective moves.
+
+    Raises:
+        PlanError: on all ranks, if the target has entries that the source lacks, or has in another shape or dtype.
+
+    Example:
+        >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
+        >>> copy_weights(source, target)
+        >>> torch.equal(source.weight, target.weight)
+        True
+    """
+    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()  # this rank's shards
+    both = agree(
+        lambda: (describe(source, read) if source else {}, describe(target, written) if target else {}),
+        error_type=CheckpointError,
+        what="copy_weights: cannot describe the models",
+    )
+    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
+    sources, targets = merged(of_sources), merged(of_targets)
+    for name, tensor in targets.items():
+        stored = sources.get(name)
+        if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
+            has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
+            raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
+    rank, comm = (dist.get_rank(), comm_over(range(dist.get_world_size()))) if dist.is_initialized() else (0, None)
+
+    def move(name: str) -> tuple[Blocks, Shards, Shards]:
+        boxes = ([entries[name][2] if name in entries else [] for entries in each] for each in (of_sources, of_targets))
+        blocks = exchange_blocks(rank, *boxes)
+        return blocks, read.get(name, []), written.get(name, [])
+
+    # Names that move together have one dtype.
+    of_dtypes = dict[torch.dtype, list[str]]()
+    for name, tensor in targets.items():
+        of_dtypes.setdefault(tensor.dtype, []).append(name)
+    grouped = (in_groups(names, lambda name: targets[name].nbytes, max_bytes) for names in of_dtypes.values())
+    batches = [batch for groups in grouped for batch in groups]
+    for names in progress(batches, "copying weights"):
+        with torch.no_grad():
+            move_blocks(map(move, names), comm)
