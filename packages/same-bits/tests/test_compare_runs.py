@@ -1,4 +1,4 @@
-"""Covers: runs/record.py, runs/compare.py, runs/global_parts.py: the first value in which two runs differ is named."""
+"""Covers: runs/record.py, runs/fingerprints.py: the first value in which two runs differ is named."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from shoal_mesh import init_device_mesh
 from shoal_mesh.collectives import even
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_same_bits import VariantArithmeticError, check_arithmetic, invariant_arithmetic
-from shoal_same_bits.invariant import products, replicated, sample_embedding, self_check
-from shoal_same_bits.invariant.measured import Measured
+from shoal_same_bits.invariant import norms_and_embeddings, products, self_check
+from shoal_same_bits.invariant.block_sums import Measured
 from shoal_tp_styles import ColwiseParallel, parallelize_module
 
 
@@ -59,8 +59,8 @@ BROKEN: list[tuple[object, str, object, str]] = [
     (products, "_SPREAD", (SENSITIVE_SPREAD, products._SPREAD[1]), "linear, over samples"),
     (products, "_GRADIENT", (Measured(gradient_at_once, ()),) * 2, "gradient of a weight, over samples"),
     (products, "_BIAS", Measured(bias_at_once, ()), "gradient of a bias, over samples"),
-    (replicated, "tree_sum", sum_at_once, "gradient of a norm, over tokens"),
-    (sample_embedding, "tree_of", in_order, "gradient of an embedding, over samples"),
+    (norms_and_embeddings, "tree_sum", sum_at_once, "gradient of a norm, over tokens"),
+    (norms_and_embeddings, "tree_of", in_order, "gradient of an embedding, over samples"),
     (self_check, "tree_sum", sum_at_once, "sum over classes"),
     (clip_grad, "sums_are_in_tree", lambda: False, "clip_grad_norm_"),
     (functional, "silu", sensitive(functional.silu), "silu"),

@@ -1,4 +1,4 @@
-"""Covers: invariant/fingerprints.py, __main__.py: runs on other numbers of ranks agree, and what differs is named."""
+"""Covers: runs/fingerprints.py, __main__.py: runs on other numbers of ranks agree, and what differs is named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from shoal_mesh.internal import tree_sum
 from shoal_mesh.testing import on_ranks
 from shoal_same_bits import StepFingerprints, invariant_arithmetic
 from shoal_same_bits.__main__ import main
-from shoal_same_bits.invariant.fingerprints import first_difference
-from shoal_same_bits.runs.global_parts import part_of_tensor
+from shoal_same_bits.runs.fingerprints import first_difference, part_of_tensor
 from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, StyleError, parallelize_module
 
 NAMES = ("data", "tensor")

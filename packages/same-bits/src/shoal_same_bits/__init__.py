@@ -10,11 +10,10 @@ from .arithmetic import invariant_arithmetic
 from .errors import VariantArithmeticError
 
 if TYPE_CHECKING:
-    from .invariant.fingerprints import StepFingerprints
     from .invariant.self_check import check_arithmetic
     from .microbatches import accumulate_in_tree, accumulate_stage_in_tree
-    from .runs.compare import Comparison, compare_runs
-    from .runs.record import RunRecord, record_run
+    from .runs.fingerprints import StepFingerprints
+    from .runs.record import Comparison, RunRecord, compare_runs, record_run
 
 __all__ = [
     "Comparison",
@@ -33,24 +32,14 @@ __all__ = [
 
 # Imported when first asked for.
 _LATER = {
-    name: module
-    for module, names in {
-        ".microbatches": (
-            "accumulate_in_tree",
-            "accumulate_stage_in_tree",
-        ),
-        ".invariant.fingerprints": ("StepFingerprints",),
-        ".invariant.self_check": ("check_arithmetic",),
-        ".runs.compare": (
-            "Comparison",
-            "compare_runs",
-        ),
-        ".runs.record": (
-            "RunRecord",
-            "record_run",
-        ),
-    }.items()
-    for name in names
+    "Comparison": ".runs.record",
+    "RunRecord": ".runs.record",
+    "StepFingerprints": ".runs.fingerprints",
+    "accumulate_in_tree": ".microbatches",
+    "accumulate_stage_in_tree": ".microbatches",
+    "check_arithmetic": ".invariant.self_check",
+    "compare_runs": ".runs.record",
+    "record_run": ".runs.record",
 }
 
 

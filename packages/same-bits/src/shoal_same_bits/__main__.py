@@ -1,6 +1,6 @@
 """The command line: `python -m shoal_same_bits compare A B`, where two runs differ first.
 
-May import: invariant, runs.
+May import: runs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from shoal_dtensor.errors import StyleError
 
-from .invariant.fingerprints import first_difference
-from .runs.compare import compare_runs
-from .runs.record import RunRecord
+from .runs.fingerprints import first_difference
+from .runs.record import RunRecord, compare_runs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,21 +24,18 @@ def main(argv: list[str] | None = None) -> int:
     compare.add_argument("--tolerance", type=float, help="how much values of RunRecord may differ, relatively")
     asked = parser.parse_args(argv)
     try:
-        return _compare(asked)
+        if all(Path(path).read_text().startswith('{"ranks"') for path in asked.runs):
+            one, other = map(RunRecord.load, asked.runs)
+            comparison = compare_runs(one, other, asked.tolerance)
+            first, text = comparison.first, str(comparison)
+        else:
+            first = first_difference(*asked.runs)
+            text = first or "no fingerprint differs"
     except StyleError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-
-
-def _compare(asked: argparse.Namespace) -> int:
-    if all(Path(path).read_text().startswith('{"ranks"') for path in asked.runs):
-        one, other = map(RunRecord.load, asked.runs)
-        comparison = compare_runs(one, other, asked.tolerance)
-        sys.stdout.write(f"{comparison}\n")
-        return int(bool(comparison.first))
-    found = first_difference(*asked.runs)
-    sys.stdout.write((found or "no fingerprint differs") + "\n")
-    return int(bool(found))
+    sys.stdout.write(f"{text}\n")
+    return int(bool(first))
 
 
 if __name__ == "__main__":

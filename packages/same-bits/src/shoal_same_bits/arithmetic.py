@@ -7,7 +7,7 @@ two, and the ranks add up in the upper part of the same tree (`shoal_mesh.sums_i
 What the mode changes: the forms that styles give modules inside it (`invariant/`), losses on a sharded vocabulary,
 every sum over ranks, and norms of gradients.
 
-May import: invariant, row_attention.
+May import: _torch, invariant, row_attention.
 """
 
 from __future__ import annotations
@@ -19,14 +19,53 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import ReplacedAttention, arithmetic, takes
+from shoal_dtensor import Replicate
+from shoal_dtensor.errors import StyleError, TiedWeightError, UnsupportedModuleError
+from shoal_dtensor.internal import ReplacedAttention, arithmetic, set_forward, takes
 from shoal_mesh import DeviceMesh, sums_in_tree
 from shoal_mesh.internal import dataclass
-from shoal_tp_styles import Lowered, ModuleSharding
+from shoal_tp_styles import Lowered, ModuleSharding, Port
+from shoal_tp_styles.internal import (
+    COMPLETION,
+    Boundary,
+    ColumnEmbedding,
+    ColumnLinear,
+    RowEmbedding,
+    RowLinear,
+    SequenceDropout,
+    Tokenwise,
+    is_norm,
+    lowered_of,
+)
 
-from .invariant.forms import complete, invariant_form, refuse_reduce_dtype, refuse_tied
-from .invariant.mode import BlockArithmetic, current_arithmetic
+from ._torch import NormBase
+from .invariant.block_linear import InvariantColumn, InvariantRow, InvariantWhole
+from .invariant.block_sums import BlockArithmetic, current_arithmetic
+from .invariant.norms_and_embeddings import (
+    InvariantColumnEmbedding,
+    InvariantEmbedding,
+    InvariantRowEmbedding,
+    InvariantTokenwise,
+    InvariantTokenwiseWhole,
+)
+from .invariant.self_check import check_device
+
+_FORMS: dict[type[Lowered], type[Lowered]] = {
+    ColumnLinear: InvariantColumn,
+    RowLinear: InvariantRow,
+    ColumnEmbedding: InvariantColumnEmbedding,
+    RowEmbedding: InvariantRowEmbedding,
+    Tokenwise: InvariantTokenwise,
+}
+# Without arithmetic of their own.
+_UNCHANGED = (Boundary, SequenceDropout)
+_WHOLE: dict[type[nn.Module], type[Lowered]] = {
+    nn.Linear: InvariantWhole,
+    nn.Embedding: InvariantEmbedding,
+    nn.LayerNorm: InvariantTokenwiseWhole,
+    nn.RMSNorm: InvariantTokenwiseWhole,
+}
+_SUPPORTED = "It has one for Linear, Embedding, LayerNorm, RMSNorm and norms like them, under ColwiseParallel, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +73,47 @@ class InvariantArithmetic(BlockArithmetic):
     """The mode: which forms stand in for lowerings, and for modules that no style shards."""
 
     def form_of(self, lowering: type[Lowered], sharding: ModuleSharding, module: nn.Module) -> type[Lowered]:
-        """The form that stands in for a lowering.
-
-        Raises:
-            UnsupportedModuleError: if there is none.
-        """
-        return invariant_form(lowering, sharding, module)
+        """The form that stands in for a lowering; an UnsupportedModuleError if there is none."""
+        form = _FORMS.get(lowering)
+        if form is not None:
+            return form
+        if lowering in _UNCHANGED and not (sharding.distributes and [*module.parameters()]):
+            return lowering
+        raise _without_form(f"{sharding.style} of {type(module).__name__}")
 
     def complete(
         self, mesh: DeviceMesh, module: nn.Module, over_data: tuple[torch.dtype | None, torch.dtype | None] | None
     ) -> None:
-        """Give the modules of a tree that no style shards their forms.
+        """Give the modules with parameters that no style has made parallel their forms; others follow by their inputs.
 
         Raises:
-            UnsupportedModuleError: if there is none for one of them.
-            StyleError: if gradients would be reduced in another dtype than they are computed in.
-            TiedWeightError: if gradients of a shared parameter would be summed over data ranks.
+            UnsupportedModuleError: if there is none for one of them, by its path.
+            VariantArithmeticError: if the self-check of the device finds operators that are not invariant.
+            StyleError: if gradients over data ranks would be added in another dtype, or in another order.
         """
-        complete(module, mesh)
+        for device, dtype in {(p.device.type, p.dtype) for p in module.parameters() if p.is_floating_point()}:
+            if device != "meta":
+                check_device(device, dtype, torch.get_num_threads(), self.rows)
+        along = mesh if mesh.ndim == 1 else mesh[mesh.axis_names[0]]
+        for path, owner in module.named_modules():
+            around = lowered_of(owner)
+            open_inside = around is None or (isinstance(around, Boundary) and around.inner is None)
+            computes = isinstance(owner, NormBase) or any(param is not None for param in owner._parameters.values())
+            if not open_inside or not computes:
+                continue
+            form = _WHOLE.get(type(owner)) or (InvariantTokenwiseWhole if is_norm(owner) else None)
+            if form is None:
+                raise _without_form(f"module {path!r} ({type(owner).__name__})")
+            sharding = ModuleSharding(
+                COMPLETION, outputs=(Port(Replicate(), Replicate()),), lowering=form, distributes=False
+            )
+            completed = form(owner, sharding, along)
+            if isinstance(around, Boundary):
+                around.inner = completed
+            else:
+                set_forward(owner, completed)
         if over_data is not None:
-            refuse_reduce_dtype(module, *over_data)
+            _refuse_reduce_dtype(module, *over_data)
             if mesh.size() > 1:
                 refuse_tied(module)
 
@@ -105,3 +165,35 @@ def _attention(rows: int | None) -> AbstractContextManager[object]:
     from .row_attention import attention_in_rows  # a millisecond of every import, for those who serve
 
     return ReplacedAttention(partial(attention_in_rows, rows))
+
+
+def _refuse_reduce_dtype(module: nn.Module, computed: torch.dtype | None, reduced: torch.dtype | None) -> None:
+    """Refuse gradients that are reduced in another dtype than they are computed in."""
+    for param in module.parameters():
+        dtype = computed or param.dtype
+        if param.is_floating_point() and reduced not in (None, dtype):
+            raise StyleError(
+                f"invariant_arithmetic: gradients in {dtype} are added in it on each rank, and would be over ranks in "
+                f"{reduced}, in which their sum is another. Leave reduce_dtype, or compute in {reduced}"
+            )
+
+
+def refuse_tied(module: nn.Module) -> None:
+    """Refuse parameters that several modules share, whose gradients are summed over data ranks: a TiedWeightError."""
+    first: dict[nn.Parameter, str] = {}
+    for path, owner in module.named_modules():
+        for name, param in owner._parameters.items():
+            place = f"{path}.{name}" if path else name
+            if param is not None and first.setdefault(param, place) != place:
+                raise TiedWeightError(
+                    f"invariant_arithmetic: {first[param]!r} and {place!r} are one parameter: its gradients are added "
+                    "on each rank before they are summed over data ranks, in another order than on one. Untie them "
+                    "(tie_word_embeddings=False), or use one data rank"
+                )
+
+
+def _without_form(what: str) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        f"invariant_arithmetic: {what} has no form whose bits are the same on any number of ranks. {_SUPPORTED}"
+        "RowwiseParallel, SequenceParallel or none; leave the mode for this model, or replace the module"
+    )

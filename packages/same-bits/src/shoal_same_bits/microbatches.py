@@ -3,7 +3,7 @@
 Autograd adds the gradients of four backward passes as ((a + b) + c) + d, those of four samples in one pass are
 (a + b) + (c + d). Here the gradients of every pass are taken out of `.grad`, and nodes of one height are added.
 
-May import: invariant.
+May import: arithmetic, invariant.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shoal_data_parallel.internal import states_of
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import owners_of, submodule_of, takes
 
-from .invariant.forms import refuse_tied
-from .invariant.mode import current_arithmetic
+from .arithmetic import refuse_tied
+from .invariant.block_sums import current_arithmetic
 
 Microbatch = TypeVar("Microbatch")
 

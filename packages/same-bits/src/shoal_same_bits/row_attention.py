@@ -33,10 +33,7 @@ def attention_in_rows(  # noqa: PLR0913  # the signature of scaled_dot_product_a
 ) -> Tensor:
     """(B, ..., Q, D), (B, ..., K, D), (B, ..., K, V) -> (B, ..., Q, V): `F.scaled_dot_product_attention`, by `rows`.
 
-    A query that sees no key gets zeros.
-
-    Raises:
-        UnsupportedAttentionError: with dropout, or on DTensors.
+    A query that sees no key gets zeros. Dropout and DTensors are refused.
     """
     if dropout_p or any(isinstance(x, DTensor) for x in (query, key, value, attn_mask)):
         raise UnsupportedAttentionError(

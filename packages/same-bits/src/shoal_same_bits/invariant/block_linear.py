@@ -12,7 +12,7 @@ axes. Readers of one activation (q, k and v) add their products in each block j,
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import backward_number, first_order_only, local_shard
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
-from shoal_tp_styles import Collective, Lowered, ModuleCall
 from shoal_tp_styles.internal import (
     ColumnLinear,
     RowLinear,
@@ -38,8 +37,8 @@ from shoal_tp_styles.internal import (
 
 from .._torch import apply
 from .block_sums import own_blocks
+from .norms_and_embeddings import Cells, Unstyled, add_bias, cells_of, sum_of_cells
 from .products import bias_gradient, spread, summed, weight_gradient
-from .replicated import Cells, add_bias, cells_of, sum_of_cells
 
 
 class _Readers:
@@ -203,14 +202,10 @@ class InvariantRow(RowLinear):
         return add_bias(self, partial_output(self, partial, None))
 
 
-class InvariantWhole(Lowered):
+class InvariantWhole(Unstyled):
     """A Linear that no style shards, sample by sample."""
 
     __slots__ = ()
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
 
     def __call__(self, input: Tensor) -> Tensor:
         if input.ndim == 1:

@@ -1,22 +1,78 @@
-"""Sums over samples and over blocks, in the tree of `tree_sum`, without keeping all of their terms."""
+"""The mode's blocks, sums over samples and over blocks, and faster forms of what is defined block by block.
+
+Sums are taken in the tree of `tree_sum`, without keeping all of their terms. What is defined block by block is computed
+by kernels that see the same shapes on any mesh. Larger calls are faster, and most kernels add in the same order in
+them. So whenever shapes are new, faster forms are tried beside the definition on random numbers, and used from then on
+if they have the same bits. Ranks need not choose alike.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import current_arithmetic as entered_arithmetic, unwatched, unwatched_functions
+from shoal_mesh.internal import dataclass
 from shoal_tp_styles import Lowered
 
-from .mode import BlockArithmetic, current_arithmetic
-
+Form = Callable[..., Tensor]
 _Term = Callable[[int, list[Tensor]], Tensor]
 _Add = Callable[[Tensor, int, list[Tensor]], Tensor]
 
 # Kernels of matrix products look at where an operand begins; fresh memory of torch begins at multiples of this.
 _ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class BlockArithmetic:
+    """How sums are divided.
+
+    Attributes:
+        blocks: into how many parts a dim that ranks may share is divided; degrees divide it.
+        rows: how many tokens of a sample are computed together; None for all.
+    """
+
+    blocks: int
+    rows: int | None = None
+
+    def own_blocks(self, ranks: int, size: int, what: str) -> int:
+        """How many of the blocks one of so many ranks has that share a dim; a StyleError if they cannot share them."""
+        if self.blocks % ranks or size % self.blocks:
+            raise StyleError(
+                f"invariant_arithmetic(blocks={self.blocks}): {what} of {size} elements over {ranks} ranks; the ranks "
+                "must divide the blocks, and the blocks the dim. Choose another number of blocks (a power of two)"
+            )
+        return self.blocks // ranks
+
+
+def current_arithmetic() -> BlockArithmetic | None:
+    """The mode that is entered, or None."""
+    entered: object = entered_arithmetic()
+    return entered if isinstance(entered, BlockArithmetic) else None
+
+
+def entered() -> BlockArithmetic:
+    """The mode; a StyleError outside of it, where the collectives of this form of module would add in another order."""
+    arithmetic = current_arithmetic()
+    if arithmetic is None:
+        raise StyleError("a module made parallel inside invariant_arithmetic() is built, called and trained inside it")
+    return arithmetic
+
+
+def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
+    """How many blocks of a dim of a sharded parameter this rank has; a StyleError if they do not fit its shards."""
+    spec, ranks = lowered.spec(name), lowered.comm.size
+    what = f"{lowered.sharding.style}: dim {dim} of {name!r}"
+    blocks = entered().own_blocks(ranks, spec.shape[dim], what)
+    if spec.sizes(dim) is not None and len(set(spec.sizes(dim))) > 1:
+        raise StyleError(
+            f"{what} has shards of different sizes {spec.sizes(dim)}; invariant_arithmetic takes equal ones"
+        )
+    return blocks
 
 
 def contiguous_block(tensor: Tensor) -> Tensor:
@@ -28,9 +84,7 @@ def contiguous_block(tensor: Tensor) -> Tensor:
 def tree_of(count: int, term: Callable[[int], Tensor]) -> Tensor:
     """The `tree_sum` of `term(0)` to `term(count - 1)`, of which about log2(count) are alive at a time.
 
-    Args:
-        count: of terms, at least 1.
-        term: makes one, in memory that nothing else refers to.
+    `term` makes one of at least one, in memory that nothing else refers to.
 
     Example:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
@@ -40,11 +94,9 @@ def tree_of(count: int, term: Callable[[int], Tensor]) -> Tensor:
 
 
 def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused: bool) -> Tensor:
-    """The `tree_sum` of terms, each a sum of products of matrices in order; memory of terms is used again.
+    """The `tree_sum` of terms, each a sum of products of its pairs of matrices in order; memory of terms is used again.
 
-    Args:
-        terms: the factors of the products of each term.
-        fused: whether kernels add products to what is there.
+    Where `fused`, kernels add products to what is there.
     """
 
     def plus(total: Tensor, pair: tuple[Tensor, Tensor], free: list[Tensor]) -> Tensor:
@@ -87,29 +139,35 @@ def _tree(start: int, count: int, term: _Term, add: _Add, free: list[Tensor]) ->
     return total
 
 
-def entered() -> BlockArithmetic:
-    """The mode.
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A function of a number of blocks and of tensors.
 
-    Raises:
-        StyleError: outside of it: the collectives of this form of module would add in another order.
+    Attributes:
+        definition: what it computes.
+        faster: forms that may have the same bits, the fastest first.
     """
-    arithmetic = current_arithmetic()
-    if arithmetic is None:
-        raise StyleError("a module made parallel inside invariant_arithmetic() is built, called and trained inside it")
-    return arithmetic
+
+    definition: Form
+    faster: tuple[Form, ...]
+
+    def __call__(self, blocks: int, *operands: Tensor) -> Tensor:
+        tensors = [contiguous_block(operand) for operand in operands]
+        layouts = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        return _form(self, blocks, layouts, torch.get_num_threads())(blocks, *tensors)
 
 
-def own_blocks(lowered: Lowered, name: str, dim: int) -> int:
-    """How many blocks of a dim of a sharded parameter this rank has.
-
-    Raises:
-        StyleError: if the blocks do not fit the dim and its shards.
-    """
-    spec, ranks = lowered.spec(name), lowered.comm.size
-    what = f"{lowered.sharding.style}: dim {dim} of {name!r}"
-    blocks = entered().own_blocks(ranks, spec.shape[dim], what)
-    if spec.sizes(dim) is not None and len(set(spec.sizes(dim))) > 1:
-        raise StyleError(
-            f"{what} has shards of different sizes {spec.sizes(dim)}; invariant_arithmetic takes equal ones"
-        )
-    return blocks
+@lru_cache(maxsize=4096)
+def _form(
+    measured: Measured, blocks: int, layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], _: int
+) -> Form:
+    """The fastest form with the bits of the definition, for operands like these and so many threads."""
+    if any(device.type == "meta" for *_, device in layouts):
+        return measured.definition
+    # Neither random numbers nor checkpoints of the program that runs hear of a trial.
+    with torch.no_grad(), unwatched_functions(), unwatched():
+        draw = torch.Generator().manual_seed(0)
+        operands = [torch.randn(shape, generator=draw).to(device, dtype) for shape, dtype, device in layouts]
+        want = measured.definition(blocks, *operands)
+        same = (form for form in measured.faster if torch.equal(form(blocks, *operands), want))
+        return next(same, measured.definition)

@@ -17,9 +17,7 @@ from torch.nn.functional import linear, pad
 from shoal_dtensor.errors import StyleError
 from shoal_mesh.internal import tree_sum
 
-from .block_sums import contiguous_block, tree_of, tree_of_products
-from .measured import Measured
-from .mode import current_arithmetic
+from .block_sums import Measured, contiguous_block, current_arithmetic, tree_of, tree_of_products
 
 
 def _blocks(tensor: Tensor, blocks: int, dim: int) -> list[Tensor]:

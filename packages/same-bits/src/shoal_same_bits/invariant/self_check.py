@@ -7,8 +7,8 @@ where the mode has a number of rows, also those of a sequence in chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -21,104 +21,87 @@ from shoal_mesh.internal import tree_sum
 
 from ..errors import VariantArithmeticError
 from ..row_attention import attention_in_rows
-from .mode import current_arithmetic
+from .block_sums import current_arithmetic
+from .norms_and_embeddings import embedding_gradient, sum_of_cells
 from .products import bias_gradient, spread, summed, weight_gradient
-from .replicated import sum_of_cells
-from .sample_embedding import embedding_gradient
 
 BLOCKS, SAMPLES, ROWS, FEATURES = 8, 8, 16, 128
 DEGREES = (2, 4, 8)
 Draw = Callable[..., Tensor]
 Check = Callable[[Draw, int], Iterator[tuple[str, Tensor, Tensor]]]
 """Of numbers and a degree: the names of operators, what one rank computes, and what ranks compute."""
+_NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda part: functional.layer_norm(part, (FEATURES,)),
+    "rms_norm": lambda part: functional.rms_norm(part, (FEATURES,), eps=1e-6),
+}
+
+
+def _over(
+    name: str, function: Callable[..., Tensor], *operands: tuple[Tensor, Sequence[Tensor]], dim: int | None = None
+) -> tuple[str, Tensor, Tensor]:
+    """What a function of a number of blocks has for whole operands, and for the ranks' parts of them.
+
+    The ranks' results are joined along `dim`, or added in the tree.
+    """
+    parts = [*zip(*(parts for _, parts in operands), strict=True)]
+    results = [function(BLOCKS // len(parts), *own) for own in parts]
+    want = function(BLOCKS, *(whole for whole, _ in operands))
+    return name, want, tree_sum(torch.stack(results)) if dim is None else torch.cat(results, dim)
 
 
 def _samples(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x, grad, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
-    bias = draw(FEATURES, samples=0)
-    tokens = (x[..., 0] * 64).long().remainder(FEATURES)
-
-    def of_ranks(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
-        return [function(*own) for own in zip(*(t.chunk(ranks) for t in tensors), strict=True)]
-
-    def over(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return function(*tensors), torch.cat(of_ranks(function, *tensors))
-
-    def total(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return function(*tensors), tree_sum(torch.stack(of_ranks(function, *tensors)))
-
-    yield "linear, over samples", *over(lambda s: spread(s, weight, 0, BLOCKS, bias), x)
-    yield "gradient of the input of a linear, over samples", *over(lambda s: summed([(s, weight)], 0, BLOCKS), grad)
-    yield "gradient of a weight, over samples", *total(lambda g, s: weight_gradient(g, s, 0, BLOCKS), grad, x)
-    yield "gradient of a bias, over samples", *total(lambda g: bias_gradient(g, BLOCKS), grad)
-    yield "gradient of a norm, over samples", *total(lambda g: sum_of_cells(g, None, 1, BLOCKS), grad)
-    yield (
-        "gradient of an embedding, over samples",
-        *total(lambda g, t: embedding_gradient(g, t, FEATURES, -1), grad, tokens),
+    x, grad = ((each, each.chunk(ranks)) for each in (draw(ROWS, FEATURES), draw(ROWS, FEATURES)))
+    weight, bias = draw(FEATURES, FEATURES, samples=0), draw(FEATURES, samples=0)
+    numbers = (x[0][..., 0] * 64).long().remainder(FEATURES)
+    tokens = numbers, numbers.chunk(ranks)
+    yield _over("linear, over samples", lambda _, s: spread(s, weight, 0, BLOCKS, bias), x, dim=0)
+    yield _over(
+        "gradient of the input of a linear, over samples", lambda _, g: summed([(g, weight)], 0, BLOCKS), grad, dim=0
     )
-    yield "sum of losses, over samples", *total(lambda g: tree_sum(g.flatten()), grad)
+    yield _over("gradient of a weight, over samples", lambda _, g, s: weight_gradient(g, s, 0, BLOCKS), grad, x)
+    yield _over("gradient of a bias, over samples", lambda _, g: bias_gradient(g, BLOCKS), grad)
+    yield _over("gradient of a norm, over samples", lambda _, g: sum_of_cells(g, None, 1, BLOCKS), grad)
+    yield _over(
+        "gradient of an embedding, over samples", lambda _, g, t: embedding_gradient(g, t, FEATURES, -1), grad, tokens
+    )
+    yield _over("sum of losses, over samples", lambda _, g: tree_sum(g.flatten()), grad)
 
 
 def _features(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x, grad, weight = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
-    blocks = BLOCKS // ranks
-    columns, rows = weight.chunk(ranks), weight.chunk(ranks, 1)
-    xs, grads = x.chunk(ranks, -1), grad.chunk(ranks, -1)
-
-    def pairs(parts: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        return ([pair] for pair in zip(parts, weights, strict=True))
-
-    yield (
-        "linear, over its output features",
-        spread(x, weight, 0, BLOCKS),
-        torch.cat([spread(x, w, 0, blocks) for w in columns], -1),
+    s, g, w = draw(ROWS, FEATURES), draw(ROWS, FEATURES), draw(FEATURES, FEATURES, samples=0)
+    x, grad, columns, rows = ((t, t.chunk(ranks, dim)) for t, dim in ((s, -1), (g, -1), (w, 0), (w, 1)))
+    yield _over("linear, over its output features", lambda n, w: spread(s, w, 0, n), columns, dim=-1)
+    yield _over(
+        "gradient of the input of a linear, over its input features", lambda n, w: spread(g, w, 1, n), rows, dim=-1
     )
-    yield (
-        "gradient of the input of a linear, over its input features",
-        spread(grad, weight, 1, BLOCKS),
-        torch.cat([spread(grad, w, 1, blocks) for w in rows], -1),
+    yield _over("linear, over its input features", lambda n, s, w: summed([(s, w)], 1, n), x, rows)
+    yield _over(
+        "gradient of the input of a linear, over its output features",
+        lambda n, g, w: summed([(g, w)], 0, n),
+        grad,
+        columns,
     )
-    for name, dim, parts, weights, full in (
-        ("linear, over its input features", 1, xs, rows, x),
-        ("gradient of the input of a linear, over its output features", 0, grads, columns, grad),
-    ):
-        shards = torch.stack([summed(pair, dim, blocks) for pair in pairs(parts, weights)])
-        yield name, summed([(full, weight)], dim, BLOCKS), tree_sum(shards)
-    several = [summed([(g, w), (s, w)], 0, blocks) for g, s, w in zip(grads, xs, columns, strict=True)]
-    yield (
-        "gradient of what several layers read",
-        summed([(grad, weight), (x, weight)], 0, BLOCKS),
-        tree_sum(torch.stack(several)),
+    yield _over(
+        "gradient of what several layers read", lambda n, g, s, w: summed([(g, w), (s, w)], 0, n), grad, x, columns
     )
-    for dim, operands in ((0, [(g, x) for g in grads]), (1, [(grad, s) for s in xs])):
-        got = torch.cat([weight_gradient(g, s, dim, blocks) for g, s in operands], dim)
-        yield f"gradient of a weight, over its dim {dim}", weight_gradient(grad, x, dim, BLOCKS), got
-    yield (
-        "gradient of a bias, over features",
-        bias_gradient(grad, BLOCKS),
-        torch.cat([bias_gradient(g, blocks) for g in grads]),
-    )
+    yield _over("gradient of a weight, over its dim 0", lambda n, g: weight_gradient(g, s, 0, n), grad, dim=0)
+    yield _over("gradient of a weight, over its dim 1", lambda n, s: weight_gradient(g, s, 1, n), x, dim=1)
+    yield _over("gradient of a bias, over features", lambda n, g: bias_gradient(g, n), grad, dim=0)
+    contiguous = s, [part.contiguous() for part in x[1]]
     for function in (functional.silu, functional.gelu, torch.exp, torch.tanh):
-        yield function.__name__, function(x), torch.cat([function(part.contiguous()) for part in xs], -1)
-    classes = tree_sum(torch.stack([tree_sum(part.movedim(-1, 0)) for part in xs]))
-    yield "sum over classes", tree_sum(x.movedim(-1, 0)), classes
+        yield _over(function.__name__, partial(_plain, function), contiguous, dim=-1)
+    yield _over("sum over classes", lambda _, part: tree_sum(part.movedim(-1, 0)), x)
 
 
 def _tokens(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    x, grad = draw(ROWS, FEATURES), draw(ROWS, FEATURES)
-    for name, norm in (
-        ("layer_norm", lambda t: functional.layer_norm(t, (FEATURES,))),
-        ("rms_norm", lambda t: functional.rms_norm(t, (FEATURES,), eps=1e-6)),
-    ):
-        parts = zip(x.chunk(ranks, 1), grad.chunk(ranks, 1), strict=True)
-        shards = [_with_gradient(norm, g, s) for s, g in parts]
-        yield name, _with_gradient(norm, grad, x), torch.cat(shards, 2)
-    of_tokens = tree_sum(torch.stack([_of_samples(part, BLOCKS // ranks) for part in grad.chunk(ranks, 1)]))
-    yield "gradient of a norm, over tokens", _of_samples(grad, BLOCKS), of_tokens
+    x, grad = ((each, each.chunk(ranks, 1)) for each in (draw(ROWS, FEATURES), draw(ROWS, FEATURES)))
+    for name, norm in _NORMS.items():
+        yield _over(name, partial(_with_gradient, norm), grad, x, dim=2)
 
+    def of_samples(blocks: int, grad: Tensor) -> Tensor:
+        return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in grad.chunk(len(grad))])
 
-def _of_samples(grad: Tensor, blocks: int) -> Tensor:
-    return torch.stack([sum_of_cells(sample, None, 1, blocks) for sample in grad.chunk(len(grad))])
+    yield _over("gradient of a norm, over tokens", of_samples, grad)
 
 
 def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -127,11 +110,11 @@ def _attention(draw: Draw, ranks: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    want = _with_gradient(attend, grad, q, k, v)
     for what, dim in (("samples", 0), ("heads", 1)):
-        parts = zip(*(t.chunk(ranks, dim) for t in (grad, q, k, v)), strict=True)
-        got = torch.cat([_with_gradient(attend, *(t.contiguous() for t in part)) for part in parts], dim + 1)
-        yield f"scaled_dot_product_attention, over {what}", want, got
+        operands = ((t, [part.contiguous() for part in t.chunk(ranks, dim)]) for t in (grad, q, k, v))
+        yield _over(
+            f"scaled_dot_product_attention, over {what}", partial(_with_gradient, attend), *operands, dim=dim + 1
+        )
 
 
 def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -139,13 +122,13 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     sizes = [1, rows, rows + 1, max(rows - 1, 1)]
     x, weight = draw(sum(sizes), FEATURES), draw(FEATURES, FEATURES, samples=0)
     q, k, v = (draw(BLOCKS, sum(sizes), FEATURES // BLOCKS) for _ in range(3))
-    for name, function in (
-        ("linear", lambda part: spread(part, weight, 0, BLOCKS)),
-        ("linear, summed in blocks", lambda part: summed([(part, weight)], 1, BLOCKS)),
-        ("layer_norm", lambda part: functional.layer_norm(part, (FEATURES,))),
-        ("rms_norm", lambda part: functional.rms_norm(part, (FEATURES,), eps=1e-6)),
-        ("silu", functional.silu),
-    ):
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "linear": lambda part: spread(part, weight, 0, BLOCKS),
+        "linear, summed in blocks": lambda part: summed([(part, weight)], 1, BLOCKS),
+        **_NORMS,
+        "silu": functional.silu,
+    }
+    for name, function in functions.items():
         parts = [function(part.contiguous()) for part in torch.split(x, sizes, 1)]
         yield f"{name}, over chunks of a sequence", function(x), torch.cat(parts, 1)
     ends = torch.tensor(sizes).cumsum(0).tolist()
@@ -158,7 +141,11 @@ def _chunks(draw: Draw, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "attention, over chunks of a sequence", attention_in_rows(rows, q, k, v, is_causal=True), got
 
 
-def _with_gradient(function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> Tensor:
+def _plain(function: Callable[[Tensor], Tensor], _: int, part: Tensor) -> Tensor:
+    return function(part)
+
+
+def _with_gradient(function: Callable[..., Tensor], _: int, grad: Tensor, *inputs: Tensor) -> Tensor:
     """The result and the gradients of the inputs, stacked."""
     with torch.enable_grad():
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -201,11 +188,7 @@ def _differing(device: str, dtype: torch.dtype, rows: int | None) -> list[str]:
 
 @lru_cache
 def check_device(device: str, dtype: torch.dtype, threads: int, rows: int | None) -> None:
-    """Check what one rank computes, once for each device, dtype, number of threads, and rows of the mode around it.
-
-    Raises:
-        VariantArithmeticError: naming the operators.
-    """
+    """Check what one rank computes, once for each device, dtype, number of threads, and rows of the mode around it."""
     _refuse(_differing(device, dtype, rows), device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""record_run: a small number of sums for every value of a run, which do not depend on how it is sharded.
+"""record_run: a small number of sums for every value of a run, which do not depend on how it is sharded; compare_runs.
 
 Of every value 64 sums are kept: an element goes, with a sign, to the sum that a hash of its global index says. The
 sums of a difference are the difference of the sums, and their norm is about that of the difference, so two runs are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, field
 from functools import partial
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
-from shoal_mesh import DeviceMesh, all_reduce
+from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
-from shoal_tp_styles.internal import COMPLETION, lowered_of
+from shoal_tp_styles.internal import lowered_of
 
-from .global_parts import GlobalPart, part_of_output, part_of_tensor
+from .fingerprints import GlobalPart, numbered, part_of_output, part_of_tensor, styled, totals
 
 _SUMS = 64
 _SKIPPED = ("empty", "new_empty", "detach", "alias", "lift_fresh")  # values that mean nothing, or are those of before
@@ -165,22 +165,14 @@ class _Recorder(TorchDispatchMode):
 
     def _add_of(self, name: str, module: nn.Module, value: Tensor) -> None:
         """Keep a module's output, or the gradient at it, if its layout is known."""
-        self._is_recording = True
+        self._is_recording, lowered = True, styled(module)
         try:
-            part = self._part_of(module, value.detach())
-            if part is not None:
-                self.add(name, part)
+            if lowered is not None and value.ndim:
+                self.add(name, part_of_output(value.detach(), lowered, self._batch))
+            elif isinstance(value, DTensor) or not self._is_sharded:
+                self.add(name, part_of_tensor(value.detach()))
         finally:
             self._is_recording = False
-
-    def _part_of(self, module: nn.Module, output: Tensor) -> GlobalPart | None:
-        """The part of a module's output that this rank has, where its layout is known."""
-        lowered = lowered_of(module)
-        if lowered is not None and lowered.sharding.style != COMPLETION and lowered.sharding.outputs and output.ndim:
-            return part_of_output(output, lowered, self._batch)
-        if isinstance(output, DTensor) or not self._is_sharded:
-            return part_of_tensor(output)
-        return None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record what it returns."""
@@ -197,24 +189,15 @@ class _Recorder(TorchDispatchMode):
 
     def add(self, name: str, part: GlobalPart, *, by_rank: bool = False) -> None:
         """Keep the sums of a value."""
-        self._times[name] += 1
-        if self._times[name] > 1:
-            name = f"{name} #{self._times[name]}"
+        salt = dist.get_rank() if by_rank and self._ranks > 1 else 0
         with torch.no_grad():
-            self._seen[name] = part, by_rank, _sums(part, dist.get_rank() if by_rank and self._ranks > 1 else 0)
+            self._seen[numbered(name, self._times)] = part, by_rank, _sums(part, salt)
 
     def values(self) -> list[Value]:
         """The values, added up over ranks."""
-        sums = self._of_ranks() if self._ranks > 1 else {}
-        own = {name: (part, by_rank, found) for name, (part, by_rank, found) in self._seen.items() if name not in sums}
-        for meshes in dict.fromkeys(part.meshes for part, _, _ in own.values()):
-            names = [name for name, (part, _, _) in own.items() if part.meshes == meshes]
-            floats = torch.stack([own[name][2][0] for name in names])
-            digests = torch.stack([own[name][2][1] for name in names])
-            for mesh in meshes:
-                floats = all_reduce(floats, (mesh, mesh.axis_names))
-                digests = all_reduce(digests, (mesh, mesh.axis_names))
-            sums |= zip(names, zip(floats.tolist(), digests.tolist(), strict=True), strict=True)
+        of_ranks = self._of_ranks() if self._ranks > 1 else {}
+        terms = {name: (part.meshes, sums) for name, (part, _, sums) in self._seen.items() if name not in of_ranks}
+        sums = {**of_ranks, **totals(terms)}
         return [
             Value(
                 name,
@@ -229,7 +212,7 @@ class _Recorder(TorchDispatchMode):
             for name, (part, by_rank, _) in self._seen.items()
         ]
 
-    def _of_ranks(self) -> dict[str, tuple[list[float], int]]:
+    def _of_ranks(self) -> dict[str, Sequence[Any]]:
         """The sums of what ranks computed on plain tensors; an operator may run on some ranks only."""
         own = {
             name: (floats.tolist(), int(digest))
@@ -258,3 +241,100 @@ def _sums(part: GlobalPart, salt: int) -> tuple[Tensor, Tensor]:
     sums.index_add_(0, hashes >> 8 & (_SUMS - 1), torch.where(hashes >> 32 & 1 == 1, values, -values))
     facts = torch.stack([values.square().sum(), (~finite).sum() * part.counted])
     return torch.cat([sums, facts]).cpu(), part.digest().cpu()
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What `compare_runs` has found.
+
+    Attributes:
+        differing: the values that differ, in the order of the first run, each with how much: the norm of the difference
+            relative to that of the value, infinite where shapes differ or one has elements that are broken.
+        before: the last value before the first of them that both runs have and that agrees; '' if there is none.
+        compared: how many values both runs have.
+        alone: how many values only one run has.
+    """
+
+    differing: list[tuple[str, float]]
+    before: str
+    compared: int
+    alone: int
+
+    @property
+    def first(self) -> str:
+        """The name of the first value that differs; '' if none does."""
+        return self.differing[0][0] if self.differing else ""
+
+    def __str__(self) -> str:
+        """Lines to read."""
+        counted = f"{self.compared} values compared, {self.alone} in one run only"
+        if not self.differing:
+            return f"no value differs: {counted}"
+        lines = [f"{len(self.differing)} values differ: {counted}"]
+        lines.append(f"the last value that agrees: {self.before or 'none'}")
+        lines += [f"  {name}: by {difference:.1e}" for name, difference in self.differing[:10]]
+        return "\n".join([*lines, "  ..."] if len(self.differing) > 10 else lines)
+
+
+@takes(one=RunRecord, other=RunRecord, tolerance=(int, float, type(None)))
+def compare_runs(one: RunRecord, other: RunRecord, tolerance: float | None = None) -> Comparison:
+    """Where two runs differ first: of two programs, on as many ranks or others, or sharded and on a single device.
+
+    Values are found by their names. A name that only one run has is counted, not compared: a module with a style runs
+    other operators than the plain one. What ranks computed on plain tensors is compared between runs on as many ranks.
+
+    Args:
+        one, other: from `record_run`, or `RunRecord.load`.
+        tolerance: how much values may differ, relative to their norms; by default the square root of the precision of
+            the coarser dtype. 0 asks for equal bits.
+
+    Raises:
+        StyleError: the runs have no value in common, or the tolerance is negative.
+
+    Example:
+        >>> from shoal_same_bits import record_run
+        >>> model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
+        >>> with record_run(model) as one:
+        ...     y = model(x)
+        >>> with torch.no_grad():
+        ...     model.bias[2] += 0.1
+        >>> with record_run(model) as other:
+        ...     y = model(x)
+        >>> compare_runs(one, other).first
+        'bias before'
+    """
+    if tolerance is not None and not tolerance >= 0:
+        raise StyleError(f"a tolerance is at least 0, got {tolerance}")
+    others = {value.name: value for value in other.values}
+    differing, before, compared = list[tuple[str, float]](), "", 0
+    for value in one.values:
+        match = others.get(value.name)
+        if match is None or match.by_rank != value.by_rank or (value.by_rank and one.ranks != other.ranks):
+            continue
+        compared += 1
+        difference, allowed = _difference(value, match), _allowed(value, match) if tolerance is None else tolerance
+        if (value.digest != match.digest or difference) and not 0 < allowed >= difference:
+            differing.append((value.name, difference))
+        elif not differing:
+            before = value.name
+    if not compared:
+        raise StyleError("the runs have no value in common: record the same model, by the same names")
+    return Comparison(differing, before, compared, len(one.values) + len(other.values) - 2 * compared)
+
+
+def _difference(one: Value, other: Value) -> float:
+    """The norm of the difference relative to the larger norm, about."""
+    if one.shape != other.shape or one.broken != other.broken:
+        return float("inf")
+    norm = max(one.norm, other.norm)
+    squares = sum((a - b) ** 2 for a, b in zip(one.sums, other.sums, strict=True))
+    return float(squares**0.5 / norm) if norm else 0.0
+
+
+def _allowed(one: Value, other: Value) -> float:
+    """The square root of the precision of the coarser dtype; that of whole numbers is 0."""
+    dtypes = [getattr(torch, value.dtype) for value in (one, other)]
+    return max(torch.finfo(d).eps ** 0.5 if d.is_floating_point or d.is_complex else 0.0 for d in dtypes)

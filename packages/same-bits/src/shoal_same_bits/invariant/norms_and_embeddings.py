@@ -1,8 +1,9 @@
-"""Modules with replicated parameters: gradients are sums over samples and over blocks of a dim that may be sharded.
+"""Norms, replicated biases and embeddings: gradients are sums over samples, and over blocks of a dim that ranks share.
 
 A norm reads x: (B, S, D) or, under sequence parallelism, (B, S / ranks, D), and treats every token alone. The gradients
 of its parameters are computed for every token, summed in each of the blocks of S of each sample, and added in the tree
-over blocks, then over ranks, then over samples.
+over blocks, then over ranks, then over samples. The gradient of an embedding table is a tree over samples; a sample's
+own rows are added in the order of its tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +22,21 @@ from shoal_dtensor.internal import first_order_only
 from shoal_mesh import Comm, all_reduce
 from shoal_mesh.internal import tree_sum
 from shoal_tp_styles import Collective, Lowered, ModuleCall
-from shoal_tp_styles.internal import Params, Tokenwise, class_of, from_local, local_input, nbytes
+from shoal_tp_styles.internal import (
+    ColumnEmbedding,
+    Params,
+    RowEmbedding,
+    Tokenwise,
+    class_of,
+    from_local,
+    local_input,
+    nbytes,
+    partial_output,
+    replicated_tokens,
+)
 
 from .._torch import apply
-from .block_sums import contiguous_block, entered
-from .measured import Measured
+from .block_sums import Measured, contiguous_block, entered, tree_of
 
 Cells = tuple[Comm | None, int, int]
 """Over which ranks a dim of an activation is sharded, which, and how many of its blocks are here."""
@@ -147,6 +158,16 @@ def _normalized(lowered: Tokenwise, x: Tensor) -> Tensor:
         ) from error
 
 
+class Unstyled(Lowered):
+    """A module that no style shards: it sends nothing."""
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ()
+
+
 class InvariantTokenwise(Tokenwise):
     """A norm on this rank's shard of the sequence, in cells."""
 
@@ -166,14 +187,85 @@ class InvariantTokenwise(Tokenwise):
         return out if self.sharding.local_outputs else from_local(out, self.port_in.desired, self.mesh, shape)
 
 
-class InvariantTokenwiseWhole(Tokenwise):
+class InvariantTokenwiseWhole(Unstyled, Tokenwise):
     """A norm that no style shards, in cells."""
 
     __slots__ = ()
 
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
-
     def __call__(self, input: Tensor) -> Tensor:
         return _normalized(self, input)
+
+
+# --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+class _Lookup(Function):
+    """tokens: (B, ...), rows `first` and on of a table -> (B, ..., D); zeros for tokens of other rows."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, table: Tensor, first: int, padding: int | None) -> Tensor:
+        local_rows = tokens - first
+        local_rows = torch.where((local_rows >= 0) & (local_rows < table.shape[0]), local_rows, table.shape[0])
+        ctx.save_for_backward(local_rows)
+        ctx.table = table.shape[0], -1 if padding is None or not 0 <= padding - first < len(table) else padding - first
+        out = functional.embedding(local_rows.clamp(max=max(len(table) - 1, 0)), table)
+        return out.masked_fill_((local_rows == len(table)).unsqueeze(-1), 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        (local_rows,) = ctx.saved_tensors
+        rows, padding = ctx.table
+        tokens, grads = (local_rows.unsqueeze(0), grad.unsqueeze(0)) if local_rows.ndim < 2 else (local_rows, grad)
+        return None, embedding_gradient(grads, tokens, rows, padding), None, None
+
+
+def embedding_gradient(grads: Tensor, tokens: Tensor, rows: int, padding: int) -> Tensor:
+    """(B, ..., D), (B, ...) -> (rows, D): the tree over samples; token `rows` counts for none."""
+
+    def of_sample(i: int) -> Tensor:
+        dense: Tensor = torch.ops.aten.embedding_dense_backward(
+            grads[i].contiguous(), tokens[i], rows + 1, padding, False
+        )
+        return dense[:rows]
+
+    return tree_of(len(tokens), of_sample)
+
+
+def _look_up(lowered: Lowered, tokens: Tensor, first: int) -> Tensor:
+    module: Any = lowered.module
+    if module.scale_grad_by_freq or module.max_norm is not None or module.sparse:
+        raise UnsupportedModuleError(
+            f"invariant_arithmetic: {module} counts or changes rows over all samples (scale_grad_by_freq, max_norm, "
+            "sparse), so its gradient is no sum over samples"
+        )
+    out: Tensor = apply(_Lookup, tokens, lowered.local("weight")["weight"], first, module.padding_idx)
+    return out
+
+
+class InvariantRowEmbedding(RowEmbedding):
+    """An embedding whose vocabulary is sharded."""
+
+    __slots__ = ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        rows = _look_up(self, replicated_tokens(self, input), self.spec("weight").offset(0))
+        return partial_output(self, rows, None)
+
+
+class InvariantColumnEmbedding(ColumnEmbedding):
+    """An embedding whose features are sharded."""
+
+    __slots__ = ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.finish(_look_up(self, replicated_tokens(self, input), 0))
+
+
+class InvariantEmbedding(Unstyled):
+    """An embedding that no style shards."""
+
+    __slots__ = ()
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return _look_up(self, input, 0)
