@@ -21,8 +21,8 @@ from ..layout.boxes import Box
 from ..layout.dim_sharding import ShardOrder
 from ..layout.partition_spec import Placements
 from ..layout.placements import Partial
-from ..layout.spec_names import COLORS, RankTable, holders, rank_table
 from ..layout.spec import Spec
+from ..layout.spec_names import COLORS, RankTable, holders, rank_table
 from ..redistribute.plan import alternatives
 from ..redistribute.steps import Plan, format_bytes, format_seconds, layout
 from ..redistribute.traffic import least_bytes, plan_traffic
