@@ -1,4 +1,4 @@
-"""Covers: load_balance.py: the loss of all tokens on ranks that each have some, against one device."""
+"""Covers: losses/functional.py: the loss of all tokens on ranks that each have some, against one device."""
 
 from __future__ import annotations
 

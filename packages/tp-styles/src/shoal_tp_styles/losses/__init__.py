@@ -3,9 +3,8 @@
 May import: _torch.
 """
 
-from .functional import cross_entropy, kl_div, log_prob, log_softmax, log_sum_exp, nll_loss
+from .functional import cross_entropy, kl_div, load_balance, log_prob, log_softmax, log_sum_exp, nll_loss
 from .linear_cross_entropy import linear_cross_entropy
-from .load_balance import load_balance
 
 __all__ = [
     "cross_entropy",

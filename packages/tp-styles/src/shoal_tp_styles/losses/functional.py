@@ -8,7 +8,7 @@ gradient is right by construction.  Saved for backward: the logits themselves an
 Logits are DTensors sharded along the class dim on one mesh axis (shards may differ in size), or plain local shards
 together with `vocab=Vocab(...)`.  Other axes may shard the rows (a batch over data-parallel ranks).  Targets and
 weights are DTensors, or plain and equal on all ranks; results are plain: sums and means equal on all ranks, and one
-entry for each of this rank's rows where nothing is reduced.
+entry for each of this rank's rows where nothing is reduced.  `load_balance` is of a router.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, SecondOrderError
-from shoal_mesh import all_reduce
-from shoal_mesh.internal import all_reduce_
+from shoal_mesh import all_reduce, differentiable
+from shoal_mesh.internal import Along, all_reduce_
 
 from .._torch import apply
-from .rows import LogitRows
-from .vocab import Vocab, local_logits, plain
+from .logits import LogitRows, Vocab, local_logits, plain
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -88,7 +87,7 @@ def own_classes(target: Tensor, vocab: Vocab) -> tuple[Tensor, Tensor]:
 def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
     """Per row of this rank's logits, the one at an index of `own_classes`; zero for classes of other ranks."""
     if x.shape[-1] == 0:
-        return x.new_zeros(x.shape[:-1])
+        return x.sum(-1)  # zeros, whose backward runs on all ranks
     return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~inside, 0)
 
 
@@ -290,29 +289,10 @@ def nll_loss(
     x, classes = local_logits(log_probs, vocab, class_dim)
     rows = LogitRows.of(log_probs, class_dim)
     labels = rows.shard(target)
-    picked: Tensor = apply(_Pick, x, labels, classes)
+    picked = differentiable.all_reduce_replicated(pick(x, *own_classes(labels, classes)), classes.comm)
     # Log-probabilities are logits whose log-sum-exp is zero.
     statistics = torch.zeros_like(picked), picked, picked
     return reduced(*of_labels(statistics, labels, plain(weight), ignore_index, 0.0, 0.0, classes), reduction, rows)
-
-
-class _Pick(Function):
-    """x: S(-1) -> x[target]: R."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, vocab: Vocab) -> Tensor:
-        index, inside = own_classes(target, vocab)
-        ctx.save_for_backward(index, inside)
-        ctx.own = x.shape[-1]
-        return all_reduce(pick(x, index, inside), vocab.comm)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        index, inside = ctx.saved_tensors
-        dx = grad.new_zeros((*grad.shape, ctx.own))
-        if ctx.own:
-            dx = dx.scatter(-1, index.unsqueeze(-1), (grad * inside).unsqueeze(-1))
-        return dx, None, None
 
 
 def kl_div(
@@ -349,3 +329,40 @@ def kl_div(
     if reduction == "batchmean":
         return reduced(divergence, shape[0], "mean", rows)
     return reduced(divergence, max(prod(shape), 1), reduction, rows)
+
+
+def load_balance(probabilities: Tensor, chosen: Tensor, along: Along | None = None) -> Tensor:
+    """How much a router prefers the experts that it fills, over the tokens of all ranks: 1 where it is even.
+
+    `experts * sum over experts of (share of choices * mean probability)`, as in the Switch Transformer; shares and
+    means are those of all tokens, which the mean of the ranks' own losses is not. Every rank gets the same value.
+    Gradients are those of the sum of the ranks' values: right where data parallelism averages them over the same ranks;
+    where they are summed, divide the loss by the number of ranks.
+
+    Args:
+        probabilities: `(*tokens, experts)` of this rank's tokens, after the softmax.
+        chosen: `(*tokens, choices)` the experts that each token goes to.
+        along: a communicator, or (mesh, axes), whose ranks have tokens of their own; None: this rank has all tokens.
+
+    Raises:
+        LayoutError: if the two are not of the same tokens.
+
+    Example:
+        >>> load_balance(torch.full((4, 2), 0.5), torch.tensor([[0], [1], [0], [1]]))
+        tensor(1.)
+    """
+    if probabilities.shape[:-1] != chosen.shape[:-1]:
+        raise LayoutError(
+            f"load_balance: expected probabilities (*tokens, experts) and choices (*tokens, choices), got "
+            f"{tuple(probabilities.shape)} and {tuple(chosen.shape)}"
+        )
+    experts = probabilities.shape[-1]
+    rows = probabilities.reshape(-1, experts)
+    shares = torch.zeros(experts + 1, dtype=rows.dtype, device=rows.device)
+    shares[:experts].index_add_(0, chosen.reshape(-1), torch.ones_like(chosen.reshape(-1), dtype=rows.dtype))
+    shares[experts] = len(rows)
+    total = rows.sum(0)
+    if along is not None:
+        shares, total = all_reduce(shares, along), differentiable.all_reduce(total, along)
+    tokens = shares[experts].clamp(min=1)
+    return experts * (shares[:experts] / (tokens * max(chosen.shape[-1], 1)) * (total / tokens)).sum()

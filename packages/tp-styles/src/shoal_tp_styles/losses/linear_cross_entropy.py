@@ -20,14 +20,13 @@ from shoal_mesh.internal import all_reduce_, dataclass
 
 from .._torch import apply, autocast_dtype
 from .functional import Reduction, of_labels, own_classes, pick, reduced
-from .rows import LogitRows
-from .vocab import Vocab, plain
+from .logits import LogitRows, Vocab, plain
 
 BLOCK = 1 << 22  # logits of a block of rows: 16 MiB in float32
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _LogitBlocks:
     """What all blocks of rows share.
 
     Attributes:
@@ -50,29 +49,6 @@ class _Task:
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z if self.cap is None else z.div_(self.cap).tanh_().mul_(self.cap)
 
-    def logit_gradients(  # noqa: PLR0913  # what they depend on
-        self,
-        z: Tensor,
-        q: Tensor | None,
-        lse: Tensor,
-        index: Tensor,
-        inside: Tensor,
-        to_lse: Tensor | None,
-        to_picked: Tensor | None,
-        to_total: Tensor | None,
-    ) -> Tensor:
-        """(rows, own classes): the gradient of what the product gave, in the memory of the logits `z`.
-
-        The other tensors have an entry per row: statistics, and gradients of the statistics.
-        """
-        slope = None if self.cap is None else 1 - (z / self.cap).square_()
-        dz = z.zero_() if to_lse is None else z.sub_(lse.unsqueeze(-1)).exp_().mul_(to_lse.unsqueeze(-1))
-        if to_picked is not None and z.shape[-1]:
-            dz.scatter_add_(-1, index.unsqueeze(-1), (to_picked * inside).unsqueeze(-1))
-        if to_total is not None and q is not None:
-            dz.addcmul_(to_total.unsqueeze(-1), q.to(dz.dtype))
-        return dz if slope is None else dz.mul_(slope)
-
 
 class _LinearStatistics(Function):
     """x: R, w: S(0), b: S(0) over classes -> per row: log-sum-exp, logit of the target, sum of q * logits; all R.
@@ -82,7 +58,7 @@ class _LinearStatistics(Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913  # what autograd hands over
-        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, q: Tensor | None, task: _Task
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, q: Tensor | None, task: _LogitBlocks
     ) -> Any:
         index, inside = own_classes(target, task.vocab)
         parts = []
@@ -114,8 +90,16 @@ class _LinearStatistics(Function):
             for needed, t in ((needs_w, w), (needs_b, b))
         )
         for rows in ctx.task.blocks(x.shape[0]):
-            of_rows = [None if each is None else each[rows] for each in (lse, index, inside, *grads)]
-            dz = ctx.task.logit_gradients(ctx.task.logits(x[rows], w, b), q, *of_rows)
+            to_lse, to_picked, to_total = (None if grad is None else grad[rows].unsqueeze(-1) for grad in grads)
+            z = ctx.task.logits(x[rows], w, b)
+            slope = None if ctx.task.cap is None else 1 - (z / ctx.task.cap).square_()
+            # Of the logits, in their memory; then of what the product gave.
+            dz = z.zero_() if to_lse is None else z.sub_(lse[rows].unsqueeze(-1)).exp_().mul_(to_lse)
+            if to_picked is not None and z.shape[-1]:
+                dz.scatter_add_(-1, index[rows].unsqueeze(-1), to_picked * inside[rows].unsqueeze(-1))
+            if to_total is not None and q is not None:
+                dz.addcmul_(to_total, q.to(dz.dtype))
+            dz = dz if slope is None else dz.mul_(slope)
             if db is not None:
                 db += dz.sum(0)
             dz = dz.to(x.dtype)
@@ -185,7 +169,7 @@ def linear_cross_entropy(  # noqa: PLR0913  # torch's signature, and what losses
     (x, w, b), rows = _operands(_with_all_features(input, vocab), linear_weight, linear_bias, vocab)
     labels, weights = rows.shard(target), plain(weight)
     q = None if not label_smoothing else w.new_ones(vocab.own) if weights is None else vocab.shard(weights)
-    task = _Task(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
+    task = _LogitBlocks(vocab, logit_cap, block_rows or max(1, BLOCK // max(vocab.own, 1)))
     found = apply(_LinearStatistics, x.reshape(-1, x.shape[-1]), w, b, labels.reshape(-1), q, task)
     statistics = tuple(each.view(labels.shape) for each in found)
     ignored = -100 if ignore_index is None else ignore_index

@@ -18,7 +18,7 @@ from shoal_dtensor import DTensor, Replicate
 from shoal_dtensor.internal import FunctionMode
 
 from .functional import cross_entropy, nll_loss
-from .rows import LogitRows
+from .logits import LogitRows
 
 
 @contextmanager
@@ -57,14 +57,7 @@ class _Mode(FunctionMode):
 
 
 def _loss(function: Callable[..., Tensor], logits: DTensor, class_dim: int, given: dict[str, Any]) -> DTensor:
-    """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated.
-
-    Args:
-        function: the loss.
-        logits: sharded along the classes.
-        class_dim: their class dim.
-        given: arguments by torch's names.
-    """
+    """A loss of `functional` as a DTensor: sharded like the rows, or reduced and replicated."""
     average, reduces = given.pop("size_average", None), given.pop("reduce", None)
     if average is not None or reduces is not None:  # torch's older way of saying it
         given["reduction"] = "none" if reduces is False else "sum" if average is False else "mean"

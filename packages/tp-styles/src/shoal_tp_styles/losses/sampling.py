@@ -9,7 +9,7 @@ from shoal_mesh import all_gather, all_reduce
 from shoal_mesh.internal import all_reduce_
 
 from .functional import log_sum_exp
-from .vocab import Vocab, local_logits
+from .logits import Vocab, local_logits
 
 __all__ = ["argmax", "sample"]
 

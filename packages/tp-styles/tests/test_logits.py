@@ -1,4 +1,4 @@
-"""Covers: losses/rows.py."""
+"""Covers: losses/logits.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.nn import functional
 from shoal_dtensor import Replicate, Shard, distribute_tensor
 from shoal_mesh import CommDebugMode, init_device_mesh
 from shoal_mesh.testing import on_ranks
-from shoal_tp_styles import loss_parallel, losses
-from tp_checks import ALL_REDUCE
+from shoal_tp_styles import LayoutError, loss_parallel, losses
+from tp_checks import ALL_REDUCE, sharded
 
 
 def _square() -> Any:
@@ -88,3 +88,12 @@ def test_other_losses_of_sharded_rows(reduction: Any) -> None:
         expected = functional.cross_entropy(student, soft, reduction=reduction)
         made = losses.cross_entropy(spread[0], target, reduction=reduction)
         torch.testing.assert_close(made, expected[rows] if reduction == "none" else expected)
+
+
+@on_ranks(2)
+def test_logits_with_other_layouts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="vocab=Vocab"):
+        losses.cross_entropy(torch.randn(2, 3), torch.zeros(2, dtype=torch.long))
+    x, _ = sharded(torch.randn(4, 3), 0)
+    with pytest.raises(LayoutError, match="must be sharded on exactly one mesh axis"):
+        losses.cross_entropy(x, torch.zeros(4, dtype=torch.long))

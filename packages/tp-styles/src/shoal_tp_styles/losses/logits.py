@@ -1,0 +1,173 @@
+"""The layout of logits: `Vocab`, the classes of each rank, and `LogitRows`, all dims but the classes.
+
+Other mesh axes may shard the rows (data or sequence parallelism). Every rank computes the loss of its own rows; sums
+over rows are then summed over those axes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
+from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import current_arithmetic, shard_sizes
+from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable
+from shoal_mesh.internal import dataclass, tree_sum
+
+Order = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocab:
+    """Which classes this rank holds.
+
+    Attributes:
+        comm: communicator over which the classes are sharded.
+        sizes: number of classes on each of its ranks.
+        real: number of classes that are not padding; padding comes last, never wins and enters no sum.
+    """
+
+    comm: Comm
+    sizes: tuple[int, ...]
+    real: int | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor, dim: int, real: int | None = None) -> Vocab:
+        """The sharding of a DTensor's class dim.
+
+        Raises:
+            LayoutError: if the class dim is not sharded on exactly one mesh axis, or another axis holds partial values.
+        """
+        if not isinstance(logits, DTensor):
+            raise LayoutError("plain logits need vocab=Vocab(comm, sizes): which classes each rank holds")
+        sharding = logits.spec.dim_sharding(dim)
+        if len(sharding.axes) != 1 or logits.spec.partials:
+            raise LayoutError(
+                f"the class dim {dim} of the logits must be sharded on exactly one mesh axis, got {logits.spec}"
+            )
+        return cls(logits.device_mesh.comm(sharding.axes[0]), tuple(sharding.sizes), real)
+
+    @classmethod
+    def even(cls, mesh: DeviceMesh, size: int, axis: int | str = 0) -> Vocab:
+        """`size` classes sharded like `torch.chunk` over one axis of a mesh."""
+        comm = mesh.comm(axis)
+        return cls(comm, tuple(shard_sizes(size, Shard(0), comm.size)))
+
+    @property
+    def first(self) -> int:
+        """Global index of the first class of this rank."""
+        return sum(self.sizes[: self.comm.rank])
+
+    @property
+    def total(self) -> int:
+        """Number of classes without padding."""
+        return sum(self.sizes) if self.real is None else self.real
+
+    @property
+    def own(self) -> int:
+        """Number of classes of this rank, without padding."""
+        return max(0, min(self.sizes[self.comm.rank], self.total - self.first))
+
+    def sum_of_classes(self, tensor: Tensor) -> Tensor:
+        """(..., own) -> (...): the sum over this rank's classes; a node of the tree inside `invariant_arithmetic`."""
+        arithmetic = current_arithmetic()
+        if arithmetic is None:
+            return tensor.sum(-1)
+        arithmetic.own_blocks(self.comm.size, sum(self.sizes), "the classes of a loss")
+        if self.total != sum(self.sizes) or len(set(self.sizes)) > 1:
+            raise LayoutError(f"invariant_arithmetic: ranks hold equally many classes without padding, got {self}")
+        return tree_sum(tensor.movedim(-1, 0))
+
+    def shard(self, tensor: Tensor, dim: int = -1) -> Tensor:
+        """This rank's shard of a tensor with one entry per class along `dim`."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        # A rank with padding alone holds no class, and begins where the classes end.
+        return tensor.narrow(dim, min(self.first, self.total - self.own), self.own)
+
+
+def local_logits(logits: Tensor, vocab: Vocab | None, dim: int) -> tuple[Tensor, Vocab]:
+    """This rank's logits with the classes last and without padding, and their vocabulary."""
+    dim = dim + logits.ndim if dim < 0 else dim
+    if vocab is None or isinstance(logits, DTensor):
+        vocab = Vocab.of(logits, dim, None if vocab is None else vocab.real)
+    if isinstance(logits, DTensor):
+        logits = logits.to_local(grad_placements=logits.placements)
+    return logits.movedim(dim, -1).narrow(-1, 0, vocab.own), vocab
+
+
+def plain(tensor: Tensor | None) -> Tensor | None:
+    """A target or weight as a plain replicated tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """The layout of the rows of logits.
+
+    Attributes:
+        mesh: of the logits; None for plain ones, of which every rank has all rows.
+        placements: of a tensor with one entry per row (no class dim), one per mesh axis.
+        order: its shard order.
+        shape: global shape of such a tensor; None where every rank has all rows.
+    """
+
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    order: Order = ()
+    shape: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, logits: Tensor, class_dim: int) -> LogitRows:
+        """The rows of logits whose class dim is `class_dim`."""
+        if not isinstance(logits, DTensor):
+            return _ALL_ROWS
+        class_dim %= logits.ndim
+        spec = logits.spec
+        placements = tuple(_without(p, class_dim) for p in spec.placements)
+        order = tuple((d - (d > class_dim), axes) for d, axes in spec.shard_order if d != class_dim)
+        shape = tuple(n for d, n in enumerate(logits.shape) if d != class_dim)
+        return cls(spec.mesh, placements, order, shape) if order else _ALL_ROWS
+
+    @property
+    def comm(self) -> Comm | None:
+        """Between ranks with other rows of the same classes; None if every rank has all rows."""
+        axes = tuple(sorted(axis for _, sharding in self.order for axis in sharding))
+        return self.mesh.comm(axes) if self.mesh is not None and axes else None
+
+    def shard(self, target: Tensor) -> Tensor:
+        """The entries of this rank's rows, of a tensor with one entry per row.
+
+        A plain one is the same on all ranks and has all rows; a DTensor is redistributed to the rows' layout.
+        """
+        if self.mesh is None:
+            return target.full_tensor() if isinstance(target, DTensor) else target
+        if not isinstance(target, DTensor):
+            target = DTensor.from_local(target, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        return target.redistribute(placements=self.placements, shard_order=self.order).to_local()
+
+    def global_shape(self, local: Tensor) -> tuple[int, ...]:
+        """Global shape of a tensor with one entry per row, of which `local` is this rank's shard."""
+        return tuple(local.shape) if self.shape is None else self.shape
+
+    def sum_of_own(self, loss: Tensor) -> Tensor:
+        """The sum of the losses of this rank's rows; a node of the tree inside `invariant_arithmetic`."""
+        return loss.sum() if current_arithmetic() is None else tree_sum(loss.flatten())
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """`P -> R`: a sum over this rank's rows becomes the sum over all rows; gradients pass."""
+        return tensor if self.comm is None else differentiable.all_reduce_replicated(tensor, self.comm)
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """`P -> R`: the same without gradients, for weights and numbers of rows."""
+        return tensor if self.comm is None else all_reduce(tensor, self.comm)
+
+
+_ALL_ROWS = LogitRows()
+
+
+def _without(placement: Placement, class_dim: int) -> Placement:
+    """The placement of the rows that a placement of the logits implies."""
+    if not isinstance(placement, Shard | StridedShard) or placement.dim == class_dim:
+        return Replicate()
+    return placement.on_dim(placement.dim - (placement.dim > class_dim))
