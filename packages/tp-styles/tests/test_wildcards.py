@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal_tp_styles.plan.wildcards import Tree, specificity
+from shoal_tp_styles.plan.wildcards import Tree
 
 PATHS = ["", "tok", "layers", "layers.0", "layers.0.wq", "layers.0.wk", "layers.1", "layers.1.wq", "head", "head.wq"]
 
@@ -48,7 +48,3 @@ def test_where_it_stopped(pattern: str, token: str, reached: str) -> None:
 
 def test_a_path_is_listed_once() -> None:
     assert Tree.of(["a", "a.b", "a.b.c"]).match("**.**.c").paths == ("a.b.c",)
-
-
-def test_exact_names_come_first() -> None:
-    assert sorted(["**", "a.*", "a.b"], key=specificity) == ["a.b", "a.*", "**"]

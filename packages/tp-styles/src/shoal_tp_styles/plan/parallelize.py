@@ -80,13 +80,12 @@ def parallelize_module(
         ...     mlp[0].weight.placements, mlp[0].weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 4]))
     """
-    mesh = _mesh(device_mesh)
+    mesh = _mesh(device_mesh, parallelize_plan)
     if parallelize_plan is None:
         warnings.warn(
             "parallelize_module: no plan is given; the module stays as it is", UnmatchedPlanWarning, stacklevel=3
         )
         return module
-    _refuse_unproven(parallelize_plan, mesh)
     resolved = resolve(module, parallelize_plan)
     _report(resolved.unmatched, on_unmatched)
     unwatch_draws(module)
@@ -98,6 +97,21 @@ def parallelize_module(
     if any(lowered_of(child) for child in module.modules() if child is not module):
         hook_end_of_forward(module, _explain)
     return module
+
+
+def _mesh(given: DeviceMesh | None, plan: Plan | None) -> DeviceMesh:
+    """The mesh that a plan is applied to; an automatic one only where it is proven."""
+    mesh = given if given is not None else current_mesh()
+    if mesh is None:
+        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
+    check_device_mesh("parallelize_module", mesh)
+    if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
+        raise PlanError(
+            f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
+            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, *example_inputs), or dict(plan) "
+            "once you have read the plan and vouch for it"
+        )
+    return mesh
 
 
 def _report(unmatched: Sequence[str], how: Literal["warn", "error"]) -> None:
@@ -151,23 +165,6 @@ def _local_outputs(owner: nn.Module) -> Iterator[str]:
                 sharded = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
                 shapes = [f"{n} {tuple(p.shape)}, here {tuple(p.to_local().shape)}" for n, p in sharded[:1]]
                 yield f"  {path} ({type(module).__name__}, {sharding.style}): {'; '.join([*shapes, f'output {left}'])}"
-
-
-def _mesh(given: DeviceMesh | None) -> DeviceMesh:
-    mesh = given if given is not None else current_mesh()
-    if mesh is None:
-        raise LayoutError("parallelize_module: no device_mesh is given and no `with mesh:` encloses the call")
-    check_device_mesh("parallelize_module", mesh)
-    return mesh
-
-
-def _refuse_unproven(plan: Plan, mesh: DeviceMesh) -> None:
-    if isinstance(plan, AutoPlan) and plan.proven_for != mesh.shape:
-        raise PlanError(
-            f"an automatic plan is applied to a mesh on which it is proven: this one is proven for "
-            f"{plan.proven_for}, the mesh is {mesh.shape}. Use auto_plan(model, mesh, *example_inputs), or dict(plan) "
-            "once you have read the plan and vouch for it"
-        )
 
 
 @takes(module=nn.Module)

@@ -7,15 +7,14 @@ mesh may be an `abstract_mesh`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import Shard, StridedShard
-from shoal_dtensor.internal import current_arithmetic, shard_sizes, takes
+from shoal_dtensor.internal import current_arithmetic, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
 from shoal_mesh.internal import dataclass
 
@@ -24,6 +23,7 @@ from ..lowering.ports import nbytes as bytes_of
 from ..sharding.collective import Collective
 from ..sharding.module_sharding import ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
+from .trial import map_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,21 +159,13 @@ def preview(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs
         for recorded in calls.get(use.path, []):
             call = ModuleCall(use.module, use.sharding, *recorded, axis.size(), axis.shape)
             for collective in lowering.collectives(call):
-                if _is_new(collective, seen):
+                key = collective.once_for, collective.op, collective.backward
+                if collective.once_for is None or key not in seen:  # some run once for several modules
+                    seen.add(key)
                     costs = row.backward if collective.backward else row.forward
                     costs += _cost(collective, topology_of(axis)[0], axis.size())
     rest = bytes_of(*(param for param in model.parameters() if id(param) not in listed))
     return Preview(tuple(rows), rest)
-
-
-def _is_new(collective: Collective, seen: set[Hashable]) -> bool:
-    """Whether a collective runs for the first time: some run once for several modules."""
-    if collective.once_for is None:
-        return True
-    key = (collective.once_for, collective.op, collective.backward)
-    new = key not in seen
-    seen.add(key)
-    return new
 
 
 def _cost(collective: Collective, link: Link, axis_size: int) -> list[CollectiveCost]:
@@ -219,24 +211,14 @@ def _record_calls(model: nn.Module, paths: set[str], args: Any, kwargs: Any) -> 
 
 def to_meta(value: Any) -> Any:
     """Arguments on the meta device."""
-    if isinstance(value, Tensor):
-        return value.detach().to("meta").requires_grad_(value.requires_grad)
-    if isinstance(value, Mapping):
-        return {key: to_meta(item) for key, item in value.items()}
-    return type(value)(to_meta(item) for item in value) if type(value) in (list, tuple) else value
+    return map_tensors(lambda tensor: tensor.detach().to("meta").requires_grad_(tensor.requires_grad), value)
 
 
 def _local_bytes(use: Use, name: str, param: Tensor, mesh: DeviceMesh) -> int:
     """Bytes of a parameter on the rank that holds most of it."""
-    assert use.sharding is not None, "only declared styles are measured"
-    fused = use.sharding.fused
-    if fused is not None and name in fused.names:
-        return bytes_of(param) * max(fused.rows(mesh.size())) // fused.features
     nbytes = bytes_of(param)
-    for placement, ranks in zip(use.sharding.placements(name, mesh.shape), mesh.shape, strict=False):
-        if isinstance(placement, Shard | StridedShard):
-            size = param.shape[placement.dim]
-            nbytes = nbytes * max(shard_sizes(size, placement, ranks)) // max(size, 1)
+    for _, _, size, sizes in use.shard_sizes(name, mesh):
+        nbytes = nbytes * max(sizes) // max(size, 1)
     return nbytes
 
 

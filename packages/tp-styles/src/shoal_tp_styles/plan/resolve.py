@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from torch import nn
 
-from shoal_dtensor import DTensor, Placement, Replicate
+from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
-from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, watch_draws
+from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, shard_sizes, watch_draws
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
@@ -54,6 +54,22 @@ class Use:
     module: nn.Module
     style: ParallelStyle
     sharding: ModuleSharding | None
+
+    def shard_sizes(self, name: str, mesh: DeviceMesh) -> Iterator[tuple[str, str, int, list[int]]]:
+        """For each axis that shards a parameter: its name, the dim in words, its elements, and those of each rank."""
+        assert self.sharding is not None, "only declared styles are measured"
+        fused, param = self.sharding.fused, self.module.get_parameter(name)
+        if fused is not None and name in fused.names:
+            what = f"{len(fused.blocks)} blocks of {fused.features} rows"
+            yield mesh.axis_names[0], what, fused.features, fused.rows(mesh.size())
+            return
+        placements = self.sharding.placements(name, mesh.shape)
+        for axis, placement, ranks in zip(mesh.axis_names, placements, mesh.shape, strict=False):
+            if isinstance(placement, Shard | StridedShard):
+                size = param.shape[placement.dim]
+                unit = placement.multiple_of if isinstance(placement, Shard) else 1
+                what = f"dim {placement.dim} of {size}{f' (multiples of {unit})' * (unit > 1)}"
+                yield axis, what, size, shard_sizes(size, placement, ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ MOST_PARAMETERS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class PlanTrial:
     """What a run showed.
 
     Attributes:
@@ -61,7 +61,7 @@ def try_plan(
     mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Trial:
+) -> PlanTrial:
     """Whether a plan computes what the plain model computes: outputs, gradients of parameters and of inputs.
 
     Args:
@@ -73,12 +73,12 @@ def try_plan(
     """
     refusal = _too_much(model, mesh, args, kwargs)
     if refusal:
-        return Trial(unproven=(refusal,))
+        return PlanTrial(unproven=(refusal,))
     with torch.random.fork_rng(devices=()), torch.enable_grad():
         try:
             single = copy.deepcopy(model).double().cpu().eval()
         except Exception as error:  # whatever the user's model raises is a finding
-            return Trial(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
+            return PlanTrial(unproven=(f"the plan was not run: the model cannot be copied: {_shown(error)}",))
         _vary_constants(single)
         trial = _tried(single, parallelize, mesh, args, kwargs)
         if trial.proven and any(map(active, drawers_of(single.train()))):
@@ -92,7 +92,7 @@ def _tried(
     mesh: DeviceMesh,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> Trial:
+) -> PlanTrial:
     """What a run in the mode of a plain model showed; in training mode from one seed."""
     where = " in training mode, with random numbers" if single.training else ""
 
@@ -110,17 +110,17 @@ def _tried(
     try:
         expected = plain()
         if single.training and any(_differences([plain()], expected)):
-            return Trial(unproven=(f"one seed does not fix what the plain model computes{where}",))
+            return PlanTrial(unproven=(f"one seed does not fix what the plain model computes{where}",))
     except Exception as error:  # likewise
-        return Trial(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
+        return PlanTrial(unproven=(f"the plain model does not run on these inputs{where}: {_shown(error)}",))
     try:
         from shoal_dtensor.testing import simulate_ranks  # here: it takes longer to import than the whole layer
 
         results = simulate_ranks(mesh, one_rank)
     except Exception as error:  # likewise
         line = f"the plan does not run{where}: {_shown(error)}{_line_of_model(error)}"
-        return Trial(unproven=(line,)) if single.training else Trial(wrong=(line,))
-    return Trial(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
+        return PlanTrial(unproven=(line,)) if single.training else PlanTrial(wrong=(line,))
+    return PlanTrial(wrong=tuple(f"{line}{where}" for line in _differences(results, expected)))
 
 
 def _too_much(model: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -148,7 +148,16 @@ def _vary_constants(module: nn.Module) -> None:
 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Results:
     inputs: list[Tensor] = []
-    args, kwargs = _fresh(args, inputs), _fresh(kwargs, inputs)
+
+    def fresh(tensor: Tensor) -> Tensor:
+        """The tensor again, a floating one as a float64 leaf with a gradient."""
+        tensor = tensor.detach().cpu()
+        if tensor.is_floating_point():
+            tensor = tensor.double().clone().requires_grad_()
+            inputs.append(tensor)
+        return tensor
+
+    args, kwargs = map_tensors(fresh, args), map_tensors(fresh, kwargs)
     outputs = list(_tensors(module(*args, **kwargs)))
     loss = torch.zeros((), dtype=torch.double)
     for output in outputs:
@@ -161,16 +170,13 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return _Results([_global(each.detach()) for each in outputs], grads, [each.grad for each in inputs])
 
 
-def _fresh(value: Any, inputs: list[Tensor]) -> Any:
-    """The inputs again, floating tensors as float64 leaves with gradients."""
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The arguments of a model with other tensors in them; a mapping of any kind becomes a dict."""
     if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return value.detach().cpu()
-        inputs.append(value.detach().cpu().double().clone().requires_grad_())
-        return inputs[-1]
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: _fresh(item, inputs) for key, item in value.items()}
-    return type(value)(_fresh(item, inputs) for item in value) if type(value) in (list, tuple) else value
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    return type(value)(map_tensors(change, item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

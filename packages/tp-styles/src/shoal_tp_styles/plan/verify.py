@@ -9,14 +9,13 @@ from typing import Any
 from torch import nn
 
 from shoal_context_parallel.internal import ContextOptions
-from shoal_dtensor import Shard, StridedShard
 from shoal_dtensor.errors import PlanError, StyleError
-from shoal_dtensor.internal import shard_sizes, takes
+from shoal_dtensor.internal import takes
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
 from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
-from .trial import Trial, try_plan
+from .trial import PlanTrial, try_plan
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -123,10 +122,12 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
             continue
         for line, is_empty in lines:
             (empty if is_empty else uneven).append(line)
-    trial = Trial(unproven=("the plan was not run: it has errors",))
-    local = [use.path or "the root" for use in resolved.uses if _takes_positions(use)]
+    trial = PlanTrial(unproven=("the plan was not run: it has errors",))
+    # The caller shards their inputs along the sequence.
+    declared = [(use.path or "the root", use.sharding) for use in resolved.uses]
+    local = [path for path, sharding in declared if sharding and isinstance(sharding.options, ContextOptions)]
     if local and not errors:
-        trial = Trial(unproven=(f"the plan was not run: {local[0]} takes a rank's positions, not whole inputs",))
+        trial = PlanTrial(unproven=(f"the plan was not run: {local[0]} takes a rank's positions, not whole inputs",))
     elif not errors:
         trial = try_plan(model, partial(apply_plan, plan), mesh, args, kwargs)
     return Verification(
@@ -140,34 +141,15 @@ def verify(model: nn.Module, plan: Plan, mesh: DeviceMesh, *args: Any, **kwargs:
     )
 
 
-def _takes_positions(use: Use) -> bool:
-    """Whether a style leaves it to the caller to shard the inputs along the sequence."""
-    return use.sharding is not None and isinstance(use.sharding.options, ContextOptions)
-
-
 def _unequal_shards(use: Use, mesh: DeviceMesh) -> Iterator[tuple[str, bool]]:
     """Parameters whose shards differ in size, and whether some shard is empty."""
     if use.sharding is None or not use.sharding.distributes:
         return
-    fused = use.sharding.fused
-    for name, param in use.module.named_parameters():
-        if not use.sharding.shards(name):
-            continue
-        path = f"{use.path}.{name}" if use.path else name
-        if fused is not None and name in fused.names:
-            sizes = fused.rows(mesh.size())
+    for name, _ in use.module.named_parameters():
+        for axis, what, _, sizes in use.shard_sizes(name, mesh) if use.sharding.shards(name) else ():
             if len(set(sizes)) > 1:
-                size = f"{len(fused.blocks)} blocks of {fused.features} rows"
-                yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[0]}", 0 in sizes
-            continue
-        for axis, placement in enumerate(use.sharding.placements(name, mesh.shape)):
-            if not isinstance(placement, Shard | StridedShard):
-                continue
-            sizes = shard_sizes(param.shape[placement.dim], placement, mesh.size(axis))
-            if len(set(sizes)) > 1:
-                unit = placement.multiple_of if isinstance(placement, Shard) else 1
-                size = f"dim {placement.dim} of {param.shape[placement.dim]}{f' (multiples of {unit})' * (unit > 1)}"
-                yield f"{path}: {size} in shards of {sizes} along {mesh.axis_names[axis]}", 0 in sizes
+                path = f"{use.path}.{name}" if use.path else name
+                yield f"{path}: {what} in shards of {sizes} along {axis}", 0 in sizes
 
 
 def _unsharded(resolved: Resolved) -> Iterator[str]:

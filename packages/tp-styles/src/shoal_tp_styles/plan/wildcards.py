@@ -80,15 +80,3 @@ class Tree:
                 child._walk(below, tokens, at, paths, deepest)
             elif fnmatchcase(name, token):
                 child._walk(below, tokens, at + 1, paths, deepest)
-
-
-def specificity(pattern: str) -> tuple[int, int]:
-    """Sort key by which an exact name precedes a wildcard, and a wildcard precedes `**`.
-
-    Example:
-        >>> sorted(["**", "layers.*.wq", "layers.0.wq"], key=specificity)
-        ['layers.0.wq', 'layers.*.wq', '**']
-    """
-    tokens = pattern.split(".")
-    wild = sum(any(sign in token for sign in "*?[") for token in tokens)
-    return ("**" in tokens) * 1000 + wild, -len(tokens)
