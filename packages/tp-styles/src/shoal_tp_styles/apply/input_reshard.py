@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal_dtensor import DTensor, Shard
+from shoal_dtensor import DTensor, Replicate, Shard
 from shoal_dtensor.internal import takes
-from shoal_mesh import Comm, DeviceMesh, all_gather_v
+from shoal_mesh import DeviceMesh
 
 
 @takes(module=nn.Module)
@@ -38,7 +38,7 @@ def input_reshard(module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_d
     hooks: list[_Resharding] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hook = _Resharding(tp_device_mesh.comm(0), input_reshard_dim, list(_tensors([*args, *kwargs.values()])))
+        hook = _Resharding(tp_device_mesh, input_reshard_dim, list(_tensors([*args, *kwargs.values()])))
         hook.start()
         hooks.append(hook)
 
@@ -58,30 +58,15 @@ def _tensors(values: list[Any]) -> Iterator[Tensor]:
             yield from _tensors(list(value))
 
 
-class _SavedShard:
-    """This rank's shard of a saved tensor."""
-
-    __slots__ = ("comm", "dim", "shard", "sizes")
-
-    def __init__(self, tensor: Tensor, comm: Comm, dim: int) -> None:
-        step = -(-tensor.shape[dim] // comm.size)  # 5 rows on 4 ranks: 2, sizes 2 2 1 0
-        self.sizes = tuple(max(0, min(step, tensor.shape[dim] - rank * step)) for rank in range(comm.size))
-        start = sum(self.sizes[: comm.rank])
-        self.shard = tensor.narrow(dim, start, self.sizes[comm.rank]).clone(memory_format=torch.contiguous_format)
-        self.comm, self.dim = comm, dim
-
-    def full(self) -> Tensor:
-        """The saved tensor again."""
-        return all_gather_v(self.shard, self.comm, self.sizes, self.dim)
-
-
 class _Resharding:
     """Saved-tensor hooks during one forward."""
 
-    def __init__(self, comm: Comm, dim: int, inputs: list[Tensor]) -> None:
-        self.comm, self.dim = comm, dim
-        self.known = {(x.data_ptr(), x.shape, x.stride()) for x in inputs if not isinstance(x, DTensor) and x.numel()}
-        self.shards: dict[int, _SavedShard] = {}
+    def __init__(self, mesh: DeviceMesh, dim: int, inputs: list[Tensor]) -> None:
+        self.mesh, self.dim = mesh, dim
+        self.replicated = {
+            (x.data_ptr(), x.shape, x.stride()) for x in inputs if not isinstance(x, DTensor) and x.numel()
+        }
+        self.shards: dict[int, tuple[DTensor]] = {}
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def start(self) -> None:
@@ -91,25 +76,23 @@ class _Resharding:
     def stop(self) -> None:
         """End the hooks; what was packed stays packed until its backward."""
         self.hooks.__exit__(None, None, None)
-        self.known.clear()
+        self.replicated.clear()
         self.shards.clear()
 
     def pack(self, tensor: Tensor) -> Any:
-        """What is saved instead of a tensor."""
+        """What is saved instead of a tensor; of a plain one that is sharded a tuple."""
         if isinstance(tensor, DTensor):
             replicated = tensor.spec.replicated and tensor.device_mesh.ndim == 1 and tensor.ndim > self.dim
             return tensor.redistribute(placements=(Shard(self.dim),)) if replicated and not tensor.is_leaf else tensor
-        if tensor.ndim <= self.dim or (tensor.data_ptr(), tensor.shape, tensor.stride()) not in self.known:
+        pointer = tensor.data_ptr()
+        if tensor.ndim <= self.dim or (pointer, tensor.shape, tensor.stride()) not in self.replicated:
             return tensor
-        # Several readers of one input save one shard.
-        shard = self.shards.get(tensor.data_ptr())
-        if shard is None:
-            shard = self.shards[tensor.data_ptr()] = _SavedShard(tensor.detach(), self.comm, self.dim)
-        return shard
+        if pointer not in self.shards:  # several readers of one input save one shard
+            whole = DTensor.from_local(tensor.detach(), self.mesh, (Replicate(),), run_check=False)
+            self.shards[pointer] = (whole.redistribute(placements=(Shard(self.dim),)),)
+        return self.shards[pointer]
 
 
 def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, _SavedShard):
-        return saved.full()
-    tensor: Tensor = saved
+    tensor: Tensor = saved[0].full_tensor() if isinstance(saved, tuple) else saved
     return tensor
