@@ -18,8 +18,8 @@ from .__about__ import __version__
 from .apply.input_reshard import input_reshard
 from .errors import UnmatchedPlanWarning
 from .losses import sampling as choose
-from .losses.loss_parallel import loss_parallel
 from .losses.logits import Vocab
+from .losses.loss_parallel import loss_parallel
 from .lowering.lowered import Lowered
 from .lowering.parameters import local_parameters
 from .plan.parallelize import parallelize_module, unparallelize_module

@@ -15,7 +15,8 @@ reverse move:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from .shared_input import find_token, keep_token
 
 Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
 ShardedDim = tuple[Comm, int, Sizes]
+Move = Callable[..., Tensor]  # of a tensor, a communicator, and where it is sharded: (comm, dim, sizes)
 
 
 def sharded_dim(layout: Placement, comm: Comm) -> ShardedDim | None:
@@ -73,104 +75,48 @@ def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
-class _Reduce(Function):
-    """P -> R."""
+class _Move(Function):
+    """A move of a tensor; `back`, another move, brings its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        return in_memory_as(x, all_reduce(x, comm))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None
-
-
-class _Scatter(Function):
-    """P -> S(dim)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-        ctx.where = comm, dim, sizes
-        return in_memory_as(x, reduce_scatter_dim(x.contiguous(), comm, dim, sizes))
+    def forward(ctx: Any, x: Tensor, move: Move, back: Move, where: tuple[Any, ...]) -> Tensor:
+        ctx.back, ctx.where = back, where
+        return in_memory_as(x, move(x, *where))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return gather(grad, *ctx.where), None, None, None
+        return ctx.back(grad, *ctx.where), None, None, None
 
 
-class _Gather(Function):
-    """S(dim) -> R."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes, partial: bool) -> Tensor:
-        ctx.where, ctx.partial = (comm, dim, sizes), partial
-        return in_memory_as(x, gather_dim(x.contiguous(), comm, dim, sizes))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        back = scatter if ctx.partial else split
-        return back(grad, *ctx.where), None, None, None, None
-
-
-class _Split(Function):
-    """R -> S(dim)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
-        ctx.where = comm, dim, sizes
-        return in_memory_as(x, _own_shard(x, comm, dim, sizes))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return gather(grad, *ctx.where), None, None, None
-
-
-class _Copy(Function):
-    """R -> R."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        ctx.comm = comm
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return reduce(grad, ctx.comm), None
-
-
-def _collective(function: type[Function], *args: Any) -> Any:
-    """`apply`; selective activation checkpointing does not see the results, which are written to."""
-    if is_compiling() or not selectively_checkpointed():
-        return apply(function, *args)
-    with unwatched():
-        return apply(function, *args)
+def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
+    """`_Move`; selective activation checkpointing does not see the results, which are written to."""
+    with nullcontext() if is_compiling() or not selectively_checkpointed() else unwatched():
+        out: Tensor = apply(_Move, tensor, move, back, where)
+        return out
 
 
 @whole_when_compiled
 def reduce(tensor: Tensor, comm: Comm) -> Tensor:
     """`P -> R`: the sum over the axis."""
-    out: Tensor = _collective(_Reduce, tensor, comm)
-    return out
+    return _moved(tensor, all_reduce, lambda grad, _: grad, comm)
 
 
 @whole_when_compiled
 def scatter(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`P -> S(dim)`: this rank's shard of the sum over the axis."""
-    out: Tensor = _collective(_Scatter, tensor, comm, dim, sizes)
-    return out
+    return _moved(tensor, reduce_scatter_dim, gather, comm, dim, sizes)
 
 
 @whole_when_compiled
 def gather(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`: the shards of all ranks."""
-    out: Tensor = _collective(_Gather, tensor, comm, dim, sizes, False)
-    return out
+    return _moved(tensor, gather_dim, split, comm, dim, sizes)
 
 
+@whole_when_compiled
 def split(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`R -> S(dim)`: this rank's shard."""
-    out: Tensor = apply(_Split, tensor, comm, dim, sizes)
-    return out
+    return _moved(tensor, _own_shard, gather, comm, dim, sizes)
 
 
 def copy(tensor: Tensor, comm: Comm) -> Tensor:
@@ -180,23 +126,23 @@ def copy(tensor: Tensor, comm: Comm) -> Tensor:
 
 @whole_when_compiled
 def _copied(tensor: Tensor, comm: Comm) -> Tensor:
-    return _read_once(tensor, (comm, None, None), _Copy, comm)
+    return _read_once(tensor, (comm, None, None), lambda x, _: x.detach(), reduce, comm)
 
 
 @whole_when_compiled
 def gather_partial(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes = None) -> Tensor:
     """`S(dim) -> R`, for consumers whose gradients are partial: reduce-scattered, once for all readers of `tensor`."""
-    return _read_once(tensor, (comm, dim, sizes, None), _Gather, comm, dim, sizes, True)
+    return _read_once(tensor, (comm, dim, sizes, None), gather_dim, scatter, comm, dim, sizes)
 
 
-def _read_once(tensor: Tensor, key: Hashable, function: type[Function], *args: Any) -> Tensor:
+def _read_once(tensor: Tensor, key: Hashable, move: Move, back: Move, *where: Any) -> Tensor:
     """What the first reader of a tensor made of it, for all that follow; a leaf is not shared (`shared_input`)."""
     grad = tensor.requires_grad and torch.is_grad_enabled()
     alone = tensor.is_leaf and grad
     shared = None if alone else find_token(tensor, key, grad)
     if shared is not None:
         return shared
-    token: Tensor = _collective(function, tensor, *args)
+    token = _moved(tensor, move, back, *where)
     if not alone:
         keep_token(tensor, key, token)
     return token
