@@ -1,6 +1,6 @@
 """What each lowering declares is what CommDebugMode counts, forward and backward, on real ranks.
 
-Covers: sharding/collective.py, the `collectives` of every lowering in modules/.
+Covers: sharding/module_sharding.py, the `collectives` of every lowering in modules/.
 """
 
 from __future__ import annotations

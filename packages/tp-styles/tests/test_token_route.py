@@ -1,4 +1,4 @@
-"""Covers: token_route.py, exchange.py, expert_shards.py: integers and small tensors, no ranks."""
+"""Covers: token_route.py, exchange.py, dim_shards.py: integers and small tensors, no ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import fake_world
 from shoal_tp_styles.experts.exchange import Exchange
 from shoal_tp_styles.experts.token_route import Route, sorted_choices, within_capacity
-from shoal_tp_styles.sharding.expert_shards import ExpertOwner, PackedShard, experts_per_rank
+from shoal_tp_styles.sharding.dim_shards import ExpertOwner, PackedShard
 from shoal_tp_styles.testing import all_ranks
 
 
@@ -51,7 +51,6 @@ def test_what_an_exchange_sends_and_receives() -> None:
 
 
 def test_experts_and_features_of_each_rank() -> None:
-    assert [experts_per_rank(n, 4) for n in (8, 6, 3)] == [[2, 2, 2, 2], [2, 2, 2, 0], [1, 1, 1, 0]]
     assert PackedShard(1, 2, 5).on(2) == StridedShard(1, split_factor=2, sizes=(3, 2))
     assert [ExpertOwner(i, 3, 7).on(2) for i in range(3)] == [
         Shard(0, sizes=sizes) for sizes in ((7, 0), (7, 0), (0, 7))

@@ -23,9 +23,8 @@ from .losses.loss_parallel import loss_parallel
 from .lowering.lowered import Lowered
 from .lowering.parameters import local_parameters
 from .plan.parallelize import parallelize_module, unparallelize_module
-from .sharding.collective import Collective
-from .sharding.heads import Heads
-from .sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from .sharding.dim_shards import Heads
+from .sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 from .styles.attention_parameters import LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap

@@ -20,7 +20,7 @@ from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
 from .._torch import split_sizes
-from ..sharding.heads import Heads
+from ..sharding.dim_shards import Heads
 from ..sharding.module_sharding import FusedBlocks
 
 

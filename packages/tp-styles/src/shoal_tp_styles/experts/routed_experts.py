@@ -22,17 +22,15 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor, Partial, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import eager_only, upload
+from shoal_dtensor.internal import eager_only, shard_sizes, upload
 from shoal_mesh import Comm, all_gather
 
 from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.ports import nbytes
-from ..sharding.collective import Collective
 from ..sharding.expert_parameters import EXPERTS
-from ..sharding.expert_shards import experts_per_rank
-from ..sharding.module_sharding import Experts, ModuleCall
+from ..sharding.module_sharding import Collective, Experts, ModuleCall
 from .exchange import Exchange
 from .own_forward import holding, local_shards
 from .token_route import Route, counts_of, sorted_choices, within_capacity
@@ -57,7 +55,7 @@ class RoutedExperts(Lowered):
         self.experts: Experts = self.sharding.options_of(Experts)
         sharded = self.sharded
         self.beside: Callable[[], Callable[[], None] | None] | None = None
-        self.per_rank: list[int] = experts_per_rank(self.experts.count, self.comm.size)
+        self.per_rank: list[int] = shard_sizes(self.experts.count, Shard(0), self.comm.size)
         first = sum(self.per_rank[: self.comm.rank])
         self.own: range = range(first, first + self.per_rank[self.comm.rank])
         self.tensor: Comm | None = self.mesh.comm(1) if self.mesh.ndim > 1 else None

@@ -17,8 +17,7 @@ from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.ports import nbytes
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 from .own_forward import holding, local_shards
 
 

@@ -18,8 +18,7 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import current_watch, global_stride, is_compiling, unwatched_functions
 from shoal_mesh import DeviceMesh
 
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 from .collective_functions import uneven_output
 from .lowered import Lowered
 

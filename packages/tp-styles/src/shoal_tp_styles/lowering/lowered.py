@@ -17,8 +17,7 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ModuleForward, forward_of, is_tracing
 from shoal_mesh import Comm, DeviceMesh
 
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 from .parameters import check_plain, local_parameters
 
 

@@ -22,8 +22,7 @@ from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
 from .._torch import split_sizes
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleSharding, Overlap
+from ..sharding.module_sharding import Collective, ModuleSharding, Overlap
 from .collective_functions import ShardedDim, Sizes, gather_dim, reduce_scatter_dim
 
 

@@ -14,8 +14,7 @@ from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.internal import current_arithmetic, shard_sizes
 from shoal_mesh import Comm
 
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, Port
+from ..sharding.module_sharding import Collective, ModuleCall, Port
 from .boundary import from_local, local_input, local_output, output_dtensor, port_moves
 from .collective_functions import (
     Sizes,

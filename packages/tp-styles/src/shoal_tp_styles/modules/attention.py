@@ -19,9 +19,8 @@ from shoal_dtensor.errors import UnsupportedModuleError
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.parameters import local_parameters
 from ..lowering.ports import declare_partial_output, declare_replicated_input, partial_output
-from ..sharding.collective import Collective
-from ..sharding.heads import Heads, HeadShard
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.dim_shards import Heads, HeadShard
+from ..sharding.module_sharding import Collective, ModuleCall
 from .fused_linear import FusedLowering
 
 OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

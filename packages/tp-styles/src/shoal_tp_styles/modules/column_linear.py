@@ -36,8 +36,7 @@ from ..lowering.overlap import chunks_of, gathered_product, in_chunks
 from ..lowering.parameters import check_plain, note_parameters, save_operands, weight_grads
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
 from ..lowering.shared_input import find_token, keep_token
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 
 Grads = tuple[Any, ...]
 

@@ -28,8 +28,7 @@ from ..lowering.ports import (
     sharded_input,
     sharded_output,
 )
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import Adapter, LatentFeatures, ModuleCall
+from ..sharding.module_sharding import Adapter, Collective, LatentFeatures, ModuleCall
 
 
 class AdapterLinear(Lowered):

@@ -15,8 +15,7 @@ from shoal_dtensor.internal import eager_only
 
 from .._torch import watching_functions
 from ..lowering.boundary import Boundary
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 
 
 class ContextAttention(Boundary):

@@ -35,9 +35,8 @@ from ..lowering.ports import (
     sharded_input,
     sharded_output,
 )
-from ..sharding.collective import Collective
 from ..sharding.module_kinds import TransposedLinear, kinds_of
-from ..sharding.module_sharding import ModuleCall, OwnOptions
+from ..sharding.module_sharding import Collective, ModuleCall, OwnOptions
 
 Compute = Callable[..., Tensor]
 _FUNCTIONS: dict[tuple[bool, int], Any] = {

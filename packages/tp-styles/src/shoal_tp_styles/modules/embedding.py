@@ -40,8 +40,7 @@ from ..lowering.ports import (
     replicated_input,
     sharded_output,
 )
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 
 
 def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:

@@ -21,9 +21,8 @@ from shoal_mesh import Comm
 from .._torch import apply, split_sizes
 from ..lowering.lowered import Lowered
 from ..lowering.ports import declare_replicated_input, replicated_input
-from ..sharding.collective import Collective
-from ..sharding.heads import HeadShard
-from ..sharding.module_sharding import FusedBlocks, ModuleCall
+from ..sharding.dim_shards import HeadShard
+from ..sharding.module_sharding import Collective, FusedBlocks, ModuleCall
 
 
 class _Concatenate(Function):

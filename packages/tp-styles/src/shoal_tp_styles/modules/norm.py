@@ -22,9 +22,8 @@ from ..lowering.boundary import Boundary, from_local, input_dtensor, local_input
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_buffers
 from ..lowering.ports import declare_summed_gradients, own_input, sharded_output
-from ..sharding.collective import Collective
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 
 Params = dict[str, Tensor | None]
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_dtensor.internal import in_memory_as
+from shoal_dtensor.internal import in_memory_as, shard_sizes
 
 from ..lowering.boundary import from_local, port_moves
 from ..lowering.collective_functions import gather, gather_partial
@@ -37,10 +37,9 @@ from ..lowering.ports import (
     sharded_input,
     sharded_output,
 )
-from ..sharding.collective import Collective
-from ..sharding.expert_shards import PackedShard, experts_per_rank
+from ..sharding.dim_shards import PackedShard
 from ..sharding.module_kinds import keeps_forward
-from ..sharding.module_sharding import ModuleCall, ModuleSharding, Port
+from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 
 _GATES: dict[type[nn.Module], int] = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
 RECURRENT: tuple[type[nn.Module], ...] = tuple(_GATES)
@@ -174,7 +173,7 @@ class HiddenUnits(Lowered):
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.sizes: tuple[int, ...] = tuple(experts_per_rank(module.hidden_size, self.comm.size))
+        self.sizes: tuple[int, ...] = tuple(shard_sizes(module.hidden_size, Shard(0), self.comm.size))
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:

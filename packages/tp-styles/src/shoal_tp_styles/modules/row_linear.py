@@ -44,8 +44,7 @@ from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
 from ..lowering.parameters import note_parameters, save_operands, weight_grads
 from ..lowering.ports import declare_partial_output, declare_sharded_input, partial_output, sharded_input
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 
 Grads = tuple[Any, ...]
 

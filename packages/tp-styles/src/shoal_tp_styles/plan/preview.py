@@ -20,8 +20,7 @@ from shoal_mesh.internal import dataclass
 
 from ..lowering.boundary import Boundary
 from ..lowering.ports import nbytes as bytes_of
-from ..sharding.collective import Collective
-from ..sharding.module_sharding import ModuleCall
+from ..sharding.module_sharding import Collective, ModuleCall
 from .resolve import Plan, Use, axis_mesh, resolve
 from .trial import map_tensors
 

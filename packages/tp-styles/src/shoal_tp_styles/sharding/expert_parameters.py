@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 
-from .expert_shards import ExpertOwner, PackedShard
+from .dim_shards import ExpertOwner, PackedShard
 from .module_sharding import Experts, ParameterPlacement
 
 EXPERTS = "(hidden_states, top_k_index, top_k_weights) or (rows, num_tokens_per_expert)"

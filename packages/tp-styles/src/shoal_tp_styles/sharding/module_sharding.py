@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -13,8 +13,7 @@ from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.internal import shard_sizes
 from shoal_mesh.internal import dataclass
 
-from .expert_shards import ExpertOwner, PackedShard
-from .heads import Heads, HeadShard
+from .dim_shards import ExpertOwner, Heads, HeadShard, PackedShard
 
 COMPLETION = "completed by the arithmetic that is entered"
 """The style of what stands in on modules that no style shards; a style that comes later replaces it."""
@@ -256,6 +255,27 @@ class ModuleCall:
         """The parameters of these names that exist and get gradients."""
         params = dict(self.module.named_parameters())
         return [params[name] for name in names if name in params and params[name].requires_grad]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a module's forward or backward.
+
+    Attributes:
+        op: `all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`.
+        nbytes: bytes of the global tensor.
+        backward: whether it runs in the backward.
+        once_for: modules that declare the same key run this collective once, together; None: on its own.
+        ranks: number of ranks that take part; None: all of the axis.
+        chunks: in how many messages it is sent.
+    """
+
+    op: str
+    nbytes: int
+    backward: bool = False
+    once_for: Hashable = None
+    ranks: int | None = None
+    chunks: int = 1
 
 
 def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:

@@ -19,7 +19,7 @@ from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_mesh.internal import dataclass
 
 from ..modules.fused_linear import FusedColumn
-from ..sharding.heads import Heads
+from ..sharding.dim_shards import Heads
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of, out_features
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported

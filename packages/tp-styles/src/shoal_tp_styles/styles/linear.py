@@ -24,7 +24,7 @@ from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbeddin
 from ..modules.fused_linear import FusedColumn
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.row_linear import RowLinear
-from ..sharding.heads import Heads, HeadShard
+from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
 from .style import DeclaredStyle, LayoutField, unsupported

@@ -9,7 +9,7 @@ from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_mesh.internal import dataclass
 
 from ..modules.attention import OWN_PROJECTIONS, AttentionHeads
-from ..sharding.heads import Heads, HeadShard
+from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port
 from .style import DeclaredStyle, unsupported

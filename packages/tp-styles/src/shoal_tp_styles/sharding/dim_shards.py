@@ -1,11 +1,12 @@
-"""Features that belong to attention heads: how heads are distributed over ranks."""
+"""How a dim of heads, of packed blocks or of experts is sharded, once a style is applied to a number of ranks."""
 
 from __future__ import annotations
 
 from dataclasses import field
 
-from shoal_dtensor import Placement, Replicate, Shard
+from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError
+from shoal_dtensor.internal import shard_sizes
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
@@ -81,3 +82,52 @@ class HeadShard:
         if count % ranks == 0:
             return Shard(self.dim, multiple_of=size)
         return Shard(self.dim, sizes=tuple(size * (count // ranks + (rank < count % ranks)) for rank in range(ranks)))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShard:
+    """A dim that holds several blocks behind each other (gate, up), each of them sharded.
+
+    Attributes:
+        dim: the dim.
+        blocks: number of blocks.
+        features: elements of one block.
+    """
+
+    dim: int
+    blocks: int
+    features: int
+
+    def on(self, ranks: int) -> Placement:
+        """The placement over so many ranks.
+
+        Example:
+            >>> PackedShard(1, 2, 6).on(4)
+            StridedShard(dim=1, split_factor=2, sizes=(2, 2, 2, 0))
+        """
+        return StridedShard(self.dim, split_factor=self.blocks, sizes=shard_sizes(self.features, Shard(0), ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOwner:
+    """A parameter of one expert of a list: the rank that holds the expert holds all rows, the others none.
+
+    Attributes:
+        expert: index of the expert.
+        experts: number of experts.
+        rows: elements of dim 0.
+    """
+
+    expert: int
+    experts: int
+    rows: int
+
+    def on(self, ranks: int) -> Placement:
+        """The placement over so many ranks.
+
+        Example:
+            >>> ExpertOwner(2, 3, 8).on(2)
+            Shard(dim=0, sizes=(0, 8))
+        """
+        owner = self.expert // -(-self.experts // ranks)  # 3 experts on 2 ranks: 0 0 1
+        return Shard(0, sizes=tuple(self.rows * (rank == owner) for rank in range(ranks)))
