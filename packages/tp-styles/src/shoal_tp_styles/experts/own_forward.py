@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal_mesh import Comm
 
-from ..lowering.parameters import local_parameters
+from ..lowering.parameters import local_parameters, while_replaced
 from ..sharding.module_sharding import ModuleSharding
 
 
@@ -45,34 +45,25 @@ def local_shards(
     return local
 
 
-@contextmanager
-def holding(module: Any, local: Mapping[str, Tensor | None], count: int, own: range | None) -> Iterator[None]:
-    """A block in which a module holds local shards for its parameters, and this rank's experts for all of them.
+def own_forward(module: Any, local: Mapping[str, Any], count: int, own: range | None, *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, with local shards for its parameters, and this rank's experts for all of them.
 
     Args:
         module: the experts.
         local: path -> shard.
         count: number of experts of all ranks.
         own: of a list, the children that stay; None: the numbers in which the module counts its experts stay too.
+        args: of the forward.
+        kwargs: likewise.
     """
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def replace(table: dict[str, Any], changes: dict[str, Any]) -> None:
-        saved.append((table, {name: table[name] for name in changes}))
-        table.update(changes)
-
-    children = module._modules
-    try:
-        for prefix, owner in module.named_modules():
-            dot = f"{prefix}." if prefix else ""
-            replace(owner._parameters, {n: local[dot + n] for n in owner._parameters if dot + n in local})
-        if own is not None:
-            numbers = {n: v for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count}
-            replace(vars(module), dict.fromkeys(numbers, len(own)))
-            if isinstance(module, nn.ModuleList):
-                module._modules = {str(i): children[str(index)] for i, index in enumerate(own)}
-        yield
-    finally:
-        module._modules = children
-        for table, before in saved:
-            table.update(before)
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        changes.append((owner._parameters, {n: local[dot + n] for n in owner._parameters if dot + n in local}))
+    if own is not None:
+        numbers = [n for n, v in vars(module).items() if "experts" in n and type(v) is int and v == count]
+        changes.append((vars(module), dict.fromkeys(numbers, len(own))))
+        if isinstance(module, nn.ModuleList):
+            children = {str(i): module._modules[str(index)] for i, index in enumerate(own)}
+            changes.append((vars(module), {"_modules": children}))
+    return while_replaced(partial(type(module).forward, module, *args, **kwargs), *changes)

@@ -12,6 +12,7 @@ of other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any, ClassVar, Literal
@@ -32,7 +33,7 @@ from ..lowering.ports import nbytes
 from ..sharding.expert_parameters import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall
 from .exchange import Exchange
-from .own_forward import holding, local_shards
+from .own_forward import local_shards, own_forward
 from .token_route import Route, counts_of, sorted_choices, within_capacity
 
 
@@ -182,15 +183,14 @@ class RoutedExperts(Lowered):
             padded = functional.pad(rows, (0, 0, 0, 1))  # of the rows, so that their backward runs on all ranks
             return self.computed(padded, one).narrow(0, 0, 0)
         ids = _experts_of_rows(counts, rows)
-        with holding(module, local, self.experts.count, self.own):
-            if not self.experts.grouped:
-                ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
-                out: Tensor = type(module).forward(module, rows, ids.unsqueeze(-1), ones)
-            else:
-                order = torch.argsort(ids, stable=True)
-                sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
-                out = type(module).forward(module, rows.index_select(0, order), sizes)
-                out = out.index_select(0, torch.argsort(order))
+        forward = partial(own_forward, module, local, self.experts.count, self.own)
+        if not self.experts.grouped:
+            ones = torch.ones_like(ids, dtype=rows.dtype).unsqueeze(-1)
+            out: Tensor = forward(rows, ids.unsqueeze(-1), ones)
+        else:
+            order = torch.argsort(ids, stable=True)
+            sizes = upload([sum(column) for column in zip(*counts, strict=True)], rows.device)
+            out = forward(rows.index_select(0, order), sizes).index_select(0, torch.argsort(order))
         return out + _anchor(local) if self.experts.listed else out
 
 

@@ -18,7 +18,7 @@ from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.ports import nbytes
 from ..sharding.module_sharding import Collective, ModuleCall
-from .own_forward import holding, local_shards
+from .own_forward import local_shards, own_forward
 
 
 class SlicedExperts(Lowered):
@@ -38,8 +38,7 @@ class SlicedExperts(Lowered):
         module: Any = self.module
         args = tuple(map(self.entering, args))
         kwargs = {name: self.entering(value) for name, value in kwargs.items()}
-        with holding(module, local_shards(module, self.sharding, None, self.comm), 0, None):
-            out = type(module).forward(module, *args, **kwargs)
+        out = own_forward(module, local_shards(module, self.sharding, None, self.comm), 0, None, *args, **kwargs)
         if type(out) is not Tensor:
             raise UnsupportedModuleError(
                 f"{self.sharding.style}: {type(module).__name__} returns a {type(out).__name__}; expected one tensor, "

@@ -15,6 +15,7 @@ asked for (`backward(inputs=...)`) is not computed.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -236,6 +237,18 @@ def local_parameters(params: dict[str, Tensor | None], comm: Comm | None = None)
         shards = tuple(map(_shard, present.values()))
     local.update(zip(present, shards, strict=True))
     return local
+
+
+def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapping[str, Any]]) -> Any:
+    """What a call returns while tables of a module (its parameters, buffers, attributes) have other values."""
+    saved = [(table, {name: table[name] for name in values}) for table, values in changes]
+    try:
+        for table, values in changes:
+            table.update(values)
+        return call()
+    finally:
+        for table, before in saved:
+            table.update(before)
 
 
 def local_buffers(module: nn.Module) -> dict[str, Tensor | None]:

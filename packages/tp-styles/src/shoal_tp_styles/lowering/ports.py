@@ -167,10 +167,13 @@ def partial_output(
             return out if local else from_local(out, port.desired, lowered.mesh, None if even else shape)
         if local:
             raise uneven_output(lowered.sharding.style, shape[dim], dim, comm)
-    full = _plus(reduce(partial, comm), _bias(lowered, bias), features)
-    if local and port.desired.is_replicate():
-        return full
-    left = output_dtensor(full, Port(Replicate(), port.desired), lowered.mesh)
+    if bias is None and isinstance(port.desired, Partial):
+        left = output_dtensor(partial, Port(Partial(), port.desired), lowered.mesh)
+    else:
+        full = _plus(reduce(partial, comm), _bias(lowered, bias), features)
+        if local and port.desired.is_replicate():
+            return full
+        left = output_dtensor(full, Port(Replicate(), port.desired), lowered.mesh)
     return local_output(left, lowered.sharding.style) if local else left
 
 

@@ -5,13 +5,14 @@ heads: S, parameter: S -> as the forward computes it        no communication
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh.internal import dataclass
 
 from ..lowering.boundary import Boundary
-from ..lowering.parameters import local_parameters
+from ..lowering.parameters import local_parameters, while_replaced
 from ..sharding.module_sharding import OwnOptions
 
 
@@ -41,12 +42,5 @@ class LocalForward(Boundary):
             self.counts[name] = count // ranks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tables = (self.params, vars(self.module))
-        saved = dict(self.params), {name: tables[1][name] for name in self.counts}
-        try:
-            self.params.update(local_parameters(saved[0]))
-            tables[1].update(self.counts)
-            return super().__call__(*args, **kwargs)
-        finally:
-            for table, before in zip(tables, saved, strict=True):
-                table.update(before)
+        forward, local = partial(super().__call__, *args, **kwargs), local_parameters(dict(self.params))
+        return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))

@@ -9,6 +9,7 @@ channels    the same, of batch norms and of activations with parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from shoal_dtensor.internal import shard_sizes
 
 from ..lowering.boundary import Boundary, from_local, input_dtensor, local_input
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import local_buffers
+from ..lowering.parameters import local_buffers, while_replaced
 from ..lowering.ports import declare_summed_gradients, own_input, sharded_output
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, ModuleCall
@@ -70,14 +71,8 @@ READ: dict[Any, tuple[str, ...]] = {
 
 def _own_forward(module: Any, x: Tensor, p: Params, buffers: Params | None = None) -> Tensor:
     """The module's own forward, with local shards in the place of its parameters and buffers during the call."""
-    saved, saved_buffers = dict(module._parameters), dict(module._buffers)
-    try:
-        module._parameters.update(p)
-        module._buffers.update(buffers or {})
-        out: Tensor = type(module).forward(module, x)
-    finally:
-        module._parameters.update(saved)
-        module._buffers.update(saved_buffers)
+    forward = partial(type(module).forward, module, x)
+    out: Tensor = while_replaced(forward, (module._parameters, p), (module._buffers, buffers or {}))
     return out
 
 

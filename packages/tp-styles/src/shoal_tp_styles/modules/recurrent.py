@@ -13,6 +13,7 @@ the batch are independent: sharding it takes no communication of activations at 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shoal_dtensor.internal import in_memory_as, shard_sizes
 from ..lowering.boundary import from_local, port_moves
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import local_parameters
+from ..lowering.parameters import local_parameters, while_replaced
 from ..lowering.ports import (
     declare_replicated_input,
     declare_summed_gradients,
@@ -76,16 +77,10 @@ class Recurrent(Lowered):
                 f"SequenceParallel: {module} got one sequence of shape {tuple(input.shape)} without a batch dim, which "
                 f"is what is sharded; give it one: x.unsqueeze({0 if module.batch_first else 1})"
             )
-        saved = dict(module._parameters)
-        flat = list(module._flat_weights)
-        local = local_parameters(saved, self.comm)
-        try:
-            module._parameters.update(local)
-            module._flat_weights = [local[name] for name in module._flat_weights_names]
-            out, state = _forward(module, own_input(self, input), self.states(hx))
-        finally:
-            module._parameters.update(saved)
-            module._flat_weights = flat
+        local = local_parameters(dict(module._parameters), self.comm)
+        flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
+        forward = partial(_forward, module, own_input(self, input), self.states(hx))
+        out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
         if self.sharding.local_outputs:
             return out, state
         states = state if type(state) is tuple else (state,)

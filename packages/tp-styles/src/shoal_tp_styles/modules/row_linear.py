@@ -31,13 +31,12 @@ from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
-from ..lowering.boundary import from_local, local_input, local_output, output_dtensor
+from ..lowering.boundary import from_local
 from ..lowering.collective_functions import (
     ShardedDim,
     gather_dim,
     reduce_scatter_dim,
     sharded_dim,
-    split,
     uneven_output,
 )
 from ..lowering.lowered import Lowered, spec_of
@@ -171,24 +170,17 @@ class RowLinear(Lowered):
         weight, bias = self.parameter("weight"), self.parameter("bias")
         spec = spec_of(weight, "weight")
         dtype = autocast_dtype(input)
-        shape = list(input.shape)
-        if not isinstance(input, DTensor) and self.direct_in:
-            local = input
-        elif not isinstance(input, DTensor) and self.port_in.layout.is_replicate():
-            local = split(input, self.comm, input.ndim - 1, spec.sizes(1))
-        else:
-            local = local_input(input, self.port_in, self.mesh, grad=self.port_in.desired)
-            shape = list(local.shape)
-        where = self.target(shape, spec)
+        local = sharded_input(self, input, input.ndim - 1, spec.sizes(1))
+        where = self.target(local.shape)
         if where is None:
-            return self.by_dtensor(local, weight, bias, dtype)
+            return partial_output(self, apply(_Row, local, weight, None, None, dtype), bias)
         out: Tensor = apply(_Row, local, weight, bias, where, dtype, self.chunks if local.ndim > 1 else 1)
         if self.sharding.local_outputs:
             return out
         return from_local(out, self.port_out.desired, self.mesh, None)
 
-    def target(self, shape: list[int], spec: Spec) -> Comm | ShardedDim | None:
-        """Communicator, or sharded dim, over which the partial output is reduced; None where DTensor must do it."""
+    def target(self, shape: torch.Size) -> Comm | ShardedDim | None:
+        """Communicator, or sharded dim, over which the partial output is reduced; None where that is not all."""
         if self.port_out.desired.is_replicate():
             return self.comm
         if self.where is None:
@@ -202,12 +194,3 @@ class RowLinear(Lowered):
                 raise uneven_output(self.sharding.style, shape[dim], dim, comm)
             return None
         return comm, dim, sizes
-
-    def by_dtensor(self, local: Tensor, weight: Any, bias: Any, dtype: torch.dtype | None) -> Tensor:
-        """Partial product, redistributed as a DTensor, then the bias."""
-        partial: Tensor = apply(_Row, local, weight, None, None, dtype)
-        left = output_dtensor(partial, self.port_out, self.mesh)
-        if bias is not None:
-            left = left + (bias if dtype is None else bias.to(dtype))
-            left = output_dtensor(left, self.port_out, self.mesh)
-        return local_output(left, self.sharding.style) if self.sharding.local_outputs else left
