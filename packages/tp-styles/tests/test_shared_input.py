@@ -1,4 +1,4 @@
-"""Covers: lowering/shared_input.py."""
+"""Covers: lowering/shared_input.py: several readers of an activation share one reduction."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal_dtensor import Shard
 from shoal_mesh import CommDebugMode
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import (
@@ -16,7 +17,7 @@ from shoal_tp_styles import (
     RowwiseParallel,
     parallelize_module,
 )
-from shoal_tp_styles.testing import all_ranks
+from shoal_tp_styles.testing import all_ranks, own_shard
 from tp_checks import counts, global_value
 
 
@@ -111,3 +112,15 @@ def test_readers_under_checkpointing(reentrant: bool) -> None:
     out.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
     torch.testing.assert_close(module.norm.weight.grad, single.norm.weight.grad)
+
+
+@on_ranks(4)
+def test_readers_in_inference_mode() -> None:
+    plan = {name: ColwiseParallel(input_layouts=Shard(0)) for name in ("q", "k")}
+    start = Readers().double()
+    module: Any = parallelize_module(copy.deepcopy(start), all_ranks(), plan)
+    x = torch.randn(8, 8, dtype=torch.double)
+    with torch.inference_mode():
+        own = own_shard(x, 0)
+        torch.testing.assert_close(module.k(own), own_shard(start.k(x), 1))
+        torch.testing.assert_close(module.q(own), own_shard(start.q(x), 1))

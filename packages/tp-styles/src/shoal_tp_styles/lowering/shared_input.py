@@ -66,7 +66,7 @@ def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = Fal
 
 def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
     """Leave the token of a reading on the tensor."""
-    if not isinstance(tensor, FakeTensor):
+    if not isinstance(tensor, FakeTensor) and not tensor.is_inference():  # whose writes are not counted
         setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _storage(tensor), token))
 
 
