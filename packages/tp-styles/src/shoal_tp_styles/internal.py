@@ -18,11 +18,7 @@ from .lowering.ports import (
 )
 from .lowering.shared_input import find_token as find_token, keep_token as keep_token
 from .modules.column_linear import ColumnLinear as ColumnLinear
-from .modules.embedding import (
-    ColumnEmbedding as ColumnEmbedding,
-    RowEmbedding as RowEmbedding,
-    replicated_tokens as replicated_tokens,
-)
+from .modules.embedding import ColumnEmbedding as ColumnEmbedding, RowEmbedding as RowEmbedding
 from .modules.norm import (
     Params as Params,
     SequenceDropout as SequenceDropout,

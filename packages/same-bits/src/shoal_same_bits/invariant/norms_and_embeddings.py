@@ -32,7 +32,7 @@ from shoal_tp_styles.internal import (
     local_input,
     nbytes,
     partial_output,
-    replicated_tokens,
+    replicated_input,
 )
 
 from .._torch import apply
@@ -249,7 +249,7 @@ class InvariantRowEmbedding(RowEmbedding):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        rows = _look_up(self, replicated_tokens(self, input), self.spec("weight").offset(0))
+        rows = _look_up(self, replicated_input(self, input), self.spec("weight").offset(0))
         return partial_output(self, rows, None)
 
 
@@ -259,7 +259,7 @@ class InvariantColumnEmbedding(ColumnEmbedding):
     __slots__ = ()
 
     def __call__(self, input: Tensor) -> Tensor:
-        return self.finish(_look_up(self, replicated_tokens(self, input), 0))
+        return self.finish(_look_up(self, replicated_input(self, input), 0))
 
 
 class InvariantEmbedding(Unstyled):

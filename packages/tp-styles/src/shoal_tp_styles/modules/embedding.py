@@ -28,8 +28,8 @@ from shoal_mesh import all_gather, all_gather_v
 from shoal_mesh.internal import dataclass
 
 from .._torch import apply
-from ..lowering.boundary import local_input, port_moves
-from ..lowering.collective_functions import gather_dim, gather_partial, sharded_dim
+from ..lowering.boundary import port_moves
+from ..lowering.collective_functions import gather_partial
 from ..lowering.lowered import Lowered
 from ..lowering.ports import (
     declare_partial_output,
@@ -53,19 +53,6 @@ def _check_table(module: nn.Module, sharding: ModuleSharding) -> None:
         raise UnsupportedModuleError(f"{sharding.style}: {module} has sparse gradients, which DTensors do not hold")
 
 
-def replicated_tokens(lowered: Lowered, tokens: Tensor, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> R`: token indices, which have no gradient."""
-    port = port or lowered.port_in
-    if not isinstance(tokens, DTensor):
-        if port.layout == port.desired:
-            return tokens
-        where = sharded_dim(port.layout, lowered.comm)
-        if where is not None:
-            gathered: Tensor = gather_dim(tokens.contiguous(), *where)
-            return gathered
-    return local_input(tokens, port, lowered.mesh, grad=Replicate())
-
-
 def _check_ids(lowered: Lowered, tokens: Tensor) -> None:
     """Refuse ids that no rank has a row for, on all ranks; they would be zeros. Accelerators report them later."""
     rows = lowered.spec("weight").shape[0]
@@ -86,11 +73,11 @@ class ColumnEmbedding(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from port_moves(call.sharding.input_port(), call.input())
+        yield from declare_replicated_input(call)
         yield from declare_sharded_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
-        tokens = replicated_tokens(self, input)
+        tokens = replicated_input(self, input)
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
@@ -151,12 +138,12 @@ class RowEmbedding(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from port_moves(call.sharding.input_port(), call.input())
+        yield from declare_replicated_input(call)
         yield from declare_partial_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
-        tokens = replicated_tokens(self, input)
+        tokens = replicated_input(self, input)
         _check_ids(self, tokens)
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
@@ -187,9 +174,9 @@ class _Bags:
                 )
             if not isinstance(input, DTensor):
                 return cls._of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
-        starts = None if offsets is None else replicated_tokens(lowered, offsets, Port(Replicate(), Replicate()))
+        starts = None if offsets is None else replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
         whole = None if weights is None else replicated_input(lowered, weights)
-        return cls(replicated_tokens(lowered, input), starts, whole, lowered.port_out)
+        return cls(replicated_input(lowered, input), starts, whole, lowered.port_out)
 
     @classmethod
     def _of_ranks(cls, lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
