@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor import DTensor, Spec
@@ -249,8 +249,3 @@ def while_replaced(call: Callable[[], Any], *changes: tuple[dict[str, Any], Mapp
     finally:
         for table, before in saved:
             table.update(before)
-
-
-def local_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The local shards of a module's own buffers, by name; what is written to them is written to the buffers."""
-    return local_parameters(module._buffers)

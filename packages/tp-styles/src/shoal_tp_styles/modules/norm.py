@@ -2,8 +2,7 @@
 
 tokenwise   x: S(sequence) -> y: S(sequence)                           no communication of activations; the gradients
             of the replicated parameters are partial sums, reduced in one collective per module
-groups      x: S(channels), W: S(0), b: S(0) -> y: S(channels)         no communication
-channels    the same, of batch norms and of activations with parameters
+channels    x: S(channels), W: S(0), b: S(0) -> y: S(channels)         no communication; of group norms complete groups
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,9 +19,9 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 
-from ..lowering.boundary import Boundary, from_local, input_dtensor, local_input
+from ..lowering.boundary import Boundary, from_local, input_dtensor
 from ..lowering.lowered import Lowered
-from ..lowering.parameters import local_buffers, while_replaced
+from ..lowering.parameters import local_parameters, while_replaced
 from ..lowering.ports import declare_summed_gradients, own_input, sharded_output
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, ModuleCall
@@ -69,10 +69,12 @@ READ: dict[Any, tuple[str, ...]] = {
 }
 
 
-def _own_forward(module: Any, x: Tensor, p: Params, buffers: Params | None = None) -> Tensor:
-    """The module's own forward, with local shards in the place of its parameters and buffers during the call."""
-    forward = partial(type(module).forward, module, x)
-    out: Tensor = while_replaced(forward, (module._parameters, p), (module._buffers, buffers or {}))
+def _own_forward(module: Any, x: Tensor, p: Params, counts: dict[str, int] | None = None) -> Tensor:
+    """The module's own forward, with local shards in the place of its parameters and buffers, and other counts."""
+    forward, buffers = partial(type(module).forward, module, x), local_parameters(module._buffers)
+    out: Tensor = while_replaced(
+        forward, (module._parameters, p), (module._buffers, buffers), (vars(module), counts or {})
+    )
     return out
 
 
@@ -142,66 +144,28 @@ class SequenceDropout(Boundary):
         return super().__call__(input)
 
 
-class ChannelGroups(Lowered):
-    """A GroupNorm whose groups are sharded."""
-
-    __slots__ = ("ends",)
-
-    def resolve(self) -> None:
-        module: Any = self.module
-        size = module.num_channels // module.num_groups
-        # Channels of a full shard: of 6 groups of 2 on 4 ranks 4, so that shards end at 0 4 8 12 12.
-        step = -(-module.num_groups // self.comm.size) * size
-        self.ends: list[int] = [min(module.num_channels, rank * step) for rank in range(self.comm.size + 1)]
-
-    @classmethod
-    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from ()
-
-    def __call__(self, input: Tensor) -> Tensor:
-        module: Any = self.module
-        port = self.port_in
-        if type(input) is not Tensor:
-            input = local_input(input, port, self.mesh, grad=port.desired)
-        first, last = self.ends[self.comm.rank : self.comm.rank + 2]
-        if input.shape[1] != last - first:
-            raise LayoutError(
-                f"ChannelParallel: {module} holds the channels {first} to {last} here, complete groups, but "
-                f"{input.shape[1]} arrived; shard the convolution before it by ColwiseParallel().aligned("
-                f"{module.num_channels // module.num_groups})"
-            )
-        local: Any = self.local("weight", "bias")
-        groups = (last - first) * module.num_groups // module.num_channels
-        if groups:
-            out = functional.group_norm(input, groups, local["weight"], local["bias"], module.eps)
-        else:
-            out = _without_channels(input, local["weight"], local["bias"])
-        return sharded_output(self, out, 1, module.num_channels, None)
-
-
-def _without_channels(input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """What a norm gives for no channel, which kernels refuse; the gradients are empty, but they arrive."""
-    out = input.movedim(1, -1)
-    out = out if weight is None else out * weight
-    return (out if bias is None else out + bias).movedim(-1, 1)
-
-
 class ChannelShards(Lowered):
-    """A batch norm, or an activation with parameters, on this rank's channels; ranks may hold unequally many of them.
+    """A batch norm, group norm or activation with parameters, on this rank's channels; ranks may hold unequally many.
 
-    What has a forward of its own, or no channel here, runs on DTensors.
+    What has a forward of its own runs on DTensors, and so does a batch norm or an activation without a channel here.
     """
 
-    __slots__ = ("channels", "runs_locally", "sizes")
+    __slots__ = ("channels", "groups", "runs_locally", "sizes")
 
     def resolve(self) -> None:
         module: Any = self.module
-        self.channels: int = module.num_parameters if isinstance(module, nn.PReLU) else module.num_features
+        kinds = {nn.PReLU: "num_parameters", nn.GroupNorm: "num_channels", nn.Module: "num_features"}
+        self.channels: int = getattr(module, next(name for kind, name in kinds.items() if isinstance(module, kind)))
         placement: Any = self.port_in.desired
+        # Of 6 groups of 2 channels on 4 ranks: 4 4 4 0, complete groups.
         self.sizes: list[int] = shard_sizes(self.channels, placement, self.comm.size)
-        self.runs_locally: bool = self.sizes[self.comm.rank] > 0 and (
-            keeps_forward(module, nn.PReLU) or keeps_forward(module, nn.BatchNorm1d)  # all batch norms have this one
-        )
+        own = self.sizes[self.comm.rank]
+        self.groups: dict[str, int] = {}
+        if isinstance(module, nn.GroupNorm):
+            self.groups["num_groups"] = own * module.num_groups // module.num_channels
+        # All batch norms have the forward of BatchNorm1d.
+        kept = any(keeps_forward(module, kind) for kind in (nn.PReLU, nn.GroupNorm, nn.BatchNorm1d))
+        self.runs_locally: bool = kept and (own > 0 or isinstance(module, nn.GroupNorm))
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
@@ -211,13 +175,16 @@ class ChannelShards(Lowered):
         module = self.module
         expected = self.sizes[self.comm.rank]
         if not isinstance(input, DTensor) and input.shape[1] != expected:
+            unit: Any = getattr(self.port_in.desired, "multiple_of", 1)
+            of_groups = f"complete groups: by ColwiseParallel().aligned({unit})"
             raise LayoutError(
                 f"ChannelParallel: {module} holds {expected} channels here, but {input.shape[1]} arrived; shard "
-                "the module before it by the same channels (`.aligned` on both)"
+                f"the module before it by the same channels ({of_groups if self.groups else '`.aligned` on both'})"
             )
         if not self.runs_locally:
             return self._on_dtensors(input)
-        out = _own_forward(module, own_input(self, input), self.local(*self.params), local_buffers(module))
+        x, params = own_input(self, input), self.local(*self.params)
+        out = _own_forward(module, x, params, self.groups) if expected else _without_channels(x, params)
         return sharded_output(self, out, 1, self.channels, None)
 
     def _on_dtensors(self, input: Tensor) -> Tensor:
@@ -231,3 +198,12 @@ class ChannelShards(Lowered):
             return out  # type: ignore[no-any-return]  # a module's forward has no type
         local: Tensor = out.to_local(grad_placements=(port.desired,))
         return local
+
+
+def _without_channels(input: Tensor, params: Params) -> Tensor:
+    """What a group norm gives for no channel, which kernels refuse; the gradients are empty, but they arrive."""
+    out = input.movedim(1, -1)
+    for name, combine in (("weight", torch.mul), ("bias", torch.add)):
+        param = params[name]
+        out = out if param is None else combine(out, param)
+    return out.movedim(-1, 1)

@@ -7,9 +7,8 @@ from torch import nn
 from shoal_dtensor import Placement, Shard
 from shoal_mesh.internal import dataclass
 
-from ..lowering.lowered import Lowered
 from ..modules.convolution import ChannelsOfGroups, GroupedChannels
-from ..modules.norm import ChannelGroups, ChannelShards
+from ..modules.norm import ChannelShards
 from ..sharding.module_kinds import CONVOLUTIONS, is_grouped, keeps_forward
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
@@ -42,13 +41,9 @@ class ChannelParallel(DeclaredStyle):
         if not isinstance(module, _KINDS):
             raise unsupported("ChannelParallel", module, _KINDS, "convolutions of several groups")
         unit = self.multiple_of
-        lowering: type[Lowered] | None = None
         if isinstance(module, nn.GroupNorm):
-            lowering = ChannelGroups if keeps_forward(module, nn.GroupNorm) else None
             unit = module.num_channels // module.num_groups
         one_slope = isinstance(module, nn.PReLU) and module.num_parameters == 1
-        if not one_slope and not isinstance(module, nn.GroupNorm):
-            lowering = ChannelShards
         names = [] if one_slope else ["weight", "bias", "running_mean", "running_var"]
         port = Port(Shard(1, multiple_of=unit), Shard(1, multiple_of=unit))
         return ModuleSharding(
@@ -56,7 +51,7 @@ class ChannelParallel(DeclaredStyle):
             {name: Shard(0, multiple_of=unit) for name in names},
             inputs=(port,),
             outputs=(port,),
-            lowering=lowering,
+            lowering=None if one_slope else ChannelShards,
             local_outputs=self.use_local_output,
         )
 
