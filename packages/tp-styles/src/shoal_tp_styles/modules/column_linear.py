@@ -74,7 +74,6 @@ class _Column(Function):
         chunks: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.where, ctx.input_dtype = where, x.dtype
-        ctx.set_materialize_grads(False)
         note_parameters(ctx, weight, bias)
         w, b = local_shard(weight), None if bias is None else local_shard(bias)
         if dtype is not None:
@@ -95,6 +94,7 @@ class _Column(Function):
         save_operands(ctx, local, w)
         if not leads:
             return out
+        ctx.set_materialize_grads(False)
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(token)
         return out, token
