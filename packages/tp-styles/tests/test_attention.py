@@ -1,4 +1,4 @@
-"""Covers: modules/attention.py, styles/multihead.py."""
+"""Covers: modules/composed_linear.py, styles/attention.py."""
 
 from __future__ import annotations
 

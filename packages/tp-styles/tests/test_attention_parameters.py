@@ -1,4 +1,4 @@
-"""Covers: attention_parameters.py, composed_linear.py, local_forward.py: latent attention and sinks."""
+"""Covers: styles/attention.py, composed_linear.py, wrapped_forward.py: latent attention and sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Covers: styles/context.py, modules/context_attention.py."""
+"""Covers: styles/sequence.py, modules/wrapped_forward.py: attention of a sharded sequence."""
 
 from __future__ import annotations
 

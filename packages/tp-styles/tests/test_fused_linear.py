@@ -1,4 +1,4 @@
-"""Covers: modules/fused_linear.py, styles/fused.py."""
+"""Covers: modules/composed_linear.py, styles/fused.py."""
 
 from __future__ import annotations
 

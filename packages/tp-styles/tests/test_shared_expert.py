@@ -1,4 +1,4 @@
-"""Covers: shared_expert.py, exchange.py: a shared expert that runs while tokens are under way to routed experts."""
+"""Covers: shared_expert.py, token_route.py: a shared expert that runs while tokens are under way to routed experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shoal_tp_styles import (
     preview,
     unparallelize_module,
 )
-from shoal_tp_styles.experts import exchange
+from shoal_tp_styles.experts import token_route
 from shoal_tp_styles.testing import all_ranks
 from tp_checks import assert_same_gradients, counts
 
@@ -70,7 +70,7 @@ def test_the_shared_expert_runs_while_tokens_and_their_gradients_travel(checkpoi
     module.shared.register_full_backward_hook(lambda *_: events.append("shared backward"))
     parallelize_module(module, all_ranks(), PLAN)
     x = torch.randn(6, WIDTH, dtype=torch.double, requires_grad=True)
-    with patch.object(exchange, "all_to_all_v", recorded):
+    with patch.object(token_route, "all_to_all_v", recorded):
         out = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
         forward = ["sent", "shared", "awaited"]
         assert events == forward

@@ -1,4 +1,4 @@
-"""Covers: token_route.py, exchange.py, dim_shards.py: integers and small tensors, no ranks."""
+"""Covers: token_route.py, dim_shards.py: integers and small tensors, no ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import torch
 
 from shoal_dtensor import Shard, StridedShard
 from shoal_mesh.testing import fake_world
-from shoal_tp_styles.experts.exchange import Exchange
-from shoal_tp_styles.experts.token_route import Route, sorted_choices, within_capacity
+from shoal_tp_styles.experts.token_route import ExpertExchange, TokenRoute, sorted_choices, within_capacity
 from shoal_tp_styles.sharding.dim_shards import ExpertOwner, PackedShard
 from shoal_tp_styles.testing import all_ranks
 
 
-def route_of(chosen: torch.Tensor, experts: int) -> Route:
+def route_of(chosen: torch.Tensor, experts: int) -> TokenRoute:
     pairs, bounds = sorted_choices(chosen, experts)
-    return Route.of(pairs, bounds.tolist(), chosen.shape[-1])
+    return TokenRoute.of(pairs, bounds.tolist(), chosen.shape[-1])
 
 
 def test_pairs_are_sorted_by_expert_and_each_experts_by_token() -> None:
@@ -46,7 +45,7 @@ def test_the_last_tokens_of_all_ranks_exceed_the_capacity(factor: float) -> None
 
 def test_what_an_exchange_sends_and_receives() -> None:
     with fake_world(2):
-        exchange = Exchange.of([[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0))
+        exchange = ExpertExchange.of([[2, 1, 4, 0], [0, 3, 1, 1]], [3, 1], all_ranks.__wrapped__().comm(0))
     assert (exchange.sends, exchange.receives, exchange.own) == ([7, 0], [7, 4], [[2, 1, 4], [0, 3, 1]])
 
 

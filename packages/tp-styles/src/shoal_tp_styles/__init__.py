@@ -25,21 +25,19 @@ from .lowering.parameters import local_parameters
 from .plan.parallelize import parallelize_module, unparallelize_module
 from .sharding.dim_shards import Heads
 from .sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
-from .styles.attention_parameters import LatentProjection, OwnParameters
+from .styles.attention import HeadParallel, LatentProjection, OwnParameters
 from .styles.channel import ChannelParallel
 from .styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert, SharedExpertOverlap
 from .styles.fused import PackedColwiseParallel
 from .styles.linear import ColwiseParallel, RowwiseParallel
 from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .styles.sequence import SequenceParallel
+from .styles.sequence import ContextParallel, SequenceParallel
 from .styles.style import DeclaredStyle, ParallelStyle
 
 if TYPE_CHECKING:
     from .plan.preview import Preview, preview
     from .plan.verify import Verification, verify
-    from .styles.context import ContextParallel
     from .styles.lora import LoRA, adapter_parameters, merge_adapters
-    from .styles.multihead import HeadParallel
 
 __all__ = [
     "ChannelParallel",
@@ -94,15 +92,9 @@ __all__ = [
 
 # A fifth of the time of this import, for what many programs do without: imported when it is first asked for.
 _LATER = {
-    name: module
-    for module, names in {
-        ".styles.context": ("ContextParallel",),
-        ".styles.lora": ("LoRA", "adapter_parameters", "merge_adapters"),
-        ".styles.multihead": ("HeadParallel",),
-        ".plan.preview": ("Preview", "preview"),
-        ".plan.verify": ("Verification", "verify"),
-    }.items()
-    for name in names
+    **dict.fromkeys(("LoRA", "adapter_parameters", "merge_adapters"), ".styles.lora"),
+    **dict.fromkeys(("Preview", "preview"), ".plan.preview"),
+    **dict.fromkeys(("Verification", "verify"), ".plan.verify"),
 }
 
 

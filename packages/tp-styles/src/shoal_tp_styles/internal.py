@@ -9,6 +9,7 @@ from ._torch import StorageReference as StorageReference, autocast_dtype as auto
 from .apply.apply import apply_sharding as apply_sharding, shardings_of as shardings_of
 from .apply.fused_parameters import block_rows as block_rows, make_adjacent as make_adjacent
 from .lowering.boundary import Boundary as Boundary, from_local as from_local, local_input as local_input
+from .lowering.collective_functions import find_token as find_token, keep_token as keep_token
 from .lowering.lowered import lowered_of as lowered_of
 from .lowering.ports import (
     nbytes as nbytes,
@@ -16,7 +17,6 @@ from .lowering.ports import (
     replicated_input as replicated_input,
     sharded_input as sharded_input,
 )
-from .lowering.shared_input import find_token as find_token, keep_token as keep_token
 from .modules.column_linear import ColumnLinear as ColumnLinear
 from .modules.embedding import ColumnEmbedding as ColumnEmbedding, RowEmbedding as RowEmbedding
 from .modules.norm import (
@@ -37,10 +37,10 @@ from .plan.resolve import (
 )
 from .plan.trial import try_plan as try_plan
 from .progress import progress as progress
-from .sharding.expert_parameters import experts_of as experts_of
 from .sharding.module_kinds import (
     HOW_TO_QUANTIZE as HOW_TO_QUANTIZE,
     class_of as class_of,
+    experts_of as experts_of,
     kinds_of as kinds_of,
     out_features as out_features,
 )

@@ -216,16 +216,13 @@ def note_undeclared(module: nn.Module, style: str) -> None:
 
 def shardings_of(module: nn.Module) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
     """The records applied to a module, first applied first."""
-    forward = forward_of(module)
-    if forward is not None:
-        yield from _records(forward)
-
-
-def _records(forward: ModuleForward) -> Iterator[tuple[ModuleSharding, DeviceMesh]]:
-    if forward.inner is not None:
-        yield from _records(forward.inner)
-    if isinstance(forward, Lowered):
-        yield forward.sharding, forward.mesh
+    forwards, forward = [], forward_of(module)
+    while forward is not None:
+        forwards.append(forward)
+        forward = forward.inner
+    for applied in reversed(forwards):
+        if isinstance(applied, Lowered):
+            yield applied.sharding, applied.mesh
 
 
 def plain_module(module: nn.Module) -> nn.Module:

@@ -30,11 +30,10 @@ from ..lowering.boundary import local_input
 from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
 from ..lowering.ports import nbytes
-from ..sharding.expert_parameters import EXPERTS
+from ..sharding.module_kinds import EXPERTS
 from ..sharding.module_sharding import Collective, Experts, ModuleCall
-from .exchange import Exchange
-from .own_forward import local_shards, own_forward
-from .token_route import Route, counts_of, sorted_choices, within_capacity
+from .local_experts import local_shards, own_forward
+from .token_route import ExpertExchange, TokenRoute, counts_of, sorted_choices, within_capacity
 
 
 class RoutedExperts(Lowered):
@@ -87,8 +86,9 @@ class RoutedExperts(Lowered):
         if len(sizes) > 1:
             yield from _shared_over(call, sizes[1])
 
+    @eager_only  # how many rows there are is in the values
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _uncompiled(self, args, kwargs)
+        return self.run(*args, *kwargs.values())
 
     def run(self, x: Tensor, chosen: Tensor, weights: Tensor | None = None) -> Tensor:
         """The module's output: for tokens and their choices, or for rows sorted by expert and their counts."""
@@ -115,7 +115,7 @@ class RoutedExperts(Lowered):
         tokens = x.reshape(-1, x.shape[-1])
         pairs, bounds = sorted_choices(chosen.reshape(len(tokens), chosen.shape[-1]), self.experts.count)
         every, own = self.read(bounds, chosen.numel()), self.comm.rank if self.sharded else 0
-        route, counts = Route.of(pairs, every[own][:-1], chosen.shape[-1]), [counts_of(row[:-1]) for row in every]
+        route, counts = TokenRoute.of(pairs, every[own][:-1], chosen.shape[-1]), [counts_of(row[:-1]) for row in every]
         if self.experts.capacity is not None:
             counts = within_capacity(counts, self.experts.capacity, sum(row[-1] for row in every))
             route = route.keeping(counts[own])
@@ -161,7 +161,7 @@ class RoutedExperts(Lowered):
         """
         if not self.sharded:
             return self.computed(rows, [counts[0][self.own.start : self.own.stop]])
-        exchange = Exchange.of(counts, self.per_rank, self.comm)
+        exchange = ExpertExchange.of(counts, self.per_rank, self.comm)
         beside = self.beside() if self.beside is not None else None
         self.beside = None
         arrived = exchange.to_experts(rows) if beside is None else exchange.to_experts_beside(rows, beside)
@@ -212,9 +212,3 @@ def _experts_of_rows(counts: list[list[int]], rows: Tensor) -> Tensor:
 def _anchor(local: dict[str, Tensor | None]) -> Tensor:
     """Zero, and so are its gradients: every parameter gets one, also of experts without rows."""
     return torch.stack([param.reshape(-1)[:0].sum() for param in local.values() if param is not None]).sum()
-
-
-@eager_only
-def _uncompiled(lowered: RoutedExperts, args: Any, kwargs: Any) -> Tensor:
-    """The call, on which a compiled graph breaks: how many rows there are is in the values."""
-    return lowered.run(*args, *kwargs.values())

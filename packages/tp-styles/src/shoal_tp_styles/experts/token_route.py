@@ -1,14 +1,30 @@
-"""Which token goes to which expert: pairs of token and expert, sorted by expert; no communication."""
+"""Which token goes to which expert, pairs sorted by expert; and `ExpertExchange`: rows to the experts' ranks and back.
+
+The all-to-alls have exact sizes. With 4 experts on 2 ranks, rows of experts (0, 1 | 2, 3), named by rank and expert:
+
+    rank 0 holds   a0 a0 a1 | a3           rank 0 gets   a0 a0 a1, b1      as received, by rank and expert
+    rank 1 holds   b1 | b2 b2              rank 1 gets   a3, b2 b2
+
+Where something is computed beside the exchange, the graph has two nodes for it. What is computed between them comes
+between them in backward too, in the other order: `_Arrived` starts to send gradients back, `_Started` waits for them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from shoal_mesh.internal import dataclass
+from shoal_dtensor.internal import first_order_only
+from shoal_mesh import Comm, all_to_all_v, differentiable
+from shoal_mesh.internal import Pending, dataclass
+
+from .._torch import apply
 
 
 def sorted_choices(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +51,7 @@ def counts_of(bounds: list[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class TokenRoute:
     """The pairs of token and chosen expert that are computed, those of expert 0 first, each expert's in token order.
 
     Attributes:
@@ -49,7 +65,7 @@ class Route:
     counts: list[int]
 
     @classmethod
-    def of(cls, pairs: Tensor, bounds: list[int], choices: int) -> Route:
+    def of(cls, pairs: Tensor, bounds: list[int], choices: int) -> TokenRoute:
         """The route of all tokens.  Choices that are no expert's index are left out.
 
         Args:
@@ -59,34 +75,34 @@ class Route:
 
         Example:
             >>> pairs, bounds = sorted_choices(torch.tensor([[1, 0], [2, 1]]), 3)
-            >>> route = Route.of(pairs, bounds.tolist(), 2)
+            >>> route = TokenRoute.of(pairs, bounds.tolist(), 2)
             >>> route.tokens.tolist(), route.counts
             ([0, 0, 1, 1], [1, 2, 1])
         """
         pairs = pairs[bounds[0] : bounds[-1]]
         return cls(pairs, pairs // max(choices, 1), counts_of(bounds))
 
-    def keeping(self, kept: list[int]) -> Route:
+    def keeping(self, kept: list[int]) -> TokenRoute:
         """The route of the first so many pairs of each expert.
 
         Example:
-            >>> Route.of(torch.arange(3), [0, 2, 3], 1).keeping([1, 1]).tokens.tolist()
+            >>> TokenRoute.of(torch.arange(3), [0, 2, 3], 1).keeping([1, 1]).tokens.tolist()
             [0, 2]
         """
         if kept == self.counts:
             return self
         pairs, tokens = (_first(each, self.counts, kept) for each in (self.pairs, self.tokens))
-        return Route(pairs, tokens, kept)
+        return TokenRoute(pairs, tokens, kept)
 
-    def only(self, experts: range) -> Route:
+    def only(self, experts: range) -> TokenRoute:
         """The route to some neighbouring experts.
 
         Example:
-            >>> Route.of(torch.tensor([0, 2, 1]), [0, 1, 2, 3], 1).only(range(1, 3)).tokens.tolist()
+            >>> TokenRoute.of(torch.tensor([0, 2, 1]), [0, 1, 2, 3], 1).only(range(1, 3)).tokens.tolist()
             [2, 1]
         """
         rows = slice(sum(self.counts[: experts.start]), sum(self.counts[: experts.stop]))
-        return Route(self.pairs[rows], self.tokens[rows], self.counts[experts.start : experts.stop])
+        return TokenRoute(self.pairs[rows], self.tokens[rows], self.counts[experts.start : experts.stop])
 
 
 def _first(sorted_pairs: Tensor, counts: list[int], kept: list[int]) -> Tensor:
@@ -112,3 +128,109 @@ def within_capacity(counts: list[list[int]], factor: float, pairs: int) -> list[
         kept.append([min(count, left) for count, left in zip(row, room, strict=True)])
         room = [left - taken for left, taken in zip(room, kept[-1], strict=True)]
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """The sizes of one exchange.
+
+    Attributes:
+        comm: the ranks that hold the experts.
+        sends: rows to each rank.
+        receives: rows from each rank.
+        own: (ranks, own experts) rows of each of this rank's experts from each rank.
+    """
+
+    comm: Comm
+    sends: list[int]
+    receives: list[int]
+    own: list[list[int]]
+
+    @classmethod
+    def of(cls, counts: list[list[int]], per_rank: list[int], comm: Comm) -> ExpertExchange:
+        """The exchange of rows that are sorted by expert.
+
+        Args:
+            counts: (ranks, experts) rows that each rank has for each expert.
+            per_rank: experts that each rank holds.
+            comm: the ranks.
+        """
+        ends = [sum(per_rank[: rank + 1]) for rank in range(comm.size)]
+        held = [slice(end - size, end) for size, end in zip(per_rank, ends, strict=True)]
+        own = [row[held[comm.rank]] for row in counts]
+        return cls(comm, [sum(counts[comm.rank][each]) for each in held], [sum(row) for row in own], own)
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """`S -> S`: rows sorted by expert on their way to the experts; as received, by rank and expert."""
+        return self._sent(rows, self.sends, self.receives)
+
+    def to_experts_beside(self, rows: Tensor, compute: Callable[[], None]) -> Tensor:
+        """`to_experts`; something else is computed while the rows, and in backward their gradients, are under way."""
+        flight = _Flight(self)
+        token = apply(_Started, rows, flight)
+        compute()
+        arrived: Tensor = apply(_Arrived, token, flight)
+        return arrived
+
+    def back(self, rows: Tensor) -> Tensor:
+        """`S -> S`: what the experts made of the rows, on the way back, in the order in which they were sent."""
+        return self._sent(rows, self.receives, self.sends)
+
+    def _sent(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        width = rows.shape[-1]
+        flat = differentiable.all_to_all_v(
+            rows.reshape(-1), self.comm, [size * width for size in sends], [size * width for size in receives]
+        )
+        return flat.view(sum(receives), width)
+
+
+class _Flight:
+    """Rows that are under way to their experts, or gradients on their way back."""
+
+    __slots__ = ("_exchange", "_pending")
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        self._exchange = exchange
+        self._pending: Pending | None = None
+
+    def start(self, rows: Tensor, *, backward: bool) -> Tensor:
+        """Send rows; what comes back stands for them in the graph."""
+        exchange, width = self._exchange, rows.shape[-1]
+        sizes = (exchange.receives, exchange.sends) if backward else (exchange.sends, exchange.receives)
+        sends, receives = ([size * width for size in each] for each in sizes)
+        pending = all_to_all_v(rows.reshape(-1), exchange.comm, sends, receives, async_op=True)
+        self._pending = pending.then(lambda flat: flat.view(-1, width))
+        return rows.new_empty(0)
+
+    def wait(self) -> Tensor:
+        """The rows that have arrived."""
+        assert self._pending is not None, "they were sent before"
+        arrived, self._pending = self._pending.wait(), None
+        return arrived
+
+
+class _Started(Function):
+    """Rows -> a tensor without elements that stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.flight.wait(), None
+
+
+class _Arrived(Function):
+    """What stands for the rows -> the rows that this rank gets."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        first_order_only()
+        return ctx.flight.start(grad, backward=True), None

@@ -66,14 +66,7 @@ def _redistributed(tensor: DTensor, placement: Placement) -> DTensor:
 
 
 def local_input(tensor: Tensor, port: Port, mesh: DeviceMesh, grad: Placement) -> Tensor:
-    """The local shard in the port's desired layout.
-
-    Args:
-        tensor: plain or DTensor.
-        port: layout of a plain tensor, and the layout needed.
-        mesh: the module's mesh.
-        grad: the placement in which the computation returns the gradient of this shard.
-    """
+    """The local shard in the port's desired layout; the computation returns its gradient placed as `grad`."""
     arrived = input_dtensor(tensor, port, mesh)
     return arrived.to_local(grad_placements=(_positive(grad, arrived.ndim),))
 
@@ -87,11 +80,7 @@ def _positive(placement: Placement, ndim: int) -> Placement:
 def output_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh, shape: Sequence[int] | None = None) -> DTensor:
     """The DTensor in the port's desired layout; a plain tensor has the layout of the computation, the port's `layout`.
 
-    Args:
-        tensor: plain or DTensor.
-        port: layout of a plain tensor, and the layout that leaves.
-        mesh: the module's mesh.
-        shape: global shape of a plain tensor where ranks may hold shards of different sizes.
+    `shape` is the global shape of a plain tensor where ranks may hold shards of different sizes.
     """
     if isinstance(tensor, DTensor):
         return _redistributed(tensor, port.desired)
@@ -99,12 +88,7 @@ def output_dtensor(tensor: Tensor, port: Port, mesh: DeviceMesh, shape: Sequence
 
 
 def local_output(tensor: DTensor, style: str, source: Tensor | None = None) -> Tensor:
-    """The local shard of an output.
-
-    Args:
-        tensor: the output.
-        style: of the module, for messages.
-        source: the plain tensor that it was, if it has the same layout on other mesh axes.
+    """The local shard of an output; `source` is the plain tensor that it was, if its layout on other axes is the same.
 
     Raises:
         LayoutError: if ranks hold shards of different sizes of a dim that is not the last: the next module could not

@@ -11,6 +11,24 @@ reverse move:
     gather_partial   S(d) -> R    backward: reduce-scatter, for consumers whose gradients are partial
     split            R -> S(d)    backward: gather               (no communication)
     copy             R -> R       backward: all-reduce, for consumers whose gradients are partial
+
+Several readers of an activation (q, k and v; gate and up) share one reduction.
+
+Modules that read the same replicated tensor `x` each contribute a partial gradient, and the sum of the
+partials over the readers can be reduced at once.  The first reader (the leader) gives, beside its
+output, a *token*: an alias of `x` whose gradient edge is the leader's own autograd node.  Later readers
+run on the token, so autograd delivers their partial gradients to the leader, which adds its own and
+reduces the sum.  It costs the leader one alias and no extra node.
+
+The token is an attribute of the tensor object `x`.  So its lifetime does not depend on other references
+(all ranks take the same decision), it dies with `x`, and no cycle arises: the leader saves aliases, never
+`x` itself.  A leaf is never shared, because its gradient edge leads back to it.  A write to `x` (its version
+or storage changes), another communicator, layout or dtype, or a change of grad mode ends the sharing.
+Readers in separate backward passes, recomputation under checkpointing and `torch.autograd.grad` are
+ordinary uses of ordinary nodes.
+
+In compiled code the readers are single nodes of the graph (`whole_when_compiled`), and the tensors on which autograd
+traces it carry the tokens.  What merely finds out shapes leaves none.
 """
 
 from __future__ import annotations
@@ -25,12 +43,65 @@ from torch.autograd import Function
 
 from shoal_dtensor import Placement, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_dtensor.internal import in_memory_as, is_compiling, selectively_checkpointed, unwatched, whole_when_compiled
+from shoal_dtensor.internal import (
+    FakeTensor,
+    in_memory_as,
+    is_compiling,
+    selectively_checkpointed,
+    unwatched,
+    whole_when_compiled,
+)
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
-from shoal_mesh.internal import all_reduce_
+from shoal_mesh.internal import all_reduce_, dataclass, sums_are_in_tree
 
 from .._torch import apply, split_sizes
-from .shared_input import find_token, keep_token
+
+_ATTRIBUTE = "_shoal_token"
+
+
+@dataclass(slots=True, eq=False)
+class _Token:
+    """The token of a tensor, and the state of the tensor in which it may be used.  It pickles as nothing."""
+
+    key: Hashable
+    version: int
+    storage: int
+    token: Tensor
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+
+def find_token(tensor: Tensor, key: Hashable, grad: bool, *, in_tree: bool = False) -> Tensor | None:
+    """The token that an earlier reader with the same key left on the tensor, if it still holds.
+
+    Args:
+        tensor: what the module was called with.
+        key: communicator, layout and dtype of the reading.
+        grad: whether the token must carry a gradient.
+        in_tree: whether readers add their partials up block by block, as those inside `sums_in_tree` have to.
+    """
+    if sums_are_in_tree() and not in_tree:
+        return None
+    entry: _Token | None = getattr(tensor, _ATTRIBUTE, None)
+    if entry is None or entry.key != key or entry.version != tensor._version or entry.storage != _storage(tensor):
+        return None
+    return entry.token if entry.token.requires_grad is grad else None
+
+
+def keep_token(tensor: Tensor, key: Hashable, token: Tensor) -> None:
+    """Leave the token of a reading on the tensor."""
+    if not isinstance(tensor, FakeTensor) and not tensor.is_inference():  # whose writes are not counted
+        setattr(tensor, _ATTRIBUTE, _Token(key, tensor._version, _storage(tensor), token))
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the elements are; those of a tensor that is traced are nowhere, and stay there."""
+    return 0 if is_compiling() else tensor.data_ptr()
+
 
 Sizes = tuple[int, ...] | None  # of the ranks' shards; None: equal ones
 ShardedDim = tuple[Comm, int, Sizes]
@@ -75,7 +146,7 @@ def _own_shard(tensor: Tensor, comm: Comm, dim: int, sizes: Sizes) -> Tensor:
     return tensor.narrow(dim, start, sizes[comm.rank]).contiguous()
 
 
-class _Move(Function):
+class _ReversibleMove(Function):
     """A move of a tensor; `back`, another move, brings its gradient back."""
 
     @staticmethod
@@ -89,9 +160,9 @@ class _Move(Function):
 
 
 def _moved(tensor: Tensor, move: Move, back: Move, *where: Any) -> Tensor:
-    """`_Move`; selective activation checkpointing does not see the results, which are written to."""
+    """`_ReversibleMove`; selective activation checkpointing does not see the results, which are written to."""
     with nullcontext() if is_compiling() or not selectively_checkpointed() else unwatched():
-        out: Tensor = apply(_Move, tensor, move, back, where)
+        out: Tensor = apply(_ReversibleMove, tensor, move, back, where)
         return out
 
 

@@ -100,7 +100,7 @@ def in_chunks(
         chunks: what the style gives.
         full: the tensor of all ranks that is gathered or reduced.
         placement: its placement where it is sharded.
-        ranks: how many there are.
+        ranks: of the axis.
     """
     count, rows, sizes = 1, full.shape[0] if full.ndim else 0, None
     if full.ndim > 1:

@@ -49,7 +49,7 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
     Args:
         route: what `grad_route` answered, not "unused".
         param: the parameter.
-        spec: its spec in the forward; the gradient has the same.
+        spec: its spec in the forward, and that of the gradient.
         local: the local gradient, which nothing else refers to.
     """
     if local.dtype is not spec.dtype:
@@ -68,12 +68,7 @@ def deliver_grad(route: GradRoute, param: Any, spec: Spec, local: Tensor) -> DTe
 def deliver_product(route: GradRoute, param: Any, spec: Spec, left: Tensor, right: Tensor) -> DTensor | None:
     """`deliver_grad` of `left @ right`.  Where `.grad` has another dtype, some rows at a time, never all as one tensor.
 
-    Args:
-        route: what `grad_route` answered, not "unused".
-        param: the parameter.
-        spec: its spec in the forward.
-        left: (rows of the local shard, samples).
-        right: (samples, columns of the local shard).
+    `left` is (rows of the local shard, samples), `right` (samples, columns of the local shard).
     """
     if route == "accumulate" and param.spec is spec:
         if param.grad is None and param.grad_dtype not in (spec.dtype, None):

@@ -2,6 +2,8 @@
 
 columns   replicated_input   x: R | S(d) -> R, its gradient partial      sharded_output   y: S(features) -> port
 rows      sharded_input      x: R | S(d) -> S(features)                  partial_output   y: P -> port, then the bias
+
+A port that is left out is that of the lowering's first input, or output.
 """
 
 from __future__ import annotations
@@ -32,13 +34,7 @@ from .parameters import local_parameters
 
 
 def replicated_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> R`: one input whose gradient is partial in the lowering.
-
-    Args:
-        lowered: the lowering.
-        x: the input.
-        port: the input's port; that of the first input if left out.
-    """
+    """`R | S(d) -> R`: one input whose gradient is partial in the lowering."""
     port = port or lowered.port_in
     where = sharded_dim(port.layout, lowered.comm)
     if isinstance(x, DTensor) or (where is None and not port.layout.is_replicate()):
@@ -63,27 +59,13 @@ def declare_replicated_input(call: ModuleCall, index: int = 0) -> Iterator[Colle
 
 
 def own_input(lowered: Lowered, x: Tensor, port: Port | None = None) -> Tensor:
-    """What a module whose plain inputs arrive as it needs them computes with: those, or the local shard of a DTensor.
-
-    Args:
-        lowered: the lowering.
-        x: the input.
-        port: the input's port; that of the first input if left out.
-    """
+    """What a module reads whose plain inputs arrive as it needs them: those, or the local shard of a DTensor."""
     port = port or lowered.port_in
     return local_input(x, port, lowered.mesh, grad=port.desired) if isinstance(x, DTensor) else x
 
 
 def sharded_input(lowered: Lowered, x: Tensor, features: int, sizes: Sizes, port: Port | None = None) -> Tensor:
-    """`R | S(d) -> S(features)`: the input sharded along its features, as the weight is.
-
-    Args:
-        lowered: the lowering.
-        x: the input.
-        features: the dim that is sharded.
-        sizes: features of each rank.
-        port: the input's port; that of the first input if left out.
-    """
+    """`R | S(d) -> S(features)`: the input sharded along its features; `sizes` are those of each rank."""
     port = port or lowered.port_in
     if not isinstance(x, DTensor):
         if port.layout == port.desired:
@@ -104,12 +86,12 @@ def sharded_output(
     """`S(features) -> port`: what leaves a module whose ranks each hold some features of the output.
 
     Args:
-        lowered: the lowering; its output port has the layout that leaves.
+        lowered: the lowering.
         out: the rank's features.
         features: the dim that is sharded.
         size: features of all ranks.
         sizes: features of each rank.
-        port: the output's port; that of the lowering if left out.
+        port: the output's port.
     """
     port, local = port or lowered.port_out, lowered.sharding.local_outputs
     if local and port.layout == port.desired:
@@ -139,11 +121,11 @@ def partial_output(
     """`P -> port`: what leaves a module whose ranks each hold a summand of the output.
 
     Args:
-        lowered: the lowering; its output port has the layout that leaves.
+        lowered: the lowering.
         partial: the rank's summand.
         bias: a replicated parameter, or the name of one of the module's, added after the reduction.
         features: the dim of the output to which the bias belongs.
-        port: the output's port; that of the lowering if left out.
+        port: the output's port.
 
     Raises:
         LayoutError: if plain outputs would have shards of different sizes.
@@ -178,13 +160,7 @@ def partial_output(
 
 
 def declare_partial_output(call: ModuleCall, bias: str | None = None, features: int = -1) -> Iterator[Collective]:
-    """What `partial_output` runs.
-
-    Args:
-        call: the module's call.
-        bias: name of the bias whose gradients are summed where the output is sharded.
-        features: the dim of the output to which the bias belongs.
-    """
+    """What `partial_output` runs; the gradients of a bias are summed where the output is sharded."""
     desired, out = call.sharding.output_port().desired, call.output
     size = nbytes(out)
     if not isinstance(desired, Shard):

@@ -30,12 +30,18 @@ from shoal_mesh.internal import Pending, all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..lowering.boundary import local_input
-from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim
+from ..lowering.collective_functions import (
+    ShardedDim,
+    find_token,
+    gather_dim,
+    keep_token,
+    reduce_scatter_dim,
+    sharded_dim,
+)
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks
 from ..lowering.parameters import check_plain, note_parameters, save_operands, weight_grads
 from ..lowering.ports import declare_replicated_input, declare_sharded_output, replicated_input, sharded_output
-from ..lowering.shared_input import find_token, keep_token
 from ..sharding.module_sharding import Collective, ModuleCall
 
 Grads = tuple[Any, ...]
@@ -52,7 +58,7 @@ def overlaps(dx: Tensor, w: Tensor) -> bool:
     return dx.device.type != "cpu" or dx.numel() * w.shape[0] >= OVERLAP_FROM
 
 
-class _Column(Function):
+class _ColumnProduct(Function):
     """W: S(0), b: S(0) -> y: S(-1), of an input that `where` tells about.
 
         None                 x: R       its gradient stays partial
@@ -116,11 +122,7 @@ class _Column(Function):
 def _reduced_gradient(ctx: Any, grad: Tensor | None, others: Tensor | None, w: Tensor) -> Tensor | Pending | None:
     """The gradient of x, reduced as `where` says, or its reduction that is under way.
 
-    Args:
-        ctx: of the forward.
-        grad: of the output, (..., out).
-        others: the partial gradients of the other readers together.
-        w: (out, in).
+    `others` are the partial gradients of the other readers together, `grad` is that of the output, (..., out).
     """
     where = ctx.where
     if grad is None:
@@ -141,8 +143,8 @@ def _reduced_gradient(ctx: Any, grad: Tensor | None, others: Tensor | None, w: T
 
 
 Product = Callable[..., Any]
-_column_direct: Product = direct(_Column)
-_column: Product = partial(apply, _Column)
+_column_direct: Product = direct(_ColumnProduct)
+_column: Product = partial(apply, _ColumnProduct)
 
 
 class ColumnLinear(Lowered):
@@ -192,18 +194,12 @@ class ColumnLinear(Lowered):
             out = self.product(_column_direct, input, self.comm, weight, bias, None)
         return out
 
-    def product(  # what a product is made of
+    def product(
         self, column: Product, input: Tensor, where: Comm | ShardedDim, weight: Any, bias: Any, dtype: Any
     ) -> Tensor:
         """One reader, among possibly several, of an activation: they gather it once, and reduce its gradient once.
 
-        Args:
-            column: `_column`, or where no transform is active `_column_direct`.
-            input: plain.
-            where: a communicator, or the sharded dim of the input.
-            weight: a DTensor.
-            bias: likewise, or None.
-            dtype: of the product; None: that of the operands.
+        `column` is `_column_direct` where no transform is active, `dtype` that of the product where autocast has one.
         """
         out: Tensor
         grad = input.requires_grad and torch.is_grad_enabled()

@@ -1,34 +1,40 @@
-"""Linear layers that are composed of ports: low-rank adapters, and projections to a latent.
+"""Linear layers of several factors or blocks of parameters: adapters, projections to a latent, fused ones, attention.
 
 adapter   y = x W^T + scale * x A^T B^T    base and adapter run every collective together
     columns   x: R | S(d), W: S(0), A: R, B: S(0) -> y: S(-1)
     rows      x: S(-1), W: S(1), A: S(1), B: R -> y: R | S(d)
 latent    x: R, W: R -> y: R               the gradient of the last features is summed over the ranks
+fused     x: R | S(d) -> y: S(-1)          block by block
+heads     query, key, value: R -> output: R | S(d), by one reduction; the averaged weights, if asked for, by another
+
+The local shards of fused blocks are read as one matrix where they are adjacent in memory, and concatenated by a copy
+where something (a dtype change, a fresh load) has moved them apart.  Where ranks hold the same head, the gradient of
+its block is summed over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
 from torch.nn.functional import linear
 
-from ..lowering.collective_functions import copy
+from shoal_dtensor import DTensor
+from shoal_dtensor.errors import UnsupportedModuleError
+from shoal_dtensor.internal import is_compiling, shard_sizes
+from shoal_mesh import Comm
+
+from .._torch import apply, split_sizes
+from ..lowering import ports
+from ..lowering.collective_functions import copy, reduce
 from ..lowering.lowered import Lowered
-from ..lowering.ports import (
-    declare_partial_output,
-    declare_replicated_input,
-    declare_sharded_input,
-    declare_sharded_output,
-    own_input,
-    partial_output,
-    replicated_input,
-    sharded_input,
-    sharded_output,
-)
-from ..sharding.module_sharding import Adapter, Collective, LatentFeatures, ModuleCall
+from ..lowering.parameters import local_parameters
+from ..sharding.dim_shards import Heads, HeadShard
+from ..sharding.module_sharding import Adapter, Collective, FusedBlocks, LatentFeatures, ModuleCall
 
 
 class AdapterLinear(Lowered):
@@ -43,12 +49,12 @@ class AdapterLinear(Lowered):
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         adapter, weight = call.sharding.options_of(Adapter), call.module.get_parameter("weight")
         if call.sharding.shards("lora_A"):
-            yield from declare_sharded_input(call)
-            yield from declare_partial_output(call, "bias" if adapter.train_base else None)
+            yield from ports.declare_sharded_input(call)
+            yield from ports.declare_partial_output(call, "bias" if adapter.train_base else None)
             width = weight.shape[0]  # B is (out, rank)
         else:
-            yield from declare_replicated_input(call)
-            yield from declare_sharded_output(call)
+            yield from ports.declare_replicated_input(call)
+            yield from ports.declare_sharded_output(call)
             width = weight.shape[1]  # A is (rank, in)
         yield Collective("all_reduce", adapter.rank * width * weight.element_size(), backward=True)
 
@@ -56,20 +62,17 @@ class AdapterLinear(Lowered):
         spec = self.spec("weight")
         sharded: tuple[str, ...]
         if self.rows:
-            x, sharded, whole = (
-                sharded_input(self, input, input.ndim - 1, spec.sizes(1)),
-                ("weight", "lora_A"),
-                "lora_B",
-            )
+            x, sharded, whole = input, ("weight", "lora_A"), "lora_B"
+            x = ports.sharded_input(self, x, x.ndim - 1, spec.sizes(1))
         else:
-            x, sharded, whole = replicated_input(self, input), ("weight", "bias", "lora_B"), "lora_A"
+            x, sharded, whole = ports.replicated_input(self, input), ("weight", "bias", "lora_B"), "lora_A"
         # Each rank multiplies the replicated factor with what it holds, so the factor's gradients are partial sums.
         p: Any = {**self.local(*sharded), **self.local(whole, comm=self.comm)}
         scale = self.sharding.options_of(Adapter).scale
         out: Tensor = linear(x, p["weight"], p.get("bias")) + scale * linear(linear(x, p["lora_A"]), p["lora_B"])
         if self.rows:
-            return partial_output(self, out, "bias")
-        return sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
+            return ports.partial_output(self, out, "bias")
+        return ports.sharded_output(self, out, out.ndim - 1, spec.shape[0], spec.sizes(0))
 
 
 class LatentLinear(Lowered):
@@ -86,7 +89,211 @@ class LatentLinear(Lowered):
 
     def __call__(self, input: Tensor) -> Tensor:
         local: Any = self.local("weight", "bias")
-        out = linear(own_input(self, input), local["weight"], local["bias"])
+        out = linear(ports.own_input(self, input), local["weight"], local["bias"])
         rotary = self.sharding.options_of(LatentFeatures).rotary
         latent, read = torch.split_with_sizes(out, [out.shape[-1] - rotary, rotary], -1)
         return torch.cat([latent, copy(read, self.comm)], -1)
+
+
+class _Concatenate(Function):
+    """Local shards -> one matrix along dim 0: a view of their common buffer if they are adjacent, else a copy.
+
+    Backward: the rows of each.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *shards: Tensor) -> Tensor:
+        ctx.rows = [shard.shape[0] for shard in shards]
+        first = shards[0]
+        end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+        for shard in shards:
+            if shard.data_ptr() != end or not shard.is_contiguous() or shard.untyped_storage().data_ptr() != storage:
+                return torch.cat(shards)
+            end += shard.numel() * shard.element_size()
+        return first.as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(split_sizes(grad, ctx.rows))
+
+
+class FusedLowering(Lowered):
+    """Base of the lowerings of fused modules: their parameters, concatenated."""
+
+    __slots__ = ("blocks", "columns")
+
+    def resolve(self) -> None:
+        fused = self.sharding.options_of(FusedBlocks)
+        # Name of each block that is a parameter of its own -> the ranks that hold the same heads as this one.
+        self.blocks: dict[str, Comm | None] = {"": None}  # all blocks in one parameter
+        if fused.splits(self.comm.size):
+            meshes = {name: heads.mesh(self.mesh) for name, heads in fused.blocks.items()}
+            self.blocks = {name: mesh.comm(1) if mesh.ndim > 1 else None for name, mesh in meshes.items()}
+        self.columns: str = fused.names[0] if fused.transposed and not fused.splits(self.comm.size) else ""
+
+    def concatenate(self, kind: str) -> Tensor | None:
+        """The local matrix (or bias) of all blocks, as rows."""
+        comms = {f"{kind}_{block}" if block else kind: comm for block, comm in self.blocks.items()}
+        local = self.local(*(name for name, comm in comms.items() if comm is None))
+        for name, comm in comms.items():
+            if comm is not None:
+                local |= self.local(name, comm=comm)
+        shards = [shard for name in comms if (shard := local[name]) is not None]
+        if not shards:
+            return None
+        matrix = shards[0]
+        if len(shards) > 1:
+            matrix = torch.cat(shards) if is_compiling() else apply(_Concatenate, *shards)
+        return matrix.t() if kind == self.columns else matrix
+
+    @staticmethod
+    def replicated_heads(call: ModuleCall) -> Iterator[Collective]:
+        """The all-reduces of gradients of heads that several ranks hold: one per block and parameter."""
+        fused = call.sharding.options_of(FusedBlocks)
+        for param in call.trained(f"{fused.prefix}weight", f"{fused.prefix}bias"):
+            for heads in fused.blocks.values():
+                if heads.replicated(call.ranks):
+                    nbytes = param.numel() * param.element_size() // fused.features * heads.size
+                    yield Collective("all_reduce", nbytes, backward=True, ranks=call.ranks // heads.count)
+
+
+class FusedColumn(FusedLowering):
+    """A fused Linear, or one whose heads are held by several ranks."""
+
+    __slots__ = ()
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        yield from ports.declare_replicated_input(call)
+        yield from cls.replicated_heads(call)
+
+    def output_blocks(self) -> Sequence[Sequence[int]]:
+        fused, ranks = self.sharding.options_of(FusedBlocks), self.comm.size
+        if any(heads.replicated(ranks) for heads in fused.blocks.values()):
+            return ()
+        return [shard_sizes(h.features, HeadShard(0, h).on(ranks), ranks) for h in fused.blocks.values()]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        input = ports.replicated_input(self, input)
+        weight = self.concatenate("weight")
+        assert weight is not None, "a Linear has a weight"
+        return linear(input, weight, self.concatenate("bias"))
+
+
+OWN_PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+class AttentionHeads(FusedLowering):
+    """nn.MultiheadAttention on this rank's heads."""
+
+    __slots__ = ()
+    one_axis = True
+
+    @classmethod
+    def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
+        for index in range(3):
+            yield from ports.declare_replicated_input(call, index)
+        yield from ports.declare_partial_output(call, "out_proj.bias")
+        weights = call.outputs[1]
+        if weights is not None:
+            yield Collective("all_reduce", weights.numel() * weights.element_size())
+
+    def __call__(  # noqa: PLR0913  # the signature of nn.MultiheadAttention
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        module: Any = self.module
+        if need_weights and not average_attn_weights:
+            raise UnsupportedModuleError(
+                "HeadParallel: the weights of single heads are on different ranks; average them"
+            )
+        batched = query.ndim == 3
+        inputs = [x if batched else x.unsqueeze(0) for x in (query, key, value)]
+        if batched and not module.batch_first:
+            inputs = [x.transpose(0, 1) for x in inputs]
+        q, k, v = self.project(inputs, same=(query is key and key is value))
+        mask = _mask(q, k, key_padding_mask, attn_mask, causal=is_causal and attn_mask is None)
+        drops = module.training and module.dropout > 0
+        attention = None
+        if need_weights or drops:
+            scores = torch.matmul(q, k.transpose(-2, -1)) * module.head_dim**-0.5
+            attention = (scores if mask is None else scores + mask).softmax(-1)
+            attention = self.dropped(attention, self.heads()) if drops else attention
+            mixed = attention @ v
+        else:
+            mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        weight: Any = local_parameters({"weight": module.out_proj.weight})["weight"]
+        # As in nn.MultiheadAttention positions come first in memory; in which order a dropout that follows draws.
+        partial = functional.linear(mixed.permute(2, 0, 1, 3).flatten(-2), weight)
+        # The output's layout refers to the dims of the caller's tensors.
+        partial = partial.squeeze(1) if not batched else partial.transpose(0, 1) if module.batch_first else partial
+        out = ports.partial_output(self, partial, module.out_proj.bias)
+        if attention is None or not need_weights:
+            return out, None
+        weights = reduce(attention.sum(1), self.comm) / module.num_heads
+        return out, weights if batched else weights.squeeze(0)
+
+    def heads(self) -> Heads:
+        """All heads of the module."""
+        module: Any = self.module
+        return Heads(module.num_heads, module.head_dim)
+
+    def project(self, inputs: list[Tensor], *, same: bool) -> list[Tensor]:
+        """Queries, keys and values of this rank's heads: `(batch, heads, length, head_dim)`."""
+        bias = self.concatenate("in_proj_bias")
+        weight, separate = self.concatenate("in_proj_weight"), self.local(*OWN_PROJECTIONS)
+        weights: Any = [*separate.values()]  # one each where keys or values have dims of their own
+        width = len(weights[0] if weight is None else weight) // (1 if weight is None else 3)
+        if same and weight is not None:
+            packed = functional.linear(copy(inputs[0], self.comm), weight, bias)
+            projected = list(torch.split_with_sizes(packed, [width] * 3, -1))
+        else:
+            weights = weights if weight is None else torch.split_with_sizes(weight, [width] * 3)
+            biases: Any = [None] * 3 if bias is None else torch.split_with_sizes(bias, [width] * 3)
+            projected = [
+                functional.linear(copy(x, self.comm), w, b) for x, w, b in zip(inputs, weights, biases, strict=True)
+            ]
+        head: Any = self.module.head_dim
+        return [x.view(*x.shape[:-1], width // head, head).transpose(1, 2) for x in projected]
+
+    def dropped(self, attention: Tensor, heads: Heads) -> Tensor:
+        """Attention weights after dropout, which draws the values that one device with all heads would draw."""
+        module: Any = self.module
+        batch, _, queries, keys = attention.shape
+        shape = torch.Size((batch, heads.count, queries, keys))
+        placement = HeadShard(1, Heads(heads.count, 1)).on(self.comm.size)
+        stride = torch.empty(shape, device="meta").stride()
+        every = DTensor.from_local(attention, self.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        out: Any = functional.dropout(every, module.dropout)
+        local: Tensor = out.to_local(grad_placements=(placement,))
+        return local
+
+
+def _mask(q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, *, causal: bool) -> Tensor | None:
+    """What is added to the scores, broadcast over `(batch, heads, queries, keys)`."""
+    total: Tensor | None = None
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    for given, view in ((mask, None), (padding, (-1, 1, 1, k.shape[-2]))):
+        if given is None:
+            continue
+        added = (
+            torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, -torch.inf)
+            if given.dtype == torch.bool
+            else given
+        )
+        if view is not None:
+            added = added.view(view)
+        elif added.ndim == 3:
+            raise UnsupportedModuleError(
+                "HeadParallel: a mask per head would have to be sharded by heads; use one mask for all heads"
+            )
+        total = added if total is None else total + added
+    return total

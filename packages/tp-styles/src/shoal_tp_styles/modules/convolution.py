@@ -23,30 +23,13 @@ from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 from shoal_mesh.internal import dataclass
 
+from ..lowering import ports
 from ..lowering.collective_functions import Sizes
 from ..lowering.lowered import Lowered
-from ..lowering.ports import (
-    declare_partial_output,
-    declare_replicated_input,
-    declare_sharded_input,
-    declare_sharded_output,
-    partial_output,
-    replicated_input,
-    sharded_input,
-    sharded_output,
-)
 from ..sharding.module_kinds import TransposedLinear, kinds_of
 from ..sharding.module_sharding import Collective, ModuleCall, OwnOptions
 
 Compute = Callable[..., Tensor]
-_FUNCTIONS: dict[tuple[bool, int], Any] = {
-    (False, 1): functional.conv1d,
-    (False, 2): functional.conv2d,
-    (False, 3): functional.conv3d,
-    (True, 1): functional.conv_transpose1d,
-    (True, 2): functional.conv_transpose2d,
-    (True, 3): functional.conv_transpose3d,
-}
 
 
 def convolved(  # what a convolution is made of
@@ -71,7 +54,8 @@ def convolved(  # what a convolution is made of
         if module.padding_mode != "zeros":
             x = functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
             padding = 0
-    out: Tensor = _FUNCTIONS[module.transposed, spatial](x, weight, bias, module.stride, padding, *more)
+    function = getattr(functional, f"conv{'_transpose' * module.transposed}{spatial}d")
+    out: Tensor = function(x, weight, bias, module.stride, padding, *more)
     return out
 
 
@@ -128,16 +112,16 @@ class ColumnChannels(_Channels):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         for index in range(len(call.sharding.inputs or ())):
-            yield from declare_replicated_input(call, index)
-        yield from declare_sharded_output(call)
+            yield from ports.declare_replicated_input(call, index)
+        yield from ports.declare_sharded_output(call)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Tensor:
-        ports = self.sharding.inputs or ()
-        arrived = [replicated_input(self, x, port) for x, port in zip(inputs, ports, strict=False)]
+        declared = self.sharding.inputs or ()
+        arrived = [ports.replicated_input(self, x, port) for x, port in zip(inputs, declared, strict=False)]
         local: Any = self.local("weight", "bias")
-        out = self.compute(self.module, arrived, local["weight"], local["bias"], *inputs[len(ports) :], **kwargs)
+        out = self.compute(self.module, arrived, local["weight"], local["bias"], *inputs[len(declared) :], **kwargs)
         channels = out.ndim + getattr(self.port_out.layout, "dim", -1)
-        return sharded_output(self, out, channels, *self.sharded())
+        return ports.sharded_output(self, out, channels, *self.sharded())
 
 
 class RowChannels(_Channels):
@@ -147,15 +131,15 @@ class RowChannels(_Channels):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_sharded_input(call)
-        yield from declare_partial_output(call, "bias", getattr(call.sharding.input_port().desired, "dim", -1))
+        yield from ports.declare_sharded_input(call)
+        yield from ports.declare_partial_output(call, "bias", getattr(call.sharding.input_port().desired, "dim", -1))
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         channels = input.ndim + getattr(self.port_in.desired, "dim", 0)
-        input = sharded_input(self, input, channels, self.sharded()[1])
+        input = ports.sharded_input(self, input, channels, self.sharded()[1])
         weight: Any = self.local("weight")["weight"]
         partial = self.compute(self.module, [input], weight, None, *args, **kwargs)
-        return partial_output(self, partial, "bias", channels)
+        return ports.partial_output(self, partial, "bias", channels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +206,13 @@ class GroupedChannels(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_sharded_input(call)
-        yield from declare_sharded_output(call)
+        yield from ports.declare_sharded_input(call)
+        yield from ports.declare_sharded_output(call)
 
     def __call__(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         options, groups = self.options, self.groups[self.comm.rank]
         into, out_of = ([count * size for count in self.groups] for size in (options.into, options.out_of))
-        x = sharded_input(self, input, input.ndim + options.dim, tuple(into))
+        x = ports.sharded_input(self, input, input.ndim + options.dim, tuple(into))
         if x.shape[options.dim] != into[self.comm.rank]:
             raise LayoutError(
                 f"{self.sharding.style}: {self.module} holds {groups} complete groups here, of "
@@ -238,7 +222,7 @@ class GroupedChannels(Lowered):
         local: Any = self.local("weight", "bias")
         out = self.computed(x, local["weight"], local["bias"], groups, *args, **kwargs)
         channels = out.ndim + options.dim
-        return sharded_output(self, out, channels, sum(out_of), tuple(out_of))
+        return ports.sharded_output(self, out, channels, sum(out_of), tuple(out_of))
 
     def computed(  # what a convolution is made of
         self, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, output_size: Any = None

@@ -28,18 +28,10 @@ from shoal_mesh import all_gather, all_gather_v
 from shoal_mesh.internal import dataclass
 
 from .._torch import apply
+from ..lowering import ports
 from ..lowering.boundary import port_moves
 from ..lowering.collective_functions import gather_partial
 from ..lowering.lowered import Lowered
-from ..lowering.ports import (
-    declare_partial_output,
-    declare_replicated_input,
-    declare_sharded_output,
-    nbytes,
-    partial_output,
-    replicated_input,
-    sharded_output,
-)
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
 
 
@@ -73,11 +65,11 @@ class ColumnEmbedding(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_replicated_input(call)
-        yield from declare_sharded_output(call)
+        yield from ports.declare_replicated_input(call)
+        yield from ports.declare_sharded_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
-        tokens = replicated_input(self, input)
+        tokens = ports.replicated_input(self, input)
         module: Any = self.module
         weight: Any = self.local("weight")["weight"]
         out = functional.embedding(tokens, weight, module.padding_idx, None, 2.0, module.scale_grad_by_freq)
@@ -86,7 +78,7 @@ class ColumnEmbedding(Lowered):
     def finish(self, out: Tensor, port: Port | None = None) -> Tensor:
         """The output in the layout that leaves the module."""
         spec = self.spec("weight")
-        return sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1), port)
+        return ports.sharded_output(self, out, out.ndim - 1, spec.shape[1], spec.sizes(1), port)
 
 
 class _OwnRows(Function):
@@ -138,16 +130,16 @@ class RowEmbedding(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_replicated_input(call)
-        yield from declare_partial_output(call)
+        yield from ports.declare_replicated_input(call)
+        yield from ports.declare_partial_output(call)
 
     def __call__(self, input: Tensor) -> Tensor:
         module: Any = self.module
-        tokens = replicated_input(self, input)
+        tokens = ports.replicated_input(self, input)
         _check_ids(self, tokens)
         table: Any = self.local("weight")["weight"]
         first = self.spec("weight").offset(0)
-        return partial_output(
+        return ports.partial_output(
             self, _own_rows(tokens, table, first, module.padding_idx, module.scale_grad_by_freq), None
         )
 
@@ -174,9 +166,9 @@ class _Bags:
                 )
             if not isinstance(input, DTensor):
                 return cls._of_ranks(lowered, input, offsets, weights, arriving.layout.dim)
-        starts = None if offsets is None else replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
-        whole = None if weights is None else replicated_input(lowered, weights)
-        return cls(replicated_input(lowered, input), starts, whole, lowered.port_out)
+        starts = None if offsets is None else ports.replicated_input(lowered, offsets, Port(Replicate(), Replicate()))
+        whole = None if weights is None else ports.replicated_input(lowered, weights)
+        return cls(ports.replicated_input(lowered, input), starts, whole, lowered.port_out)
 
     @classmethod
     def _of_ranks(cls, lowered: Lowered, input: Tensor, offsets: Tensor, weights: Tensor | None, dim: int) -> _Bags:
@@ -215,9 +207,9 @@ class _Bags:
         yield from port_moves(port, given["input"])
         if offsets is not None and isinstance(port.layout, Shard):
             yield Collective("all_gather", 4 * call.ranks * offsets.element_size())
-            yield Collective("all_gather", nbytes(offsets))
+            yield Collective("all_gather", ports.nbytes(offsets))
         if weights is not None:
-            yield from declare_replicated_input(replace(call, args=(weights,), kwargs={}))
+            yield from ports.declare_replicated_input(replace(call, args=(weights,), kwargs={}))
 
 
 class ColumnEmbeddingBag(ColumnEmbedding):
@@ -228,7 +220,7 @@ class ColumnEmbeddingBag(ColumnEmbedding):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from _Bags.collectives(call)
-        yield from declare_sharded_output(call)
+        yield from ports.declare_sharded_output(call)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -266,7 +258,7 @@ class RowEmbeddingBag(Lowered):
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
         yield from _Bags.collectives(call)
-        yield from declare_partial_output(call)
+        yield from ports.declare_partial_output(call)
 
     def __call__(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -289,4 +281,4 @@ class RowEmbeddingBag(Lowered):
             factor = counted.to(weight.dtype)
             counts = functional.embedding_bag(zeros, ones, bags.starts, per_sample_weights=factor, **how)
             out = out / counts.clamp(min=1)
-        return partial_output(self, out, None, port=bags.leaving)
+        return ports.partial_output(self, out, None, port=bags.leaving)

@@ -25,19 +25,11 @@ from shoal_dtensor import DTensor, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_dtensor.internal import in_memory_as, shard_sizes
 
+from ..lowering import ports
 from ..lowering.boundary import from_local, port_moves
 from ..lowering.collective_functions import gather, gather_partial
 from ..lowering.lowered import Lowered
 from ..lowering.parameters import local_parameters, while_replaced
-from ..lowering.ports import (
-    declare_replicated_input,
-    declare_summed_gradients,
-    nbytes,
-    own_input,
-    replicated_input,
-    sharded_input,
-    sharded_output,
-)
 from ..sharding.dim_shards import PackedShard
 from ..sharding.module_kinds import keeps_forward
 from ..sharding.module_sharding import Collective, ModuleCall, ModuleSharding, Port
@@ -64,7 +56,7 @@ class Recurrent(Lowered):
 
     @classmethod
     def collectives(cls, call: ModuleCall) -> Iterator[Collective]:
-        yield from declare_summed_gradients(call.module.parameters())
+        yield from ports.declare_summed_gradients(call.module.parameters())
 
     def __call__(self, input: Tensor, hx: Any = None) -> Any:
         module: Any = self.module
@@ -79,7 +71,7 @@ class Recurrent(Lowered):
             )
         local = local_parameters(dict(module._parameters), self.comm)
         flat = {"_flat_weights": [local[name] for name in module._flat_weights_names]}
-        forward = partial(_forward, module, own_input(self, input), self.states(hx))
+        forward = partial(_forward, module, ports.own_input(self, input), self.states(hx))
         out, state = while_replaced(forward, (module._parameters, local), (vars(module), flat))
         if self.sharding.local_outputs:
             return out, state
@@ -94,8 +86,8 @@ class Recurrent(Lowered):
         """This rank's shard of the initial state: one tensor, or two for an LSTM."""
         port = Port(Shard(1), Shard(1))
         if isinstance(hx, tuple):
-            return tuple(own_input(self, each, port) for each in hx)
-        return own_input(self, hx, port)
+            return tuple(ports.own_input(self, each, port) for each in hx)
+        return ports.own_input(self, hx, port)
 
 
 def _with_rows(local: Tensor, batch: int, rows: int | None) -> tuple[int, ...] | None:
@@ -176,8 +168,8 @@ class HiddenUnits(Lowered):
         x, state, given = call.input(), _tensors(call.outputs[1])[0], (*call.args, *call.kwargs.values())[1:]
         initial = _tensors(given[0]) if given and given[0] is not None else ()
         assert x is not None, "a recurrent module has an input"
-        yield from declare_replicated_input(call)
-        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], nbytes(state) // state.shape[0]
+        yield from ports.declare_replicated_input(call)
+        steps, gathered = x.shape[int(module.batch_first and x.ndim > 2)], ports.nbytes(state) // state.shape[0]
         directions = 1 + module.bidirectional
         for layer in range(module.num_layers):
             # Of 5 steps without an initial state: 4 gathers, and that of the last step where a layer follows.
@@ -200,16 +192,15 @@ class HiddenUnits(Lowered):
                 f"{self.sharding.style}: {module} got a PackedSequence, whose steps have different batches; give it "
                 "the padded tensor, and mask what is behind the end of a sequence"
             )
-        x = replicated_input(self, input)
+        x = ports.replicated_input(self, input)
         single = x.ndim == 2
         batch_dim = 1 if single else 0 if module.batch_first else 1
         x = x.unsqueeze(1) if single else x.transpose(0, 1) if module.batch_first else x
         given = _tensors(hx) if hx is not None else ()
-        states_in = [
-            state.unsqueeze(1) if single else state for state in given
-        ]  # (layers and directions, batch, units)
+        # (layers and directions, batch, units)
+        states_in = [state.unsqueeze(1) if single else state for state in given]
         port = self.sharding.input_port(1)
-        initial = [sharded_input(self, state, state.ndim - 1, self.sizes, port) for state in states_in]
+        initial = [ports.sharded_input(self, state, state.ndim - 1, self.sizes, port) for state in states_in]
         outputs, states = self.layers(x, initial)
         if module.batch_first and not single:
             outputs = [each.transpose(0, 1) for each in outputs]
@@ -223,7 +214,7 @@ class HiddenUnits(Lowered):
         """An output, or a state, of this rank's units in the layout that leaves; of two directions side by side."""
         features, size = parts[0].ndim - 1, sum(self.sizes)
         if len(parts) == 1:
-            return sharded_output(self, parts[0], features, size, self.sizes)
+            return ports.sharded_output(self, parts[0], features, size, self.sizes)
         whole = [gather(part, self.comm, features, self.sizes) for part in parts]
         out = in_memory_as(parts[0], torch.cat(whole, -1))
         if self.sharding.local_outputs:

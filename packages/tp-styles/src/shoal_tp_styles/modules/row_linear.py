@@ -32,13 +32,7 @@ from shoal_mesh.internal import all_reduce_
 
 from .._torch import apply, autocast_dtype, autocasting, direct, transforming
 from ..lowering.boundary import from_local
-from ..lowering.collective_functions import (
-    ShardedDim,
-    gather_dim,
-    reduce_scatter_dim,
-    sharded_dim,
-    uneven_output,
-)
+from ..lowering.collective_functions import ShardedDim, gather_dim, reduce_scatter_dim, sharded_dim, uneven_output
 from ..lowering.lowered import Lowered, spec_of
 from ..lowering.overlap import chunks_of, gathered_product, in_chunks, reduced_product
 from ..lowering.parameters import note_parameters, save_operands, weight_grads
@@ -59,7 +53,7 @@ def _reduced(out: Tensor, bias: DTensor | None, where: Comm | ShardedDim | None)
     return out
 
 
-class _Row(Function):
+class _RowProduct(Function):
     """x: S(-1), W: S(1), b: R -> y: R (`where` is a communicator), S(d) (communicator, dim, sizes), or P (None).
 
     The bias is added once, after the reduction.  Several chunks run beside their collectives.
@@ -110,7 +104,7 @@ class _Row(Function):
         return dx, *weight_grads(ctx, grad, x), None, None, None
 
 
-_row_direct = direct(_Row)
+_row_direct = direct(_RowProduct)
 
 
 class RowLinear(Lowered):
@@ -173,8 +167,8 @@ class RowLinear(Lowered):
         local = sharded_input(self, input, input.ndim - 1, spec.sizes(1))
         where = self.target(local.shape)
         if where is None:
-            return partial_output(self, apply(_Row, local, weight, None, None, dtype), bias)
-        out: Tensor = apply(_Row, local, weight, bias, where, dtype, self.chunks if local.ndim > 1 else 1)
+            return partial_output(self, apply(_RowProduct, local, weight, None, None, dtype), bias)
+        out: Tensor = apply(_RowProduct, local, weight, bias, where, dtype, self.chunks if local.ndim > 1 else 1)
         if self.sharding.local_outputs:
             return out
         return from_local(out, self.port_out.desired, self.mesh, None)

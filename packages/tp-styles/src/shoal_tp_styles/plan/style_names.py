@@ -9,7 +9,7 @@ from shoal_dtensor import Partial, Replicate
 from shoal_dtensor.errors import PlanError
 
 from ..errors import StyleNameError
-from ..styles.attention_parameters import LatentProjection, OwnParameters
+from ..styles.attention import LatentProjection, OwnParameters
 from ..styles.expert import ExpertParallel, ExpertTensorParallel, IdentityExpert
 from ..styles.fused import PackedColwiseParallel
 from ..styles.linear import ColwiseParallel, RowwiseParallel

@@ -1,11 +1,21 @@
-"""What a module counts as in a style's table: its class, the classes above, or its structure."""
+"""What a module counts as in a style's table: its class, the classes above, or its structure; and modules of experts.
+
+Of experts: what their forwards take, how many there are, and how their parameters are sharded.
+"""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from shoal_dtensor import Shard
+from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
+
+from .dim_shards import ExpertOwner, PackedShard
+from .module_sharding import Experts, ParameterPlacement
 
 CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
@@ -88,3 +98,149 @@ def out_features(module: nn.Module) -> int | None:
     columns: object = module.nf
     assert isinstance(columns, int), "nf is the number of columns"
     return columns
+
+
+EXPERTS = "(hidden_states, top_k_index, top_k_weights) or (rows, num_tokens_per_expert)"
+_CHOICES = ("index", "indices", "indexes", "selected_experts")
+_WEIGHTS = ("weight", "score", "prob")
+
+
+def experts_of(style: str, module: nn.Module, capacity: float | None = None) -> Experts:
+    """What a module of experts is called with, and how many experts it has.
+
+    Raises:
+        UnsupportedModuleError: if its forward takes other arguments, or the number of experts is not to be seen.
+    """
+    grouped = _is_grouped(style, module)
+    listed = isinstance(module, nn.ModuleList)
+    if grouped and (listed or capacity is not None):
+        what = "is a ModuleList" if listed else "gets rows that are sorted already, so that no capacity can drop some"
+        raise UnsupportedModuleError(
+            f"{style}: {type(module).__name__} takes (rows, num_tokens_per_expert), and {what}; "
+            "let its forward take (hidden_states, top_k_index, top_k_weights)"
+        )
+    packed = [param for param in module._parameters.values() if param is not None and param.ndim == 3]
+    sizes = {len(module)} if isinstance(module, nn.ModuleList) else {p.shape[0] for p in packed}
+    if len(sizes) != 1:
+        raise UnsupportedModuleError(
+            f"{style}: {type(module).__name__} has parameters of three dims for {sorted(sizes)} experts; expected a "
+            "nn.ModuleList of experts, or parameters of shape (experts, in, out) or (experts, out, in) of its own"
+        )
+    return Experts(sizes.pop(), grouped, listed, capacity)
+
+
+def _is_grouped(style: str, module: nn.Module) -> bool:
+    names = [*inspect.signature(type(module).forward).parameters][1:]
+    if len(names) > 1 and "num_tokens" in names[1]:
+        return True
+    if len(names) > 2 and names[1].endswith(_CHOICES) and any(word in names[2] for word in _WEIGHTS):
+        return False
+    raise UnsupportedModuleError(
+        f"{style}: the forward of {type(module).__name__} takes ({', '.join(names)}), and the style routes tokens by "
+        f"{EXPERTS}. Put the experts into a module with such a forward, and the style on that module"
+    )
+
+
+def expert_shards(module: nn.Module, experts: Experts) -> dict[str, ParameterPlacement]:
+    """The placement along the axis of experts of every parameter that belongs to experts.
+
+    Example:
+        >>> from torch import nn
+        >>> class Pair(nn.ModuleList):
+        ...     def forward(self, hidden_states, top_k_index, top_k_weights): ...
+        >>> pair = Pair([nn.Linear(2, 4, bias=False), nn.Linear(2, 4, bias=False)])
+        >>> [placement.on(2) for placement in expert_shards(pair, experts_of("", pair)).values()]
+        [Shard(dim=0, sizes=(4, 0)), Shard(dim=0, sizes=(0, 4))]
+    """
+    if not experts.listed:
+        own = {name: p for name, p in module.named_parameters() if "." not in name}
+        return {name: Shard(0) for name, p in own.items() if p.ndim > 1 and p.shape[0] == experts.count}
+    owned: dict[str, ParameterPlacement] = {}
+    for index, child in enumerate(module.children()):
+        for name, param in child.named_parameters():
+            if param.ndim == 0:
+                raise UnsupportedModuleError(
+                    f"ExpertParallel: {index}.{name} of {type(module).__name__} is a number, which has no rows that "
+                    "one rank could hold; make it a tensor of one element"
+                )
+            owned[f"{index}.{name}"] = ExpertOwner(index, experts.count, param.shape[0])
+    return owned
+
+
+# Blocks that the name stands for, and whether the hidden features are what the product returns (else what it sums).
+_WEIGHT_NAMES = {
+    "gate_up_proj": (2, True),
+    "gate_proj": (1, True),
+    "up_proj": (1, True),
+    "w1": (1, True),
+    "w3": (1, True),
+    "down_proj": (1, False),
+    "w2": (1, False),
+}
+
+
+def hidden_shards(style: str, module: nn.Module) -> dict[str, ParameterPlacement]:
+    """The placement of packed weights and biases along an axis that shards the hidden features of each expert.
+
+    A bias that is added to the sum over the hidden features stays replicated.
+
+    Raises:
+        UnsupportedModuleError: if a parameter is not known by its name, or the shapes do not fit each other.
+    """
+    if isinstance(module, nn.ModuleList):
+        return _hidden_of_linears(style, module)
+    params = dict(module.named_parameters())
+    weights = {name: param for name, param in params.items() if param.ndim == 3 and name in _WEIGHT_NAMES}
+    down = next((param for name, param in weights.items() if not _WEIGHT_NAMES[name][1]), None)
+    first = next((name for name in weights if _WEIGHT_NAMES[name][1]), None)
+    if down is None or first is None or any(name.removesuffix("_bias") not in weights for name in params):
+        raise _unknown_features(style, module)
+    blocks, up = _WEIGHT_NAMES[first][0], params[first]
+    if up.shape[1] == blocks * down.shape[2] and up.shape[2] == down.shape[1]:
+        into, out = 2, 1  # as nn.Linear: (experts, out, in)
+    elif up.shape[2] == blocks * down.shape[1] and up.shape[1] == down.shape[2]:
+        into, out = 1, 2
+    else:
+        raise UnsupportedModuleError(
+            f"{style}: {first} {tuple(up.shape)} and the weight behind it {tuple(down.shape)} of "
+            f"{type(module).__name__} have no hidden features in common"
+        )
+    shards: dict[str, ParameterPlacement] = {}
+    for name, param in params.items():
+        blocks, returned = _WEIGHT_NAMES[name.removesuffix("_bias")]
+        if name in weights or returned:
+            dim = 1 if name not in weights else out if returned else into
+            shards[name] = _hidden(module, dim, blocks, param)
+    return shards
+
+
+def _hidden_of_linears(style: str, module: nn.ModuleList) -> dict[str, ParameterPlacement]:
+    shards: dict[str, ParameterPlacement] = {}
+    for path, param in module.named_parameters():
+        owner, _, kind = path.rpartition(".")
+        name = owner.rpartition(".")[2]
+        if name not in _WEIGHT_NAMES or not isinstance(module.get_submodule(owner), nn.Linear):
+            raise _unknown_features(style, module)
+        blocks, returned = _WEIGHT_NAMES[name]
+        if returned or kind == "weight":
+            shards[path] = _hidden(module, 0 if returned else 1, blocks, param)
+    return shards
+
+
+def _unknown_features(style: str, module: nn.Module) -> UnsupportedModuleError:
+    return UnsupportedModuleError(
+        f"{style}: which features of {type(module).__name__} are hidden is known of parameters called "
+        f"{', '.join(_WEIGHT_NAMES)}, and <name>_bias, or of Linears called so in a ModuleList; it has "
+        f"{', '.join(name for name, _ in module.named_parameters())}"
+    )
+
+
+def _hidden(module: nn.Module, dim: int, blocks: int, param: Tensor) -> ParameterPlacement:
+    if blocks == 1:
+        return Shard(dim)
+    if param.shape[dim] % blocks:
+        raise LayoutError(f"dim {dim} of {tuple(param.shape)} does not hold {blocks} equal blocks")
+    # Gate and up lie behind each other; or every other feature is one of them.
+    if getattr(module, "is_concatenated", True) is False:
+        return Shard(dim, multiple_of=blocks)
+    return PackedShard(dim, blocks, param.shape[dim] // blocks)

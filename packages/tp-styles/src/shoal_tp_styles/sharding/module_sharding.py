@@ -80,16 +80,14 @@ class FusedBlocks:
 
     def rows(self, ranks: int) -> list[int]:
         """Rows of all blocks on each rank."""
-        per_rank = [
-            0
-        ] * ranks  # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share
-        for heads in self.blocks.values():
-            shared = heads.replicated(ranks)
-            sizes = (
-                [heads.size] * ranks if shared else shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
-            )
-            per_rank = [rows + size for rows, size in zip(per_rank, sizes, strict=True)]
-        return per_rank
+        # 4 heads and 2 heads of 8 features on 4 ranks: 8 rows, then 8 more of a head that two share.
+        sizes = [
+            [heads.size] * ranks
+            if heads.replicated(ranks)
+            else shard_sizes(heads.features, HeadShard(0, heads).on(ranks), ranks)
+            for heads in self.blocks.values()
+        ]
+        return [sum(of_rank) for of_rank in zip(*sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +187,8 @@ class ModuleSharding:
         """The placements of a parameter or buffer on a mesh of this shape."""
         if self.fused is not None and name in self.fused.names and not self.fused.splits(mesh_shape[0]):
             return (self.fused.placement(name, mesh_shape[0]),)
-        asked = (self.parameters, self.second_axis or {})
-        return tuple(_placement(each, name, ranks) for each, ranks in zip(asked, mesh_shape, strict=False))
+        asked = (placements.get(name, Replicate()) for placements in (self.parameters, self.second_axis or {}))
+        return tuple(p if isinstance(p, Placement) else p.on(n) for p, n in zip(asked, mesh_shape, strict=False))
 
     def shards(self, name: str) -> bool:
         """Whether a parameter is sharded."""
@@ -281,8 +279,3 @@ class Collective:
 def _port(ports: tuple[Port | None, ...] | None, index: int) -> Port:
     port = ports[index] if ports and index < len(ports) else None
     return Port(Replicate(), Replicate()) if port is None else port
-
-
-def _placement(asked: Mapping[str, ParameterPlacement], name: str, ranks: int) -> Placement:
-    placement = asked.get(name, Replicate())
-    return placement if isinstance(placement, Placement) else placement.on(ranks)

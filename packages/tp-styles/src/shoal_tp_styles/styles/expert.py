@@ -13,11 +13,10 @@ from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_mesh.internal import dataclass
 
+from ..experts.local_experts import DividedInput, SlicedExperts
 from ..experts.routed_experts import RoutedExperts
 from ..experts.shared_expert import BlockMembers, OverlappedBlock
-from ..experts.sliced_experts import DividedInput, SlicedExperts
-from ..sharding.expert_parameters import expert_shards, experts_of, hidden_shards
-from ..sharding.module_kinds import class_of
+from ..sharding.module_kinds import class_of, expert_shards, experts_of, hidden_shards
 from ..sharding.module_sharding import ModuleSharding, Port
 from .style import DeclaredStyle, unsupported
 

@@ -18,7 +18,7 @@ from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
 from shoal_mesh.internal import dataclass
 
-from ..modules.fused_linear import FusedColumn
+from ..modules.composed_linear import FusedColumn
 from ..sharding.dim_shards import Heads
 from ..sharding.module_kinds import TransposedLinear, keeps_forward, kinds_of, out_features
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Port

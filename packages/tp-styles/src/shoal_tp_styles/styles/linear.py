@@ -19,14 +19,15 @@ from shoal_mesh.internal import dataclass
 from ..apply.apply import TIED
 from ..lowering.lowered import Lowered
 from ..modules.column_linear import ColumnLinear
+from ..modules.composed_linear import FusedColumn
 from ..modules.convolution import ColumnChannels, RowChannels
 from ..modules.embedding import ColumnEmbedding, ColumnEmbeddingBag, RowEmbedding, RowEmbeddingBag
-from ..modules.fused_linear import FusedColumn
 from ..modules.recurrent import RECURRENT, sharded_hidden_units
 from ..modules.row_linear import RowLinear
 from ..sharding.dim_shards import Heads, HeadShard
 from ..sharding.module_kinds import TransposedLinear, class_of, is_grouped, keeps_forward, kinds_of
 from ..sharding.module_sharding import FusedBlocks, ModuleSharding, Overlap, Port
+from .channel import sharded_groups
 from .style import DeclaredStyle, LayoutField, unsupported
 
 Layouts = Placement | tuple[Placement, ...] | None
@@ -105,6 +106,18 @@ class _FeatureStyle(DeclaredStyle):
     of_heads: Heads | None = field(default=None, init=False)
     chunks: int = field(default=1, init=False)
 
+    def heads(self, count: int, size: int) -> Self:
+        """The same style for a projection to `count` heads of `size` features, or by rows from them.
+
+        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold the same head
+        (Linear only).  An Embedding may hold features of heads too: a relative position bias has one feature for each.
+
+        Example:
+            >>> ColwiseParallel().heads(2, 64).of_heads
+            Heads(count=2, size=64)
+        """
+        return self._with(of_heads=Heads(count, size))
+
     def overlapped(self, chunks: int) -> Self:
         """The same style for a Linear whose collective runs beside its product, in so many chunks of dim 0.
 
@@ -128,8 +141,6 @@ class _FeatureStyle(DeclaredStyle):
         """Of a convolution of several groups, whose channels are sharded inside whatever the style."""
         self._overlap(module, None)
         arriving, leaving = self.given("input_layouts") or arriving, self.given("output_layouts") or leaving
-        from .channel import sharded_groups  # the norms of channels, which few plans need
-
         return sharded_groups(self, module, arriving, leaving)
 
     def _overlap(self, module: nn.Module, lowering: type[Lowered] | None) -> Overlap | None:
@@ -184,18 +195,6 @@ class ColwiseParallel(_FeatureStyle):
                 f"ColwiseParallel.desired_input_layouts: columns of an output take the whole input, got "
                 f"{layouts!r}; input_layouts says how it arrives"
             )
-
-    def heads(self, count: int, size: int) -> Self:
-        """The same style for a projection to `count` heads of `size` features.
-
-        Shards hold complete heads; where there are fewer heads than ranks, neighbouring ranks hold the same head
-        (Linear only).  An Embedding may hold features of heads too: a relative position bias has one feature for each.
-
-        Example:
-            >>> ColwiseParallel().heads(2, 64).of_heads
-            Heads(count=2, size=64)
-        """
-        return self._with(of_heads=Heads(count, size))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if self.of_heads is not None:
@@ -282,10 +281,6 @@ class RowwiseParallel(_FeatureStyle):
 
     input_layouts: Layouts = LayoutField((Shard(-1),))  # type: ignore[assignment]  # a descriptor
     output_layouts: Layouts = LayoutField((Replicate(),))  # type: ignore[assignment]  # a descriptor
-
-    def heads(self, count: int, size: int) -> Self:
-        """The same style for a projection from `count` heads of `size` features (`ColwiseParallel.heads`)."""
-        return self._with(of_heads=Heads(count, size))
 
     def sharding(self, module: nn.Module) -> ModuleSharding:
         if is_grouped(module):

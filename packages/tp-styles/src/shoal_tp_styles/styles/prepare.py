@@ -35,13 +35,9 @@ def _ports(what: str, layouts: Layouts, desired: Layouts) -> tuple[Port | None, 
             f"{what}: layouts and desired layouts must have the same length, "
             f"got {len(now)} {now} and {len(then)} {then}"
         )
-    return tuple(_port(layout, want) for layout, want in zip(now, then, strict=True))
-
-
-def _port(layout: Placement | None, desired: Placement | None) -> Port | None:
-    if layout is None:
-        return None
-    return Port(layout, desired or layout)
+    return tuple(
+        None if layout is None else Port(layout, want or layout) for layout, want in zip(now, then, strict=True)
+    )
 
 
 def _keyword_ports(layouts: Mapping[str, Placement] | None, desired: Mapping[str, Placement] | None) -> dict[str, Port]:

@@ -1,8 +1,13 @@
-"""A module whose calls of attention are those of a sharded sequence; everything else in it stays as it is."""
+"""A module's own forward, called with local parameters and counts, or with the attention of a sharded sequence.
+
+heads: S, parameter: S -> as the forward computes it        no communication
+q, k, v: S(sequence) -> S(sequence)                         that of the attention
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +16,44 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shoal_context_parallel.internal import ContextOptions, RoutedAttention
+from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import eager_only
+from shoal_mesh.internal import dataclass
 
 from .._torch import watching_functions
 from ..lowering.boundary import Boundary
-from ..sharding.module_sharding import Collective, ModuleCall
+from ..lowering.parameters import local_parameters, while_replaced
+from ..sharding.module_sharding import Collective, ModuleCall, OwnOptions
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCounts(OwnOptions):
+    """Names of integers that count heads or features which are sharded; a rank's forward reads its part of each."""
+
+    names: tuple[str, ...]
+
+
+class LocalForward(Boundary):
+    """The module's forward, with the local shards of its own parameters, and its counts, in their place."""
+
+    __slots__ = ("counts",)
+
+    def resolve(self) -> None:
+        options, ranks = self.sharding.options, self.comm.size
+        self.counts: dict[str, int] = {}
+        for name in options.names if isinstance(options, LocalCounts) else ():
+            count = getattr(self.module, name)
+            if count % ranks:
+                raise LayoutError(
+                    f"{self.sharding.style}: {name} of {type(self.module).__name__} is {count}, which {ranks} ranks do "
+                    "not share equally; use fewer ranks, or ColwiseParallel(output_layouts=Replicate()) on the "
+                    "projections, whose outputs all ranks then hold"
+                )
+            self.counts[name] = count // ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, local = partial(super().__call__, *args, **kwargs), local_parameters(dict(self.params))
+        return while_replaced(forward, (self.params, local), (vars(self.module), self.counts))
 
 
 class ContextAttention(Boundary):
@@ -68,7 +106,7 @@ def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Queries, keys and values of the attentions in a call, from a run on meta tensors of global shape."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    class Recorder(TorchFunctionMode):
+    class _AttentionRecorder(TorchFunctionMode):
         def __torch_function__(
             self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
@@ -81,7 +119,7 @@ def _attentions(call: ModuleCall) -> list[tuple[Tensor, Tensor, Tensor]]:
     state = {name: value.to("meta") for name, value in module.named_buffers()}
     for name, value in module.named_parameters():
         state[name] = value.detach().to("meta").requires_grad_(value.requires_grad)
-    with torch.enable_grad(), Recorder():
+    with torch.enable_grad(), _AttentionRecorder():
         torch.func.functional_call(module, state, call.args, dict(call.kwargs))
     return found
 
