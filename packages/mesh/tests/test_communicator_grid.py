@@ -1,4 +1,4 @@
-"""Covers: communicator_grid.py."""
+"""Covers: rank_grid.py: communicators along its axes."""
 
 from __future__ import annotations
 

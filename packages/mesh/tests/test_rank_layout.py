@@ -77,7 +77,8 @@ def test_flatten_keeps_row_major_order_and_unflatten_undoes_it(layout: Layout) -
     flat = layout.flatten()
     assert flat.members() == layout.members()
     back = flat.unflatten(0, layout.shape)
-    assert back is None or back == layout
+    assert back.members() == layout.members()
+    assert back.listed or back == layout
     if layout.ndim == 1:
         assert back == layout
 
@@ -86,7 +87,12 @@ def test_unflatten_that_no_strides_say() -> None:
     flat = Layout.dense((2, 3)).select((1, 0)).flatten()  # 0 3 1 4 2 5
     assert flat.members() == (0, 3, 1, 4, 2, 5)
     assert flat.unflatten(0, (3, 2)) == Layout.dense((2, 3)).select((1, 0))
-    assert flat.unflatten(0, (2, 3)) is None
+    listed = flat.unflatten(0, (2, 3))
+    assert (listed.shape, listed.members()) == ((2, 3), flat.members())
+    assert listed.select((1,), {0: 1}).members() == (4, 2, 5)
+    assert [listed.coordinate(rank) for rank in (4, 6)] == [(1, 0), None]
+    assert listed.identity() == flat.members()
+    assert listed.flatten().identity() == flat
 
 
 def test_overlapping_strides_still_have_coordinates() -> None:

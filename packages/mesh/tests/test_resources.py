@@ -1,4 +1,4 @@
-"""Covers: resources.py."""
+"""Covers: create.py: torch's `_mesh_resources`."""
 
 from __future__ import annotations
 

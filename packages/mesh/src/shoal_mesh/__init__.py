@@ -19,9 +19,8 @@ from .groups.process_groups import Comm, comm_over
 from .groups.world import restart_world
 from .local_ranks.launch import launch
 from .logs import annotate_collectives, log_from_environment, log_to_stderr
-from .mesh.create import abstract_mesh, init_device_mesh, safe_globals
+from .mesh.create import _mesh_resources as _mesh_resources, abstract_mesh, init_device_mesh, safe_globals
 from .mesh.device_mesh import DeviceMesh, current_mesh
-from .mesh.resources import _mesh_resources as _mesh_resources
 from .observers.comm_debug import CommDebugMode
 from .observers.lockstep import lockstep
 from .observers.replicas import check_replicas

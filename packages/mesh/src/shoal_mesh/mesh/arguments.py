@@ -1,18 +1,19 @@
-"""What users pass for a mesh, checked once: device types, ranks, names and backends become values of this package."""
+"""What users pass for a mesh, checked once: device types, ranks, names and backends become the fields of a mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._torch import BackendOptions, ProcessGroup
+from .._torch import BackendOptions
 from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, BackendError, MeshError, MeshTypeError
-from ..groups.process_groups import BackendChoice
+from ..groups.process_groups import BackendChoice, Comm
+from ..values import dataclass
 from .rank_layout import Layout, read_sizes
 
 BackendOverride = (
@@ -20,13 +21,29 @@ BackendOverride = (
 )  # axis -> "gloo" | Options | ("nccl", Options)
 
 
-def read_device_type(device_type: str) -> str:
-    """The device type without an index.
+@dataclass(frozen=True, slots=True)
+class MeshFields:
+    """The fields of a mesh as checked values, which is also what is pickled.
 
-    Raises:
-        MeshTypeError: it is no text.
-        MeshError: it has an index, as `cuda:0` has, or is no device type.
+    Attributes:
+        device_type: without an index.
+        layout: coordinate -> rank.
+        names: of the axes, or None.
+        choices: backend of every axis.
+        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
+        connect: what gives an abstract mesh its communicators, None if it has none.
     """
+
+    device_type: str
+    layout: Layout
+    names: tuple[str, ...] | None
+    choices: tuple[BackendChoice, ...]
+    abstract_rank: int | None = None
+    connect: Callable[[tuple[int, ...]], Comm] | None = None
+
+
+def read_device_type(device_type: str) -> str:
+    """The device type without an index; MeshError for one with an index, as `cuda:0` has."""
     require(device_type, str | torch.device, "a device type is 'cpu', 'cuda', ...")
     try:
         device = torch.device(device_type)
@@ -41,20 +58,15 @@ def read_device_type(device_type: str) -> str:
 
 
 def read_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """A mesh shape as plain positive integers.
-
-    Raises:
-        MeshTypeError: it is no integer and no sequence of integers.
-        MeshError: a size below 1, or none.
-    """
+    """A mesh shape as plain positive integers; MeshError for a size below 1, or none."""
     sizes = read_sizes((shape,) if isinstance(shape, int) else shape, "a mesh shape")
     if not sizes or any(size < 1 for size in sizes):
         raise MeshError(f"a mesh shape is one positive size per axis, got {shape}")
     return sizes
 
 
-def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> tuple[Layout, tuple[int, ...] | None]:
-    """A layout, and the list of ranks that it indexes when they have no strides.
+def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> Layout:
+    """The layout of ranks that a user has listed.
 
     Args:
         mesh: ranks as tensor or nested list; None for all of the world in a row.
@@ -65,7 +77,7 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
         MeshError: ranks are repeated, not in the world, no integers, or none; the nested lists differ in length.
     """
     if mesh is None:
-        return Layout.dense((world or 1,)), None
+        return Layout.dense((world or 1,))
     try:
         ranks = torch.as_tensor(mesh).cpu()
     except (TypeError, RuntimeError) as error:
@@ -84,8 +96,7 @@ def read_ranks(mesh: torch.Tensor | Sequence[Any] | None, world: int | None) -> 
     if min(flat) < 0 or (world is not None and max(flat) >= world):
         wrong = [rank for rank in flat if rank < 0 or (world is not None and rank >= world)]
         raise MeshError(f"ranks {wrong[:8]} are not in the world of {world} ranks (mesh of shape {shape})")
-    layout = Layout.fit(shape, flat)
-    return (layout, None) if layout is not None else (Layout.dense(shape), tuple(flat))
+    return Layout.of(shape, flat)
 
 
 def read_names(names: Sequence[Any] | None, ndim: int) -> tuple[str, ...] | None:
@@ -151,21 +162,26 @@ def _read_backend(axis: int | str, backend: str) -> str:
     return backend
 
 
-def read_groups(group: ProcessGroup | Sequence[ProcessGroup]) -> list[ProcessGroup]:
-    """One process group per axis.
-
-    Raises:
-        MeshTypeError: neither a group nor a sequence of groups.
-        MeshError: none.
-    """
-    groups = [group] if isinstance(group, ProcessGroup) else group
-    require_each(groups, ProcessGroup, "from_group takes one process group, or a list with one per axis")
-    if not groups:
-        raise MeshError("from_group needs at least one process group")
-    return list(groups)
-
-
 def check_fits(shape: Sequence[int], world: int) -> None:
     """MeshError unless a mesh of this shape fits the world."""
     if prod(shape) > world:
         raise MeshError(f"a mesh of shape {tuple(shape)} needs {prod(shape)} ranks; the world has {world}")
+
+
+def common_root(meshes: Sequence[Any]) -> Any:
+    """The mesh that several meshes were sliced from.
+
+    What is kept for a mesh is kept for its equals, so a mesh may come back as an equal slice of another root: it counts
+    as the slice of this root that it equals.
+
+    Raises:
+        MeshError: there is none.
+    """
+    root = meshes[0]._get_root_mesh()
+    for mesh in meshes:
+        same = mesh._get_root_mesh() == root or (
+            {*mesh.axis_names} <= {*root.axis_names} and root[mesh.axis_names] == mesh
+        )
+        if not same or mesh._rank_map != meshes[0]._rank_map:
+            raise MeshError(f"only meshes sliced from one mesh can be concatenated, got {', '.join(map(repr, meshes))}")
+    return root

@@ -1,20 +1,23 @@
-"""Meshes from a shape: over the ranks of the world, or without a world."""
+"""Meshes from a shape: over the ranks of the world, or without a world; and torch's `_mesh_resources`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from .._torch import ProcessGroup
 from ..accelerator import own_device
 from ..argument_types import require, require_each
-from ..errors import MeshError
+from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
-from .device_mesh import DeviceMesh, rebuild_mesh
-from .rank_grid import MeshFields
+from .arguments import BackendOverride, MeshFields, check_fits, read_backends, read_device_type, read_names, read_shape
+from .device_mesh import DeviceMesh, current_mesh, rebuild_mesh
 from .rank_layout import Layout
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
@@ -71,18 +74,15 @@ def init_device_mesh(  # noqa: PLR0913  # torch's arguments, and three that excl
             f"{', order topology' * (order == 'topology')}"
         )
     check_fits(shape, world.size())
-    layout, rank_map = (Layout.dense(shape), None) if order == "rank" else _fastest(shape, device_type, world)
-    mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices, rank_map))
+    layout = Layout.dense(shape) if order == "rank" else Layout.of(shape, _measured(shape, device_type, world).ranks)
+    mesh = DeviceMesh._of(MeshFields(device_type, layout, names, choices))
     if not lazy:
         mesh._create_groups()
     return mesh
 
 
-def _fastest(shape: tuple[int, ...], device_type: str, world: ProcessGroup) -> tuple[Layout, tuple[int, ...] | None]:
-    """The layout of the ranks in measured order; that in rank order with a map of ranks, where no layout says it."""
-    ranks = order_by_costs(shape, measured_costs(world, own_device(device_type))).ranks
-    fitting = Layout.fit(shape, ranks)
-    return (Layout.dense(shape), ranks) if fitting is None else (fitting, None)
+def _measured(shape: tuple[int, ...], device_type: str, world: ProcessGroup) -> RankOrder:
+    return order_by_costs(shape, measured_costs(world, own_device(device_type)))
 
 
 def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankOrder:
@@ -99,7 +99,7 @@ def measured_order(mesh_shape: Sequence[int], device_type: str = "cpu") -> RankO
     kind, shape = read_device_type(device_type), read_shape(mesh_shape)
     world = ensure_world(kind)
     check_fits(shape, world.size())
-    return order_by_costs(shape, measured_costs(world, own_device(kind)))
+    return _measured(shape, kind, world)
 
 
 def abstract_mesh(
@@ -152,3 +152,32 @@ def safe_globals() -> list[Any]:
         DeviceMesh((2, 2), 'cpu', ranks 0-3, abstract)
     """
     return [rebuild_mesh, MeshFields, Layout, BackendChoice]
+
+
+class _MeshResources:
+    """A name that programs import from torch: the enclosing mesh, the root of a mesh, devices and hosts there are."""
+
+    @staticmethod
+    def get_current_mesh() -> DeviceMesh:
+        mesh = current_mesh()
+        if mesh is None:
+            raise NoGroupError("no device mesh is current: enter one with `with mesh:`")
+        return mesh
+
+    @staticmethod
+    def get_root_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+        return device_mesh._get_root_mesh()
+
+    @staticmethod
+    def num_devices_per_host(device_type: str) -> int:
+        """Devices on this host; for the CPU the ranks that the launcher started here."""
+        if device_type == "cpu":
+            return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(torch.get_device_module(device_type).device_count())
+
+    @classmethod
+    def num_hosts(cls, device_type: str) -> int:
+        return max(1, dist.get_world_size() // max(1, cls.num_devices_per_host(device_type)))
+
+
+_mesh_resources = _MeshResources()

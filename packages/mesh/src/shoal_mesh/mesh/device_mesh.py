@@ -1,8 +1,4 @@
-"""DeviceMesh: ranks in a grid, with a process group along every axis.
-
-Meshes derived from another one (slices, flattened, split and joined axes) have the same ranks and groups.
-Not here: coordinates (rank_grid.py), checks of arguments (arguments.py), creation of groups (process_groups.py).
-"""
+"""DeviceMesh: how a mesh is made, and derived from another one (slices, flattened, split and joined axes)."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import product
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +14,18 @@ from .. import _torch
 from .._torch import ProcessGroup, constant_when_compiled, refuse_its_own_mesh
 from ..argument_types import require, require_each
 from ..errors import AxisError, MeshError
-from ..groups.process_groups import BackendChoice
+from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import BackendOverride, read_backends, read_device_type, read_groups, read_names, read_ranks
-from .communicator_grid import CommunicatorGrid, common_root
-from .rank_grid import AxisLike, MeshFields
+from .arguments import (
+    BackendOverride,
+    MeshFields,
+    common_root,
+    read_backends,
+    read_device_type,
+    read_names,
+    read_ranks,
+)
+from .rank_grid import AxisLike, RankGrid
 from .rank_layout import Layout, read_sizes
 
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
@@ -42,7 +44,7 @@ def current_mesh() -> DeviceMesh | None:
 
 
 @constant_when_compiled
-class DeviceMesh(CommunicatorGrid):
+class DeviceMesh(RankGrid):
     """Ranks in a grid with named axes and a process group along each of them.
 
     Create one with `init_device_mesh`, `DeviceMesh(device_type, ranks)`, `DeviceMesh.from_group` or `abstract_mesh`.
@@ -90,16 +92,16 @@ class DeviceMesh(CommunicatorGrid):
         device_type = read_device_type(device_type)
         abstract = None if _init_backend else _rank
         world = None if abstract is not None else ensure_world(device_type).size()
-        layout, rank_map = read_ranks(mesh, world)
+        layout = read_ranks(mesh, world)
         names = read_names(mesh_dim_names, layout.ndim)
         choices = read_backends(backend_override, names, layout.ndim)
         if _init_backend and validate:
             kinds = [c.key for c in choices] if any(c != BackendChoice() for c in choices) else "default"
-            where = rank_map if rank_map is not None else layout
+            where = layout.listed or layout
             check_agreement(
                 f"{device_type} mesh of shape {layout.shape}, names {names}, ranks {where}, backends {kinds}"
             )
-        self._set(MeshFields(device_type, layout, names, choices, rank_map, abstract), None)
+        self._set(MeshFields(device_type, layout, names, choices, abstract), None)
         if _init_backend:
             self._create_groups()
 
@@ -130,33 +132,38 @@ class DeviceMesh(CommunicatorGrid):
             >>> launch(example, 2)[0]
             DeviceMesh((dp=2), 'cpu', ranks 0-1)
         """
-        groups, device_type = read_groups(group), read_device_type(device_type)
+        groups, device_type = [group] if isinstance(group, ProcessGroup) else group, read_device_type(device_type)
+        require_each(groups, ProcessGroup, "from_group takes one process group, or a list with one per axis")
+        if not groups:
+            raise MeshError("from_group needs at least one process group")
         if mesh is None:
             if len(groups) != 1 or isinstance(group, Sequence):
                 raise MeshError(
                     f"from_group of a list of {len(groups)} groups needs mesh=, the ranks at each coordinate"
                 )
             mesh = list(_torch.group_ranks(groups[0]))
-        layout, rank_map = read_ranks(mesh, ensure_world(device_type).size())
+        layout = read_ranks(mesh, ensure_world(device_type).size())
         if layout.ndim != len(groups):
             raise MeshError(f"from_group got {len(groups)} groups for a mesh of shape {layout.shape}: one per axis")
         names = read_names(mesh_dim_names, layout.ndim)
-        self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim, rank_map))
+        self = cls._of(MeshFields(device_type, layout, names, (BackendChoice(),) * layout.ndim))
         self._adopt(groups)
         return self
 
     # --- derived meshes ---------------------------------------------------------------------------------------------
 
     def _derive(
-        self, layout: Layout, names: tuple[str, ...] | None, choices: tuple[BackendChoice, ...], kept: dict[int, int]
+        self,
+        layout: Layout,
+        names: tuple[str, ...] | None,
+        choices: tuple[BackendChoice, ...],
+        comms: Sequence[Comm | None] = (),
     ) -> DeviceMesh:
-        """A mesh over ranks of this one; `kept` maps its axes to those of this mesh that have the same group."""
-        fields = replace(self._fields, layout=layout, names=names, choices=choices)
-        mesh = self._of(fields, root=self._get_root_mesh())
-        for new, old in kept.items():
-            comm = self._comms.get((old,))
-            if comm is not None and comm.axes == (mesh.axis_names[new],):
-                mesh._comms[new,] = comm
+        """A mesh over ranks of this one, whose axes may have communicators already."""
+        mesh = self._of(replace(self._fields, layout=layout, names=names, choices=choices), self._get_root_mesh())
+        for axis, comm in enumerate(comms):
+            if comm is not None and comm.axes == (mesh.axis_names[axis],):
+                mesh._comms[axis,] = comm
         return mesh
 
     def _get_root_mesh(self) -> DeviceMesh:
@@ -191,7 +198,8 @@ class DeviceMesh(CommunicatorGrid):
         at = self._coordinate or (0,) * self.ndim
         layout = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes})
         names = None if self._names is None else tuple(self._names[a] for a in axes)
-        return self._derive(layout, names, tuple(self._choices[a] for a in axes), dict(enumerate(axes)))
+        comms = [self._comms.get((a,)) for a in axes]
+        return self._derive(layout, names, tuple(self._choices[a] for a in axes), comms)
 
     def flatten(self, name: str | None = None, backend_override: object | None = None) -> DeviceMesh:
         """The 1-D mesh over all ranks of this one in row-major order.
@@ -221,7 +229,7 @@ class DeviceMesh(CommunicatorGrid):
         choices = read_backends(None if backend_override is None else {0: backend_override}, None, 1)
         if backend_override is None and len(set(self._choices)) == 1:
             choices = self._choices[:1]
-        mesh = self._derive(self._layout.flatten(), (name,), choices, {})
+        mesh = self._derive(self._layout.flatten(), (name,), choices)
         if self._coordinate is None and root._coordinate is not None:
             return mesh  # a slice elsewhere in the mesh: the name stays for the one through this rank
         before = root._flattened.setdefault(name, mesh)
@@ -259,20 +267,18 @@ class DeviceMesh(CommunicatorGrid):
             raise MeshError(
                 f"unflatten of axis {dim!r} of {self!r} into {tuple(sizes)} needs one name per size, got {names}"
             )
-        layout, rank_map = self._layout.unflatten(axis, sizes), self._rank_map
-        if layout is None:  # no strides describe it: list the ranks
-            layout, rank_map = Layout.dense((*self.shape[:axis], *sizes, *self.shape[axis + 1 :])), self.ranks
+        layout = self._layout.unflatten(axis, sizes)
         every = None if self._names is None else (*self._names[:axis], *(names or ()), *self._names[axis + 1 :])
         every = read_names(every, layout.ndim)
         new = read_backends(backend_override, tuple(names) if names else None, len(sizes))
         if backend_override is None:
             new = (self._choices[axis],) * len(sizes)
-        kept = {a if a < axis else a + len(sizes) - 1: a for a in range(self.ndim) if a != axis}
         choices = (*self._choices[:axis], *new, *self._choices[axis + 1 :])
-        mesh = self._derive(layout, every, choices, kept)
-        if rank_map is not self._rank_map:
-            mesh = self._of(replace(self._fields, layout=layout, names=every, choices=choices, rank_map=rank_map))
-        return mesh
+        if layout.listed is not self._rank_map:  # a list of its own: none of the root's strides
+            return self._of(replace(self._fields, layout=layout, names=every, choices=choices))
+        comms = [self._comms.get((a,)) for a in range(self.ndim)]
+        comms[axis : axis + 1] = [None] * len(sizes)
+        return self._derive(layout, every, choices, comms)
 
     @staticmethod
     def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -290,20 +296,17 @@ class DeviceMesh(CommunicatorGrid):
         if meshes[0]._coordinate is None:
             offset = root._layout.offset
         else:
-            offset = meshes[0]._layout(meshes[0]._coordinate)
+            offset = meshes[0]._layout.position(meshes[0]._coordinate)
             for mesh in meshes:
-                offset -= mesh._layout(mesh._coordinate or ()) - mesh._layout.offset
-        layout = Layout(axes, offset)
+                offset -= mesh._layout.position(mesh._coordinate or ()) - mesh._layout.offset
+        layout = Layout(axes, offset, root._rank_map)
         if not layout.is_injective():
             raise MeshError(f"two of {', '.join(map(repr, meshes))} run along the same ranks")
         named = [m._names for m in meshes if m._names is not None]
         names = tuple(name for axes in named for name in axes) if len(named) == len(meshes) else None
-        joined = root._derive(layout, read_names(names, layout.ndim), tuple(c for m in meshes for c in m._choices), {})
-        comms = [comm for mesh in meshes for comm in (mesh._comms.get((a,)) for a in range(mesh.ndim))]
-        joined._comms.update(
-            {(a,): c for a, c in enumerate(comms) if c is not None and c.axes == (joined.axis_names[a],)}
-        )
-        return joined
+        comms = [mesh._comms.get((a,)) for mesh in meshes for a in range(mesh.ndim)]
+        choices = tuple(choice for mesh in meshes for choice in mesh._choices)
+        return root._derive(layout, read_names(names, layout.ndim), choices, comms)
 
     def get_all_submeshes(self, axes: AxisLike | tuple[AxisLike, ...]) -> list[DeviceMesh]:
         """The slice along `axes` at every position of the other axes, in row-major order; this rank's among them.
@@ -322,7 +325,7 @@ class DeviceMesh(CommunicatorGrid):
         submeshes = []
         for position in product(*(range(self.shape[a]) for a in others)):
             layout = self._layout.select(kept, dict(zip(others, position, strict=True)))
-            mesh = self._derive(layout, own._names, own._choices, {})
+            mesh = self._derive(layout, own._names, own._choices)
             submeshes.append(own if mesh == own else mesh)
         return submeshes
 
@@ -380,19 +383,17 @@ class DeviceMesh(CommunicatorGrid):
         _ENTERED.set((*_ENTERED.get(), self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _ENTERED.set(_ENTERED.get()[:-1])
 
 
 def rebuild_mesh(fields: MeshFields, root: DeviceMesh | None, follows: bool) -> DeviceMesh:
     """The mesh that was pickled; a slice that ran through the rank that pickled it runs through this one now."""
     if root is not None and follows and root._coordinate is not None:
-        own = root._layout(root._coordinate)
+        own = root._layout.position(root._coordinate)
         start = own - root._layout.offset
         digits = [start // step % size * step for axis in fields.layout.axes for size, step in axis]
-        moved = Layout(fields.layout.axes, own - sum(digits))
-        if moved.coordinate(own) is not None:
+        moved = replace(fields.layout, offset=own - sum(digits))
+        if moved.coordinate(root._layout(root._coordinate)) is not None:
             fields = replace(fields, layout=moved)
     return DeviceMesh._of(fields, root)

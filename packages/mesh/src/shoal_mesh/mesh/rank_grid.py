@@ -1,58 +1,32 @@
-"""A grid of ranks as an immutable value: shape, axis names, coordinates, equality; no communication.
+"""A grid of ranks as an immutable value: shape, axis names, coordinates, equality; and a communicator along any axes.
 
-DeviceMesh adds process groups and derived meshes to it. `axis` is a mesh dimension, given by name or index.
+DeviceMesh adds to it how meshes are made and derived. `axis` is a mesh dimension, given by name or index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from .. import _torch
-from .._torch import refuse_its_own_mesh
+from .._torch import ProcessGroup, is_compiling, refuse_its_own_mesh
 from ..argument_types import require, require_each
-from ..errors import AxisError, NoGroupError
+from ..errors import AxisError, MeshError, NoGroupError
+from ..groups.process_groups import GROUPS_IN_GRAPHS, BackendChoice, Comm, find_or_create, note_group
 from ..groups.world import world_place
-from ..values import dataclass
-from .rank_layout import Layout, read_sizes
-
-if TYPE_CHECKING:
-    from ..groups.process_groups import BackendChoice, Comm
-
+from .arguments import MeshFields
+from .rank_layout import read_sizes
 
 AxisLike = int | str
 
 
-@dataclass(frozen=True, slots=True)
-class MeshFields:
-    """The fields of a mesh as checked values, which is also what is pickled.
-
-    Attributes:
-        device_type: without an index.
-        layout: coordinate -> rank, or position in `rank_map`.
-        names: of the axes, or None.
-        choices: backend of every axis.
-        rank_map: the ranks that the layout indexes, None when it gives the ranks themselves.
-        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
-        connect: what gives an abstract mesh its communicators, None if it has none.
-    """
-
-    device_type: str
-    layout: Layout
-    names: tuple[str, ...] | None
-    choices: tuple[BackendChoice, ...]
-    rank_map: tuple[int, ...] | None = None
-    abstract_rank: int | None = None
-    connect: Callable[[tuple[int, ...]], Comm] | None = None
-
-
 class RankGrid:
-    """Ranks at coordinates, and the coordinate of this process; all of a mesh that needs no communication.
+    """Ranks at coordinates, the coordinate of this process, and its communicators.
 
     Attributes:
         device_type: `cpu`, `cuda`, ...: never with an index.
@@ -78,6 +52,7 @@ class RankGrid:
     mesh_dim_names: tuple[str, ...] | None
     axis_names: tuple[str, ...]
     is_abstract: bool
+    _TRACED = ("get_group",)
 
     @classmethod
     def _of(cls, fields: MeshFields, root: Any = None) -> Self:
@@ -90,7 +65,7 @@ class RankGrid:
         """Fill the slots; the only place that does."""
         self._fields, self._root = fields, root
         self._layout, self._names = fields.layout, fields.names
-        self._choices, self._rank_map, self._abstract_rank = fields.choices, fields.rank_map, fields.abstract_rank
+        self._choices, self._rank_map, self._abstract_rank = fields.choices, fields.layout.listed, fields.abstract_rank
         self._comms, self._derived, self._flattened, self._tensor = {}, {}, {}, None
         self._world = None if fields.abstract_rank is not None else world_place()
         put = object.__setattr__
@@ -100,18 +75,12 @@ class RankGrid:
         put(self, "mesh_dim_names", fields.names)
         put(self, "axis_names", fields.names or tuple(map(str, range(fields.layout.ndim))))
         put(self, "is_abstract", fields.abstract_rank is not None)
-        where = fields.layout if fields.rank_map is None else self._normal_ranks()
         kinds = tuple(choice.key for choice in fields.choices)
-        facts = fields.device_type, fields.names, where, fields.layout.shape, kinds
+        facts = fields.device_type, fields.names, fields.layout.identity(), fields.layout.shape, kinds
         self._key = (*facts, fields.abstract_rank, fields.connect, self._world)
         self._hash = hash(self._key)
         rank = self._own_rank()
         self._coordinate = None if rank is None else self.coordinate_of(rank)
-
-    def _normal_ranks(self) -> Layout | tuple[int, ...]:
-        """What identifies the ranks of an irregular mesh: a layout if they have strides after all, else the ranks."""
-        ranks = self.ranks
-        return Layout.fit(self._layout.shape, ranks) or ranks
 
     def _own_rank(self) -> int | None:
         if self._abstract_rank is not None:
@@ -124,8 +93,7 @@ class RankGrid:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every global rank of the mesh in row-major order."""
-        members = self._layout.members()
-        return members if self._rank_map is None else tuple(self._rank_map[m] for m in members)
+        return self._layout.members()
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -199,8 +167,7 @@ class RankGrid:
         coordinate = read_sizes(coordinate, "coordinate")
         if len(coordinate) != self.ndim or not all(0 <= c < n for c, n in zip(coordinate, self.shape, strict=True)):
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self!r} of shape {self.shape}")
-        member = self._layout(coordinate)
-        return member if self._rank_map is None else self._rank_map[member]
+        return self._layout(coordinate)
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of a global rank, None when it is not in the mesh.
@@ -213,9 +180,7 @@ class RankGrid:
             (1, 2)
         """
         require(rank, int, "a rank is an int")
-        if self._rank_map is None:
-            return self._layout.coordinate(rank)
-        return self._layout.coordinate(self._rank_map.index(rank)) if rank in self._rank_map else None
+        return self._layout.coordinate(rank)
 
     def ranks_along(
         self, axes: AxisLike | Iterable[AxisLike], coordinate: Sequence[int] | None = None
@@ -243,8 +208,7 @@ class RankGrid:
         return tuple(self._along(self._axes(axes), at))
 
     def _along(self, axes: tuple[int, ...], at: tuple[int, ...]) -> Sequence[int]:
-        line = self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes}).line()
-        return line if self._rank_map is None else tuple(self._rank_map[m] for m in line)
+        return self._layout.select(axes, {a: i for a, i in enumerate(at) if a not in axes}).line()
 
     # --- where this rank is -----------------------------------------------------------------------------------------
 
@@ -288,6 +252,93 @@ class RankGrid:
     def _is_current_rank_part_of_mesh(self) -> bool:
         refuse_its_own_mesh(self)
         return self._coordinate is not None
+
+    # --- communicators ----------------------------------------------------------------------------------------------
+
+    def _create_groups(self) -> None:
+        """Have the group of every axis ready; runs on the ranks of the mesh."""
+        if self._coordinate is not None:
+            for axis in range(self.ndim):
+                self.comm(axis)
+
+    def _adopt(self, groups: Sequence[ProcessGroup]) -> None:
+        """Use groups that exist, one per axis.
+
+        Raises:
+            MeshError: a group has other ranks than its axis; also on ranks outside of the mesh that are in it.
+        """
+        for axis, group in enumerate(groups):
+            members = tuple(_torch.group_ranks(group))
+            if self._coordinate is not None:
+                ranks = self.ranks_along(axis)
+            elif all(self.coordinate_of(rank) is None for rank in members):
+                continue
+            else:
+                ranks = ()  # none through this rank
+            if set(ranks) != set(members):
+                raise MeshError(
+                    f"axis {self.axis_names[axis]} of {self!r} has the ranks {ranks}, but its group has {members}"
+                )
+            self._comms[axis,] = Comm.over(group, (self.axis_names[axis],), ranks)
+
+    def comm(self, axes: AxisLike | tuple[AxisLike, ...]) -> Comm:
+        """The communicator of this rank along one or several axes; created at first use, by its members only.
+
+        Args:
+            axes: one axis, or several: then the ranks count row-major over them in the order given.
+
+        Raises:
+            MeshTypeError: neither names nor indices.
+            AxisError: unknown or repeated axis.
+            NoGroupError: the mesh is abstract, this rank is not in it, or its default group was destroyed.
+        """
+        try:
+            comm = self._comms.get(axes)
+        except TypeError:  # a list, or what is no axis at all
+            comm = None
+        if comm is None:
+            indices = self._axes(axes)
+            comm = self._comms.get(indices)
+            if comm is None:
+                comm = self._comms.setdefault(indices, self._create_comm(indices))  # one for all threads
+            if isinstance(axes, Hashable):  # a list may have come
+                self._comms[axes] = comm
+        return comm
+
+    def _create_comm(self, axes: tuple[int, ...]) -> Comm:
+        if self._abstract_rank is not None and self._fields.connect is None:
+            raise NoGroupError(f"{self!r} is abstract: it has no process groups, so nothing can be sent along {axes}")
+        if self._coordinate is None:
+            raise NoGroupError(f"rank {self._own_rank()} is not in {self!r}, so it has no group along its axes")
+        if self._fields.connect is not None:
+            return self._fields.connect(self.ranks_along(axes))
+        if self._world != world_place():
+            raise NoGroupError(f"the default process group that {self!r} was created under has been destroyed")
+        names = tuple(self.axis_names[a] for a in axes)
+        ranks = self._along(axes, self._coordinate)
+        choices = {self._choices[a] for a in axes}
+        choice = choices.pop() if len(choices) == 1 else BackendChoice()
+        return Comm.over(find_or_create(ranks, choice, f"mesh_{'_'.join(names)}"), names, ranks, choice)
+
+    def get_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None = None) -> ProcessGroup:
+        """The process group along one or several axes; one of a 1-D mesh if none is given. Raises as `comm` does."""
+        if is_compiling():
+            group: ProcessGroup = getattr(GROUPS_IN_GRAPHS, self._noted_group(mesh_dim))
+            return group
+        refuse_its_own_mesh(self)
+        return self.comm(self._only_axis() if mesh_dim is None else mesh_dim).group
+
+    def _noted_group(self, mesh_dim: AxisLike | tuple[AxisLike, ...] | None) -> str:
+        """The name under which traced code finds a group; called while it is traced."""
+        return note_group(self.comm(self._only_axis() if mesh_dim is None else mesh_dim))
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The process group of every axis, in their order."""
+        return [self.comm(axis).group for axis in range(self.ndim)]
+
+    @property
+    def _dim_group_names(self) -> list[str]:
+        return [self.comm(axis).name for axis in range(self.ndim)]
 
     # --- as a value -------------------------------------------------------------------------------------------------
 

@@ -5,13 +5,14 @@ modes - (size, stride) pairs, outermost first - because flattening two axes that
 axis with two strides: the axes 0 and 2 of a 2x3x4 grid have strides 12 and 1, flattened ((2, 12), (4, 1)). So a mesh
 over 16,384 ranks takes as much memory as one over four, and slicing, flattening and splitting are arithmetic. Nothing
 here depends on torch, processes or names. The integer is the global rank, unless a mesh was given irregular ranks: then
-it is a position in that mesh's list of ranks.
+it is a position in the list of them, which the layout has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from math import prod
 from operator import index
@@ -83,19 +84,23 @@ def fit_axis(offsets: Sequence[int]) -> Axis | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid of integers; equal grids of equal shape are equal values.
+    """A grid of ranks; equal grids of equal shape are equal values, if strides give their ranks.
 
     Args:
         axes: per axis its modes (size, stride), outermost first; () is an axis of size 1.
         offset: the integer at coordinate (0, ..., 0).
+        listed: the rank at each integer, where no strides give them; None: the integers are the ranks.
 
     Example:
         >>> Layout.dense((2, 4)).select((1,), {0: 1}).members()
         (4, 5, 6, 7)
+        >>> Layout.of((2, 2), (7, 4, 0, 2)).select((1,), {0: 1}).members()
+        (0, 2)
     """
 
     axes: tuple[Axis, ...]
     offset: int = 0
+    listed: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(map(coalesce, self.axes)))
@@ -118,6 +123,15 @@ class Layout:
         layout = cls(tuple(axes), members[0])
         return layout if layout.members() == tuple(members) else None
 
+    @classmethod
+    def of(cls, shape: Sequence[int], ranks: Sequence[int]) -> Layout:
+        """The layout of any distinct ranks in row-major order."""
+        return cls.fit(shape, ranks) or replace(cls.dense(shape), listed=tuple(ranks))
+
+    def identity(self) -> Layout | tuple[int, ...]:
+        """Equal for grids of one shape of the same ranks: a layout if they have strides after all, else the ranks."""
+        return self if self.listed is None else self.fit(self.shape, self.members()) or self.members()
+
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """Number of positions on each axis."""
@@ -129,59 +143,65 @@ class Layout:
         return len(self.axes)
 
     def __call__(self, coordinate: Sequence[int]) -> int:
-        """The integer at a coordinate.
+        """The rank at a coordinate; AxisError where there is no such coordinate."""
+        position = self.position(coordinate)
+        return position if self.listed is None else self.listed[position]
 
-        Raises:
-            AxisError: there is no such coordinate.
-        """
+    def position(self, coordinate: Sequence[int]) -> int:
+        """The integer at a coordinate; AxisError where there is no such coordinate."""
         if len(coordinate) != self.ndim or not all(0 <= i < n for i, n in zip(coordinate, self.shape, strict=True)):
             raise AxisError(f"no coordinate {tuple(coordinate)} in {self} of shape {self.shape}")
         return self.offset + sum(axis_offset(axis, i) for axis, i in zip(self.axes, coordinate, strict=True))
 
     def members(self) -> tuple[int, ...]:
-        """Every integer of the grid in row-major order."""
-        return tuple(self.offset + m for m in axis_members(self._modes()))
+        """Every rank of the grid in row-major order."""
+        return tuple(self.line())
 
     def line(self) -> Sequence[int]:
-        """Every integer in row-major order, as a range where one stride gives them: as cheap for 16,384 as for four."""
-        merged = coalesce(self._modes())
-        if len(merged) != 1 or merged[0][1] == 0:
-            return self.members()
-        [(size, stride)] = merged
-        return range(self.offset, self.offset + size * stride, stride)
+        """Every rank in row-major order, as a range where one stride gives them: as cheap for 16,384 as for four."""
+        match coalesce(self._modes()):
+            case ((size, stride),) if stride and self.listed is None:
+                return range(self.offset, self.offset + size * stride, stride)
+        positions = (self.offset + m for m in axis_members(self._modes()))
+        return tuple(positions if self.listed is None else (self.listed[p] for p in positions))
 
     def _modes(self) -> Axis:
         return tuple(mode for axis in self.axes for mode in axis)
 
     def coordinate(self, member: int) -> tuple[int, ...] | None:
-        """The first coordinate, in row-major order, with the integer `member`; None when there is none."""
+        """The first coordinate, in row-major order, with the rank `member`; None when there is none."""
+        if self.listed is not None:
+            if member not in self.listed:
+                return None
+            member = self.listed.index(member)
         if not self._nests():
-            return next((c for c in product(*map(range, self.shape)) if self(c) == member), None)
+            return next((c for c in product(*map(range, self.shape)) if self.position(c) == member), None)
         rest = member - self.offset
         if rest < 0:
             return None
-        digits: dict[tuple[int, int], int] = {}
         modes = [(stride, size, a, m) for a, axis in enumerate(self.axes) for m, (size, stride) in enumerate(axis)]
+        indices = [0] * self.ndim
         for stride, size, a, m in sorted(modes, reverse=True):
-            digits[a, m] = min(rest // stride, size - 1)
-            rest -= digits[a, m] * stride
-        return tuple(_index(axis, a, digits) for a, axis in enumerate(self.axes)) if rest == 0 else None
+            digit = min(rest // stride, size - 1)
+            rest -= digit * stride
+            indices[a] += digit * prod(inner for inner, _ in self.axes[a][m + 1 :])
+        return tuple(indices) if rest == 0 else None
 
     def is_injective(self) -> bool:
-        """Whether no integer is at two coordinates."""
+        """Whether no rank is at two coordinates."""
         return self._nests() or len(set(self.members())) == prod(self.shape)
 
     def select(self, axes: Sequence[int], at: Mapping[int, int] = MappingProxyType({})) -> Layout:
         """The grid over some axes in the order asked for, the others fixed at `at` (0 when absent)."""
         offset = self.offset + sum(axis_offset(self.axes[axis], i) for axis, i in at.items())
-        return Layout(tuple(self.axes[a] for a in axes), offset)
+        return Layout(tuple(self.axes[a] for a in axes), offset, self.listed)
 
     def flatten(self) -> Layout:
         """The grid with all axes merged into one, row-major."""
-        return Layout((self._modes(),), self.offset)
+        return Layout((self._modes(),), self.offset, self.listed)
 
-    def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout | None:
-        """The grid with one axis split row-major into several; None when no strides describe it.
+    def unflatten(self, axis: int, sizes: Sequence[int]) -> Layout:
+        """The grid with one axis split row-major into several; it lists its ranks where no strides describe it.
 
         Raises:
             MeshError: the sizes do not multiply to the size of the axis.
@@ -190,8 +210,8 @@ class Layout:
             raise MeshError(f"axis {axis} of shape {self.shape} has {self.shape[axis]} ranks: not {tuple(sizes)}")
         inner = Layout.fit(sizes, axis_members(self.axes[axis]))
         if inner is None:
-            return None
-        return Layout((*self.axes[:axis], *inner.axes, *self.axes[axis + 1 :]), self.offset)
+            return self.of((*self.shape[:axis], *sizes, *self.shape[axis + 1 :]), self.members())
+        return Layout((*self.axes[:axis], *inner.axes, *self.axes[axis + 1 :]), self.offset, self.listed)
 
     def _nests(self) -> bool:
         """Whether each stride, from small to large, steps over all that the smaller ones reach."""
@@ -204,12 +224,4 @@ class Layout:
 
     def __repr__(self) -> str:
         axes = " x ".join("*".join(f"{n}:{s}" for n, s in axis) or "1" for axis in self.axes)
-        return f"Layout({axes or 'point'} @ {self.offset})"
-
-
-def _index(axis: Axis, a: int, digits: dict[tuple[int, int], int]) -> int:
-    """The position on one axis from the digit of each of its modes."""
-    index = 0
-    for m, (size, _) in enumerate(axis):
-        index = index * size + digits[a, m]
-    return index
+        return f"Layout({axes or 'point'} @ {self.offset}{' of listed ranks' if self.listed else ''})"
