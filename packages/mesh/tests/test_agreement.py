@@ -1,12 +1,11 @@
-"""Covers: agreement.py: what ranks return, and one error on all of them."""
+"""Covers: world.py, `agree`: what ranks return, and one error on all of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from shoal_mesh.groups.agreement import agree
-from shoal_mesh.groups.world import all_gather_objects, require_world
+from shoal_mesh.groups.world import agree, all_gather_objects, require_world
 from shoal_mesh.testing import on_ranks
 
 

@@ -29,8 +29,8 @@ from shoal_mesh import (
 )
 from shoal_mesh.errors import CollectiveError
 from shoal_mesh.shared_memory import channel
+from shoal_mesh.shared_memory.channel import OPT_OUT
 from shoal_mesh.shared_memory.recorder import DTYPES
-from shoal_mesh.shared_memory.segment import OPT_OUT
 from shoal_mesh.testing import on_ranks
 
 

@@ -1,4 +1,4 @@
-"""Covers: fingerprints.py."""
+"""Covers: lockstep.py: what ranks state of a collective, without ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal_mesh.internal import Event
-from shoal_mesh.observers.fingerprints import agree, as_lines, statement
+from shoal_mesh.observers.lockstep import agree, as_lines, statement
 
 
 def _event(rank: int, change: str) -> Event:

@@ -1,4 +1,4 @@
-"""Covers: fork_server.py."""
+"""Covers: pool.py: ranks end with their parent."""
 
 from __future__ import annotations
 

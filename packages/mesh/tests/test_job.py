@@ -1,10 +1,10 @@
-"""Covers: job.py: what goes between the parent and its ranks."""
+"""Covers: worker.py: what goes between the parent and its ranks."""
 
 from __future__ import annotations
 
 import pickle
 
-from shoal_mesh.local_ranks.job import Failure, Job
+from shoal_mesh.local_ranks.worker import Failure, Job
 
 
 def test_jobs_and_failures_are_values_that_travel() -> None:

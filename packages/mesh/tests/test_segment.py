@@ -1,4 +1,4 @@
-"""Covers: segment.py."""
+"""Covers: channel.py: who maps one memory, and when nobody does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from shoal_mesh.shared_memory import segment
-from shoal_mesh.shared_memory.segment import OPT_OUT, map_segment
+from shoal_mesh.shared_memory import channel
+from shoal_mesh.shared_memory.channel import OPT_OUT, map_segment
 from shoal_mesh.testing import on_ranks
 
 
@@ -22,12 +22,12 @@ def test_all_ranks_map_the_same_memory_and_leave_nothing() -> None:
     before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
     shared = map_segment(group, 1 << 16)
     assert shared is not None
-    assert shared.pids[rank] == os.getpid()
-    shared.memory[100 + rank] = 7 + rank
+    assert channel.processes_of(group)[rank] == (channel.machine(), os.getpid())
+    shared[100 + rank] = 7 + rank
     dist.barrier()
-    assert list(shared.memory[100:103]) == [7, 8, 9]
+    assert list(shared[100:103]) == [7, 8, 9]
     dist.barrier()
-    shared.memory.close()
+    shared.close()
     assert (set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -56,10 +56,10 @@ def test_a_file_that_is_not_the_one_meant_is_refused() -> None:
     group = dist.group.WORLD
     assert group is not None
     with mock.patch("secrets.randbits", return_value=5):
-        real = segment._create
+        real = channel._create
 
         def another(nbytes: int, token: int) -> int:
             return real(nbytes, token + 1)
 
-        with mock.patch.object(segment, "_create", another):
+        with mock.patch.object(channel, "_create", another):
             assert map_segment(group, 1 << 16) is None

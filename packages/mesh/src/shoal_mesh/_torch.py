@@ -9,8 +9,7 @@ import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 
 from .errors import MeshTypeError
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 BackendOptions = Backend.Options
 functional = torch.ops._c10d_functional
@@ -206,17 +204,6 @@ def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
     """
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
         return function(*args)
-
-
-def plain_kernels(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function or method, run as by `on_plain_kernels`."""
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS):
-            return function(*args, **kwargs)
-
-    return run
 
 
 _Key = torch._C.DispatchKey

@@ -29,9 +29,8 @@ from .errors import BackendError, MeshError, NewcomerError, PeerError
 from .groups.process_groups import comm_over, forget_groups
 from .groups.world import device_of, require_world
 from .shared_memory.backend_work import settle
-from .shared_memory.channel import give_up
+from .shared_memory.channel import give_up, machine
 from .shared_memory.peers import state_of
-from .shared_memory.segment import machine
 
 R = TypeVar("R")
 Member = dict[str, Any]  # id, machine and process

@@ -22,8 +22,8 @@ from .collectives.packed import (
 from .collectives.reductions import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
 from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
 from .facades import no_such_name as no_such_name
-from .groups.agreement import agree as agree
 from .groups.process_groups import comm_of_threads as comm_of_threads
+from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version

@@ -176,17 +176,16 @@ def topology_version() -> int:
 
 def _default(mesh: DeviceMesh) -> Topology:
     kind = "cpu" if mesh.device_type in {"cpu", "meta"} else "accelerator"
-    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (1 << 30 if kind == "cpu" else _devices_of_a_host(mesh))
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or (1 << 30 if kind == "cpu" else 0)
+    if not per_host:
+        module = module_of(mesh.device_type)
+        per_host = int(module.device_count()) if module is not None and module.is_available() else 0
+        per_host = per_host or _ON_A_HOST
     links = []
     for axis in range(mesh.ndim):
         hosts = {rank // per_host for rank in mesh.ranks_along(axis, (0,) * mesh.ndim)}
         links.append((_REMOTE if len(hosts) > 1 else _LOCAL)[kind])
     return Topology(tuple(links))
-
-
-def _devices_of_a_host(mesh: DeviceMesh) -> int:
-    module = module_of(mesh.device_type)
-    return int(module.device_count() if module is not None and module.is_available() else 0) or _ON_A_HOST
 
 
 def measure(mesh: DeviceMesh, *, largest: int = 1 << 22, repeats: int = 5) -> Topology:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.shared_memory.channel import channel_of
-from shoal_mesh.shared_memory.segment import OPT_OUT
+from shoal_mesh.shared_memory.channel import OPT_OUT, channel_of
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -51,7 +51,8 @@ def _written(kind: type[Any], name: str) -> Callable[..., Work]:
             return found
     for each in many:
         if _is_written_in(kind, each):
-            return _one_of_many(getattr(kind, each))
+            method: Callable[..., Work] = getattr(kind, each)
+            return lambda group, output, source, *more: method(group, [output], [source], *more)
     own: Callable[..., Work] = getattr(kind, single[0])
     if kind is ProcessGroup:
         return own
@@ -69,10 +70,3 @@ def _written(kind: type[Any], name: str) -> Callable[..., Work]:
 
 def _is_written_in(kind: type[Any], name: str) -> bool:
     return getattr(kind, name, None) is not getattr(ProcessGroup, name, None)
-
-
-def _one_of_many(method: Callable[..., Work]) -> Callable[..., Work]:
-    def call(group: ProcessGroup, output: Any, source: Any, *more: Any) -> Work:
-        return method(group, [output], [source], *more)
-
-    return call

@@ -327,13 +327,7 @@ def _forget_group(comm: Comm, world: ProcessGroup) -> None:
 
 
 def find_or_create(ranks: Sequence[int], choice: BackendChoice, description: str) -> ProcessGroup:
-    """The group over `ranks` with these backend options; members only.
-
-    Args:
-        ranks: global ranks in any order, this rank among them.
-        choice: backend and options.
-        description: what c10d's own messages and traces call the group.
-    """
+    """The group over global ranks in any order; members only. Messages of c10d call it by the description."""
     world = require_world()
     if choice == BackendChoice() and ranks == range(world.size()):
         return world
@@ -361,16 +355,10 @@ def _find(world: ProcessGroup, members: tuple[int, ...], choice: BackendChoice) 
             continue
         if len(members) != world.size() and tuple(sorted(_torch.group_ranks(group))) != members:
             continue
-        if group is world or _is_plain(world, group):
+        own, default = (list(map(fingerprint, _torch.backend_options(each))) for each in (group, world))
+        if group is world or own == default:
             return group
     return None
-
-
-def _is_plain(world: ProcessGroup, group: ProcessGroup) -> bool:
-    """Whether the options of a group are those of the default group."""
-    return [fingerprint(o) for o in _torch.backend_options(group)] == [
-        fingerprint(o) for o in _torch.backend_options(world)
-    ]
 
 
 def _create(registry: _Registry, members: tuple[int, ...], choice: BackendChoice, description: str) -> ProcessGroup:

@@ -1,4 +1,4 @@
-"""RankPool: local ranks that stay up and run one function after the other.
+"""RankPool: local ranks that stay up and run one function after the other, and the process that they are forked from.
 
 The parent sends a function to all ranks and collects what they return. A failure comes back as one error with every
 rank's traceback. A rank that does not return in time dumps its stack (faulthandler), the error has it, and the next
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,17 +28,76 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
+from .._torch import TCPStore
 from ..accelerator import default_backend
 from ..argument_types import require
 from ..errors import MeshError, MeshTypeError, RankError
-from .fork_server import ForkServer
-from .job import Failure, Job
 from .pickle_functions import dump, dump_function, refuse_while_loading
+from .worker import Failure, Job
 
 R = TypeVar("R")
 _IDS = count()
 _LOADING = 120.0  # seconds for the ranks to import what the function needs, before its time starts
 _GRACE = 5.0  # seconds that the other ranks get once one has failed: they may wait for it for ever
+
+# What test files import and takes long: what the parent has of it is imported once, before ranks are forked.
+_SLOW_IMPORTS = ("pytest", "hypothesis", "torch._dynamo", "torch.testing._internal.common_methods_invocations")
+
+
+class ForkServer:
+    """The process that ranks are forked from; one per parent, started with the first pool.
+
+    Attributes:
+        parent: process id of the parent.
+        process: the server.
+        store: the TCPStore of the parent, under which all its pools form their default groups.
+    """
+
+    _own: ForkServer | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.parent: int = os.getpid()
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if sys.platform == "linux":
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # local ranks need no host name that resolves
+        package = __name__.rpartition(".")[0]
+        preload = [name for name in _SLOW_IMPORTS if name in sys.modules]
+        self.process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-c", f"from {package}.worker import serve_forks; serve_forks({preload!r})"],
+            stdin=subprocess.PIPE,
+            env=env,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        self.store: TCPStore = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> ForkServer:
+        """The fork server of this process, alive."""
+        with cls._lock:
+            if cls._own is None or cls._own.parent != os.getpid() or cls._own.process.poll() is not None:
+                cls._own = cls()
+            return cls._own
+
+    def fork(self, **order: object) -> None:
+        """Fork a rank; `order` are the arguments of `worker._run_rank`."""
+        assert self.process.stdin is not None, "opened with a pipe"
+        with self._lock:  # pools of several threads
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """End the server and its ranks."""
+        if self.parent == os.getpid() and self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
 
 
 class RankPool:

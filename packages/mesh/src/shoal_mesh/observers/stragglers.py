@@ -12,9 +12,9 @@ import torch
 
 from ..events import Event, observing
 from ..groups.world import all_gather_objects, require_world
-from ..shared_memory.segment import machine
+from ..shared_memory.channel import machine
 from ..values import dataclass
-from .fingerprints import line_of_program
+from .lockstep import line_of_program
 
 _MEETINGS = 5  # at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
 

@@ -10,10 +10,9 @@ from contextlib import suppress
 from .. import _torch
 from .._torch import ProcessGroup, Work
 from ..errors import PeerError
-from .channel import Channel
+from .channel import Channel, machine, processes_of
 from .peers import different_collectives, minority, state_of, written_down
 from .recorder import last_of_backend
-from .segment import machine, processes_of
 
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
@@ -28,10 +27,8 @@ def settle(timeout: float) -> None:
     """Until threads of gloo need the interpreter's lock no more, so that its groups can be freed.
 
     A thread drops the tensors of a collective a moment after its end, for which it needs the lock, and a group that is
-    freed under the lock waits for its threads. What a rank has left ends when others let go of their groups.
-
-    Args:
-        timeout: seconds, after which gloo has given up by itself.
+    freed under the lock waits for its threads. What a rank has left ends when others let go of their groups, or when
+    gloo gives up by itself, after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     while any(not work.is_completed() for work in _ABANDONED) and time.monotonic() < deadline:

@@ -1,16 +1,27 @@
-"""The shared memory of a group: streams of rounds, and the ranks."""
+"""The shared memory of a group: streams of rounds, and the ranks; mapped by all of them, or by none.
+
+The first rank makes an anonymous file (memfd), which the others open by way of /proc. It has no name in any folder, so
+nothing is left behind however its owner ends. Whether everybody has mapped the same memory is verified by a random
+token, and agreed upon: either all ranks of the group use it or none does.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import mmap
+import os
+import platform
+import secrets
+import sys
 import weakref
 from collections.abc import Mapping
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 
-from .._torch import ProcessGroup
+from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from .peers import ANNOUNCED, LINE, REASON_BYTES, Peers
-from .segment import Segment, map_segment
 from .stream import Stream
 
 SLOT_BYTES = 1 << 20  # of one rank in one round in the foreground; two per rank. Larger messages take several rounds.
@@ -18,6 +29,11 @@ _ALL_SLOTS_BYTES = 1 << 26  # of a group with many ranks
 # For what goes on in the background: slots per rank, and bytes of each. It is large, so its slots are few, and long
 # under way, so gathers and reductions have a stream each: no reduction is waited for when the next gather starts.
 BACKGROUND = {"gathers": (2, 1 << 23), "reductions": (1, 1 << 24)}
+OPT_OUT = "SHOAL_SHARED_MEMORY"  # "0" on any rank keeps every group that it is in with its backend
+# Flags are stored after data without a fence, which is right where stores become visible in program order (TSO).
+_ORDERED = {"x86_64", "AMD64"}
+# Declared mutable state: an entry goes with its group.
+_PROCESSES: weakref.WeakKeyDictionary[ProcessGroup, tuple[tuple[int, int], ...]] = weakref.WeakKeyDictionary()
 
 
 class Channel:
@@ -29,13 +45,13 @@ class Channel:
         background: streams by name.
     """
 
-    def __init__(self, group: ProcessGroup, segment: Segment, slots: Mapping[str, tuple[int, int]]) -> None:
-        size, memory = group.size(), memoryview(segment.memory)
+    def __init__(self, group: ProcessGroup, segment: mmap.mmap, slots: Mapping[str, tuple[int, int]]) -> None:
+        size, memory, pids = group.size(), memoryview(segment), [pid for _, pid in processes_of(group)]
         _, flags, notes, announced, reasons, head = accumulate(_head_words(size, len(slots)), initial=0)
         words = memory[: head * 8].cast("Q")
         own = [flags + LINE * (size * i + group.rank()) + word for i in range(len(slots)) for word in (0, 1)]
-        self.peers: Peers = Peers(group, segment.pids, words, own, memory[reasons * 8 : head * 8], announced)
-        data, streams = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=head * 8), []
+        self.peers: Peers = Peers(group, pids, words, own, memory[reasons * 8 : head * 8], announced)
+        data, streams = torch.frombuffer(segment, dtype=torch.uint8, offset=head * 8), []
         for i, (depth, slot_bytes) in enumerate(slots.values()):
             first, width = notes + 2 * size * _note_words(size) * i, _note_words(size)
             by_parity = [[first + (parity * size + rank) * width for rank in range(size)] for parity in (0, 1)]
@@ -62,7 +78,7 @@ def _head_words(size: int, streams: int) -> list[int]:
     ]
 
 
-# The one mutable state of this folder: an entry goes with its group. None: the group keeps its backend.
+# Declared mutable state: an entry goes with its group. None: the group keeps its backend.
 _CHANNELS: weakref.WeakKeyDictionary[ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
 
 
@@ -77,18 +93,98 @@ def channel_of(group: ProcessGroup) -> Channel | None:
             for name, (depth, most) in {"foreground": (2, SLOT_BYTES), **BACKGROUND}.items()
         }
         per_rank = sum(depth * slot_bytes for depth, slot_bytes in slots.values())
-        segment = map_segment(group, sum(_head_words(size, len(slots))) * 8 + size * per_rank)
+        segment = on_plain_kernels(map_segment, group, sum(_head_words(size, len(slots))) * 8 + size * per_rank)
         channel = _CHANNELS[group] = None if segment is None else Channel(group, segment, slots)
         return channel
 
 
 def give_up(reason: str) -> None:
-    """Have the ranks that wait for this one, or come to, raise at once and not at their timeout.
-
-    Args:
-        reason: what this rank did, for them to repeat.
-    """
+    """Have the ranks that wait for this one, or come to, raise at once, and say what it did, not at their timeout."""
     for channel in list(_CHANNELS.values()):
         if channel is not None:
             peers = channel.peers
             peers.fail(f"rank {peers.ranks[peers.rank]} {reason}", [peers.rank])
+
+
+def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
+    """Memory shared by all ranks of the group, zeroed; None on all ranks if any cannot have it.
+
+    Two small collectives of the group, unseen by modes: every rank calls this at the same point of its sequence of
+    collectives. Pages that nobody touches cost nothing.
+    """
+    token = secrets.randbits(62)
+    own = _create(nbytes, token) if group.rank() == 0 else -1
+    try:
+        facts = torch.tensor([_host(), os.getpid(), own, token, machine()])
+        of_all = torch.empty(group.size(), len(facts), dtype=facts.dtype)
+        group._allgather_base(of_all.view(-1), facts, AllgatherOptions()).wait()
+        hosts, pids, files, tokens, machines = of_all.t().tolist()
+        _PROCESSES[group] = tuple(zip(machines, pids, strict=True))
+        memory = None
+        if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
+            path = f"/proc/{pids[0]}/fd/{files[0]}"
+            memory = _map(path, nbytes, tokens[0])
+        return memory if _all_have(memory, group) else None
+    finally:
+        if own >= 0:
+            os.close(own)
+
+
+def _create(nbytes: int, token: int) -> int:
+    """An anonymous file of that size with the token in front, or -1."""
+    if not hasattr(os, "memfd_create"):
+        return -1
+    try:
+        file = os.memfd_create("shoal_mesh")
+        os.ftruncate(file, nbytes)
+        os.pwrite(file, token.to_bytes(8, sys.byteorder), 0)
+    except OSError:  # a sandbox without it, or no memory: the group keeps its backend
+        return -1
+    return file
+
+
+def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
+    """The file mapped, if it can be opened and is the one meant."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # another user's process, or another view of /proc
+        return None
+    try:
+        memory = mmap.mmap(file, nbytes)
+    except (OSError, ValueError):  # ValueError: another file, and shorter
+        return None
+    finally:
+        os.close(file)
+    return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
+
+
+def _all_have(memory: mmap.mmap | None, group: ProcessGroup) -> bool:
+    have = torch.tensor([int(memory is not None)])
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
+    group.allreduce([have], options).wait()
+    return bool(have.item())
+
+
+def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
+    """(machine, process id) of the ranks of a group, in its order; () before its first collective on CPU tensors."""
+    return _PROCESSES.get(group, ())
+
+
+def _host() -> int:
+    """A number that two ranks have in common where one can see the other's memory; 0 where nobody can see it."""
+    if platform.machine() not in _ORDERED or os.environ.get(OPT_OUT) == "0":
+        return 0
+    return machine()
+
+
+def machine() -> int:
+    """A number that two processes have in common where one sees the other in /proc; 0 where there is none."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+    return int.from_bytes(hashlib.sha256(f"{boot}{processes}".encode()).digest()[:7], "little") + 1
