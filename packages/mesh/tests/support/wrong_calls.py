@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,13 @@ class _Table:
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}
 
-    def __call__(self, name: str, function: Callable[..., object], valid: dict[str, Any], /, **accepted: str) -> None:
-        names = {parameter: set(words.split()) for parameter, words in accepted.items()}
+    def __call__(self, name: str, function: Callable[..., object], /, **arguments: tuple[Any, str]) -> None:
+        """A function, and for each of its parameters what it takes, and the names of wrong values that are right."""
+        accepted = {parameter: set(words.split()) for parameter, (_, words) in arguments.items()}
         operation: object = dist.ReduceOp.SUM
         if not callable(operation):  # as in torch 2.11: there it passes for no function
-            names = {p: words - {"reduce_op"} if "function" in words else words for p, words in names.items()}
-        if "comm" in valid:
-            names["comm"] = {"comm"}
-        self.calls[name] = Call(function, valid, names)
+            accepted = {p: words - {"reduce_op"} if "function" in words else words for p, words in accepted.items()}
+        self.calls[name] = Call(function, {parameter: value for parameter, (value, _) in arguments.items()}, accepted)
 
 
 def public_calls(mesh: m.DeviceMesh, comm: Comm, folder: Path) -> dict[str, Call]:
@@ -149,371 +149,161 @@ def public_calls(mesh: m.DeviceMesh, comm: Comm, folder: Path) -> dict[str, Call
 
 def _collectives(row: _Table, comm: Comm) -> None:
     x, f = torch.ones(2, 2), torch.ones(2)
-    row(
-        "all_reduce",
-        m.all_reduce,
-        {"tensor": x, "comm": comm, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-    )
-    row(
-        "differentiable.all_reduce",
-        differentiable.all_reduce,
-        {"tensor": x, "comm": comm, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-    )
-    row(
-        "all_gather",
-        m.all_gather,
-        {"tensor": x, "comm": comm, "dim": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-        dim="minus_one true",
-    )
-    row(
-        "differentiable.all_gather",
-        differentiable.all_gather,
-        {"tensor": x, "comm": comm, "dim": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-        dim="minus_one true",
-    )
-    row(
-        "all_gather_v",
-        m.all_gather_v,
-        {"tensor": x, "comm": comm, "sizes": (2, 3), "dim": 0},
-        tensor="tensor int_tensor bool_tensor",
-        dim="minus_one true",
-    )
-    row(
-        "differentiable.all_gather_v",
-        differentiable.all_gather_v,
-        {"tensor": x, "comm": comm, "sizes": (2, 3), "dim": 0},
-        tensor="tensor int_tensor bool_tensor requires_grad",
-        dim="minus_one true",
-    )
-    row(
-        "reduce_scatter",
-        m.reduce_scatter,
-        {"tensor": x, "comm": comm, "dim": 0, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor empty",
-        dim="minus_one true",
-    )
-    row(
-        "differentiable.reduce_scatter",
-        differentiable.reduce_scatter,
-        {"tensor": x, "comm": comm, "dim": 0, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor empty requires_grad",
-        dim="minus_one true",
-    )
-    row(
-        "reduce_scatter_v",
-        m.reduce_scatter_v,
-        {"tensor": x, "comm": comm, "sizes": (0, 2), "dim": 0, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor",
-        dim="minus_one true",
-    )
-    row(
-        "differentiable.reduce_scatter_v",
-        differentiable.reduce_scatter_v,
-        {"tensor": x, "comm": comm, "sizes": (0, 2), "dim": 0, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor requires_grad",
-        dim="minus_one true",
-    )
-    row(
-        "all_to_all",
-        m.all_to_all,
-        {"tensor": x, "comm": comm, "split_dim": 0, "concat_dim": 1},
-        tensor="tensor",
-        split_dim="minus_one true",
-        concat_dim="minus_one true",
-    )
-    row(
-        "differentiable.all_to_all",
-        differentiable.all_to_all,
-        {"tensor": x, "comm": comm, "split_dim": 0, "concat_dim": 1},
-        tensor="tensor requires_grad",
-        split_dim="minus_one true",
-        concat_dim="minus_one true",
-    )
-    row(
-        "all_to_all_v",
-        m.all_to_all_v,
-        {"flat": f, "comm": comm, "send_sizes": (1, 1), "recv_sizes": (1, 1)},
-        flat="int_tensor bool_tensor",
-    )
-    row(
-        "differentiable.all_to_all_v",
-        differentiable.all_to_all_v,
-        {"flat": f, "comm": comm, "send_sizes": (1, 1), "recv_sizes": (1, 1)},
-        flat="int_tensor bool_tensor",
-    )
-    row(
-        "broadcast",
-        m.broadcast,
-        {"tensor": x, "comm": comm, "src": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-        src="true",
-    )
-    row(
-        "differentiable.broadcast",
-        differentiable.broadcast,
-        {"tensor": x, "comm": comm, "src": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-        src="true",
-    )
-    row(
-        "gather",
-        m.gather,
-        {"tensor": x, "comm": comm, "dst": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-        dst="true",
-    )
-    row(
-        "differentiable.gather",
-        differentiable.gather,
-        {"tensor": x, "comm": comm, "dst": 0},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-        dst="true",
-    )
-    row(
-        "permute",
-        m.permute,
-        {"tensor": x, "comm": comm, "targets": [1, 0]},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-        targets="range",
-    )
-    row(
-        "differentiable.permute",
-        differentiable.permute,
-        {"tensor": x, "comm": comm, "targets": [1, 0]},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-        targets="range",
-    )
-    row(
-        "scatter",
-        from_this_rank(m.scatter),
-        {"tensors": [x, x], "comm": comm, "src": 0, "out": torch.ones(2, 2)},
-        out="tensor",
-        src="true",
-    )
-    row(
-        "differentiable.scatter",
-        from_this_rank(differentiable.scatter),
-        {"tensor": x, "comm": comm, "src": 0},
-        tensor="tensor int_tensor bool_tensor requires_grad",
-        src="true",
-    )
-    row(
-        "differentiable.all_reduce_replicated",
-        differentiable.all_reduce_replicated,
-        {"tensor": x, "comm": comm},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-    )
-    row(
-        "differentiable.sum_gradients",
-        differentiable.sum_gradients,
-        {"tensor": x, "comm": comm},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad",
-    )
-    row(
-        "all_reduce_",
-        all_reduce_,
-        {"tensor": x, "comm": comm, "op": "sum"},
-        tensor="tensor int_tensor bool_tensor empty scalar",
-    )
-    row(
-        "all_reduce_coalesced",
-        m.all_reduce_coalesced,
-        {"tensors": [x, f], "comm": comm, "op": "sum"},
-        tensors="list tuple list_of_tensor",
-    )
-    row(
-        "all_gather_coalesced",
-        m.all_gather_coalesced,
-        {"tensors": [x, f], "comm": comm, "dim": 0},
-        tensors="list tuple list_of_tensor",
-        dim="minus_one",
-    )
-    row(
-        "reduce_scatter_coalesced",
-        m.reduce_scatter_coalesced,
-        {"tensors": [x, f], "comm": comm, "dim": 0, "op": "sum"},
-        tensors="list tuple list_of_tensor",
-        dim="minus_one",
-    )
-    row(
-        "all_to_all_blocks",
-        m.all_to_all_blocks,
-        {"blocks": [[f], [f]], "comm": comm, "out": [[f.clone()], [f.clone()]]},
-    )
-    row(
-        "pack_blocks",
-        pack_blocks,
-        {"blocks": [f, x], "like": x},
-        blocks="list tuple list_of_tensor list_of_requires_grad",
-        like="none tensor int_tensor bool_tensor empty scalar requires_grad sparse",
-    )
-    row(
-        "unpack_blocks",
-        unpack_blocks,
-        {"flat": torch.ones(4), "out": [torch.ones(2), torch.ones(2)]},
-        out="list_of_tensor",
-    )
-    row(
-        "check_replicas",
-        m.check_replicas,
-        {"tensor": x, "comm": comm, "what": "x"},
-        tensor="tensor int_tensor bool_tensor empty scalar requires_grad dict",
-        what="text no_text",
-    )
+    shaped = "tensor int_tensor bool_tensor"
+    full = f"{shaped} empty scalar"
+    arguments: dict[str, tuple[Any, str]] = {
+        "comm": (comm, "comm"),
+        "op": ("sum", ""),
+        "dim": (0, "minus_one true"),
+        "split_dim": (0, "minus_one true"),
+        "concat_dim": (1, "minus_one true"),
+        "flat": (f, "int_tensor bool_tensor"),
+        "send_sizes": ((1, 1), ""),
+        "recv_sizes": ((1, 1), ""),
+        "src": (0, "true"),
+        "dst": (0, "true"),
+        "targets": ([1, 0], "range"),
+    }
+    tensors = {
+        "all_reduce": full,
+        "all_gather": full,
+        "all_gather_v": shaped,
+        "reduce_scatter": f"{shaped} empty",
+        "reduce_scatter_v": shaped,
+        "all_to_all": "tensor",
+        "all_to_all_v": "",
+        "broadcast": full,
+        "gather": full,
+        "permute": full,
+        "all_reduce_replicated": full,
+        "sum_gradients": full,
+    }
+    for name, accepted in tensors.items():
+        arguments["sizes"] = ((0, 2) if name == "reduce_scatter_v" else (2, 3), "")
+        for prefix, module, more in (("", m, ""), ("differentiable.", differentiable, " requires_grad")):
+            if function := getattr(module, name, None):
+                every = arguments | {"tensor": (x, accepted + more)}
+                row(prefix + name, function, **{p: every[p] for p in signature(function).parameters if p in every})
+    row("all_reduce_", all_reduce_, tensor=(x, full), comm=(comm, "comm"), op=("sum", ""))
+    src = (0, "true")
+    out = (x.clone(), "tensor")
+    row("scatter", from_this_rank(m.scatter), tensors=([x, x], ""), comm=(comm, "comm"), src=src, out=out)
+    tensor = (x, f"{shaped} requires_grad")
+    row("differentiable.scatter", from_this_rank(differentiable.scatter), tensor=tensor, comm=(comm, "comm"), src=src)
+    lists = ([x, f], "list tuple list_of_tensor")
+    dim = (0, "minus_one")
+    row("all_reduce_coalesced", m.all_reduce_coalesced, tensors=lists, comm=(comm, "comm"), op=("sum", ""))
+    row("all_gather_coalesced", m.all_gather_coalesced, tensors=lists, comm=(comm, "comm"), dim=dim)
+    coalesced = m.reduce_scatter_coalesced
+    row("reduce_scatter_coalesced", coalesced, tensors=lists, comm=(comm, "comm"), dim=dim, op=("sum", ""))
+    into = ([[f.clone()], [f.clone()]], "")
+    row("all_to_all_blocks", m.all_to_all_blocks, blocks=([[f], [f]], ""), comm=(comm, "comm"), out=into)
+    blocks = ([f, x], "list tuple list_of_tensor list_of_requires_grad")
+    row("pack_blocks", pack_blocks, blocks=blocks, like=(x, f"none {full} requires_grad sparse"))
+    two = ([torch.ones(2), torch.ones(2)], "list_of_tensor")
+    row("unpack_blocks", unpack_blocks, flat=(torch.ones(4), ""), out=two)
+    replicas = (x, f"{full} requires_grad dict")
+    row("check_replicas", m.check_replicas, tensor=replicas, comm=(comm, "comm"), what=("x", "text no_text"))
 
 
 def _meshes(row: _Table, two: m.DeviceMesh) -> None:
-    row("comm_over", comm_over, {"ranks": (0, 1), "name": "r"}, ranks="range", name="text no_text")
+    row("comm_over", comm_over, ranks=((0, 1), "range"), name=("r", "text no_text"))
     row(
         "init_device_mesh",
         m.init_device_mesh,
-        {
-            "device_type": "cpu",
-            "mesh_shape": (1, 2),
-            "mesh_dim_names": ("a", "b"),
-            "backend_override": {0: "fake"},
-            "validate": True,
-            "lazy": False,
-        },
-        device_type="device",
-        mesh_shape="int_tensor bool_tensor",
-        mesh_dim_names="none names",
-        backend_override="none dict",
-        validate="true",
-        lazy="true",
+        device_type=("cpu", "device"),
+        mesh_shape=((1, 2), "int_tensor bool_tensor"),
+        mesh_dim_names=(("a", "b"), "none names"),
+        backend_override=({0: "fake"}, "none dict"),
+        validate=(True, "true"),
+        lazy=(False, "true"),
     )
     row(
         "abstract_mesh",
         m.abstract_mesh,
-        {"shape": (1, 2), "names": ("a", "b"), "rank": 0, "device_type": "cpu", "connect": None},
-        shape="int_tensor bool_tensor",
-        names="none names",
-        rank="three million true",
-        device_type="device",
-        connect="none function type reduce_op",
+        shape=((1, 2), "int_tensor bool_tensor"),
+        names=(("a", "b"), "none names"),
+        rank=(0, "three million true"),
+        device_type=("cpu", "device"),
+        connect=(None, "none function type reduce_op"),
     )
     row(
         "DeviceMesh",
         m.DeviceMesh,
-        {"device_type": "cpu", "mesh": [[0, 1]], "mesh_dim_names": ("a", "b"), "backend_override": {0: "fake"}},
-        device_type="device",
-        mesh="nested",
-        mesh_dim_names="none names",
-        backend_override="none dict",
+        device_type=("cpu", "device"),
+        mesh=([[0, 1]], "nested"),
+        mesh_dim_names=(("a", "b"), "none names"),
+        backend_override=({0: "fake"}, "none dict"),
     )
     row(
         "DeviceMesh.from_group",
         m.DeviceMesh.from_group,
-        {"group": dist.group.WORLD, "device_type": "cpu", "mesh": [0, 1], "mesh_dim_names": ("a",)},
-        group="group",
-        device_type="device",
-        mesh="none range",
-        mesh_dim_names="none text",
+        group=(dist.group.WORLD, "group"),
+        device_type=("cpu", "device"),
+        mesh=([0, 1], "none range"),
+        mesh_dim_names=(("a",), "none text"),
     )
-    row("mesh[]", two.__getitem__, {"axes": "a"}, axes="minus_one names true range")
-    row("mesh.comm", two.comm, {"axes": "a"}, axes="minus_one names true range reduce_op")
-    row("mesh.get_group", two.get_group, {"mesh_dim": "a"}, mesh_dim="minus_one names true range reduce_op")
-    row(
-        "mesh.flatten",
-        flatten,
-        {"name": "f", "backend_override": None},
-        name="none text no_text",
-        backend_override="none",
-    )
+    row("mesh[]", two.__getitem__, axes=("a", "minus_one names true range"))
+    row("mesh.comm", two.comm, axes=("a", "minus_one names true range reduce_op"))
+    row("mesh.get_group", two.get_group, mesh_dim=("a", "minus_one names true range reduce_op"))
+    row("mesh.flatten", flatten, name=("f", "none text no_text"), backend_override=(None, "none"))
     row(
         "mesh.unflatten",
         two.unflatten,
-        {"dim": "b", "sizes": (2, 1), "names": ("c", "d"), "backend_override": None},
-        dim="minus_one true",
-        backend_override="none dict",
+        dim=("b", "minus_one true"),
+        sizes=((2, 1), ""),
+        names=(("c", "d"), ""),
+        backend_override=(None, "none dict"),
     )
-    row("mesh.concatenate", two.concatenate, {"meshes": [two["a"], two["b"]]}, meshes="mesh_alone")
-    row("mesh.get_all_submeshes", two.get_all_submeshes, {"axes": "a"}, axes="minus_one names true range")
-    row("mesh.axis_index", two.axis_index, {"axis": "a"}, axis="minus_one true")
-    row("mesh.size", two.size, {"mesh_dim": "a"}, mesh_dim="none minus_one true")
-    row("mesh.rank_at", two.rank_at, {"coordinate": (0, 1)}, coordinate="zeros range generator")
-    row("mesh.coordinate_of", two.coordinate_of, {"rank": 0}, rank="three minus_one million true")
+    row("mesh.concatenate", two.concatenate, meshes=([two["a"], two["b"]], "mesh_alone"))
+    row("mesh.get_all_submeshes", two.get_all_submeshes, axes=("a", "minus_one names true range"))
+    row("mesh.axis_index", two.axis_index, axis=("a", "minus_one true"))
+    row("mesh.size", two.size, mesh_dim=("a", "none minus_one true"))
+    row("mesh.rank_at", two.rank_at, coordinate=((0, 1), "zeros range generator"))
+    row("mesh.coordinate_of", two.coordinate_of, rank=(0, "three minus_one million true"))
     row(
         "mesh.ranks_along",
         two.ranks_along,
-        {"axes": "a", "coordinate": (0, 0)},
-        axes="minus_one names true range",
-        coordinate="none zeros range generator",
+        axes=("a", "minus_one names true range"),
+        coordinate=((0, 0), "none zeros range generator"),
     )
-    row("mesh.get_local_rank", two.get_local_rank, {"mesh_dim": "a"}, mesh_dim="minus_one true")
+    row("mesh.get_local_rank", two.get_local_rank, mesh_dim=("a", "minus_one true"))
 
 
 def _others(row: _Table, two: m.DeviceMesh, comm: Comm, folder: Path) -> None:
     mode = m.CommDebugMode()
-    row(
-        "Link",
-        m.Link,
-        {"latency": 1.0, "bandwidth": 1.0},
-        latency="three million float true",
-        bandwidth="three million float true",
-    )
-    row("Link.seconds", m.Link(1.0, 1.0).seconds, {"nbytes": 1}, nbytes="three minus_one million float nan true")
-    row("Topology", Topology, {"links": (m.Link(1.0, 1.0),)}, links="tuple")
-    row("Topology.over", Topology((m.Link(1.0, 1.0),)).over, {"axes": (0,)}, axes="zeros")
-    row("Topology[]", Topology((m.Link(1.0, 1.0),)).__getitem__, {"axis": 0}, axis="minus_one")
-    row("topology_of", m.topology_of, {"mesh": two}, mesh="mesh")
-    row("set_topology", m.set_topology, {"mesh": two, "topology": None}, mesh="mesh", topology="none")
-    row(
-        "measure_topology",
-        measure,
-        {"mesh": two, "largest": 128, "repeats": 1},
-        mesh="mesh",
-        largest="million",
-        repeats="three million true",
-    )
-    row("observe", observe_and_stop, {"observer": testing})
-    row("unobserve", unobserve, {"observer": testing})
-    row("purpose", m.purpose, {"text": "x"}, text="text no_text function type reduce_op")
-    row("lockstep", open_lockstep, {"timeout": 1.0}, timeout="three million float true")
-    row(
-        "BackendChoice",
-        BackendChoice,
-        {"backend": "gloo", "options": None},
-        backend="none text no_text",
-        options="none",
-    )
-    row("constant_when_compiled", constant_when_compiled, {"cls": None})
-    row("CommDebugMode.table", mode.generate_comm_debug_tracing_table, {"noise_level": 1}, noise_level="three true")
+    row("Link", m.Link, latency=(1.0, "three million float true"), bandwidth=(1.0, "three million float true"))
+    row("Link.seconds", m.Link(1.0, 1.0).seconds, nbytes=(1, "three minus_one million float nan true"))
+    row("Topology", Topology, links=((m.Link(1.0, 1.0),), "tuple"))
+    row("Topology.over", Topology((m.Link(1.0, 1.0),)).over, axes=((0,), "zeros"))
+    row("Topology[]", Topology((m.Link(1.0, 1.0),)).__getitem__, axis=(0, "minus_one"))
+    row("topology_of", m.topology_of, mesh=(two, "mesh"))
+    row("set_topology", m.set_topology, mesh=(two, "mesh"), topology=(None, "none"))
+    row("measure_topology", measure, mesh=(two, "mesh"), largest=(128, "million"), repeats=(1, "three million true"))
+    row("observe", observe_and_stop, observer=(testing, ""))
+    row("unobserve", unobserve, observer=(testing, ""))
+    row("purpose", m.purpose, text=("x", "text no_text function type reduce_op"))
+    row("lockstep", open_lockstep, timeout=(1.0, "three million float true"))
+    row("BackendChoice", BackendChoice, backend=("gloo", "none text no_text"), options=(None, "none"))
+    row("constant_when_compiled", constant_when_compiled, cls=(None, ""))
+    row("CommDebugMode.table", mode.generate_comm_debug_tracing_table, noise_level=(1, "three true"))
     row(
         "CommDebugMode.json",
         mode.generate_json_dump,
-        {"file_name": str(folder / "a"), "noise_level": 1},
-        file_name="text",
-        noise_level="three true",
+        file_name=(str(folder / "a"), "text"),
+        noise_level=(1, "three true"),
     )
     row(
         "CommDebugMode.log",
         mode.log_comm_debug_tracing_table_to_file,
-        {"file_name": str(folder / "a"), "noise_level": 1},
-        file_name="text",
-        noise_level="three true",
+        file_name=(str(folder / "a"), "text"),
+        noise_level=(1, "three true"),
     )
-    row(
-        "on_ranks",
-        testing.on_ranks,
-        {"size": 2, "timeout": 1.0},
-        size="three million true",
-        timeout="none three million float true",
-    )
-    row("rank_pool", testing.rank_pool, {"size": 2}, size="three million true")
-    row(
-        "RankPool",
-        testing.RankPool,
-        {"size": 2, "backend": "gloo"},
-        size="three million true",
-        backend="none text no_text",
-    )
-    row("RankPool.run", run_on_one_rank, {"function": None}, function="function type reduce_op")
-    row("launch", launch, {"fn": list, "nprocs": 2}, fn="type function reduce_op", nprocs="none")
-    row("skip_unless_gpus", testing.skip_unless_gpus, {"count": 1}, count="three minus_one million true")
-    row("skip_unless_backend", testing.skip_unless_backend, {"name": "gloo"}, name="text no_text")
-    row("with_comms", testing.with_comms, {"body": len}, body="function type reduce_op")
+    row("on_ranks", testing.on_ranks, size=(2, "three million true"), timeout=(1.0, "none three million float true"))
+    row("rank_pool", testing.rank_pool, size=(2, "three million true"))
+    row("RankPool", testing.RankPool, size=(2, "three million true"), backend=("gloo", "none text no_text"))
+    row("RankPool.run", run_on_one_rank, function=(None, "function type reduce_op"))
+    row("launch", launch, fn=(list, "type function reduce_op"), nprocs=(2, "none"))
+    row("skip_unless_gpus", testing.skip_unless_gpus, count=(1, "three minus_one million true"))
+    row("skip_unless_backend", testing.skip_unless_backend, name=("gloo", "text no_text"))
+    row("with_comms", testing.with_comms, body=(len, "function type reduce_op"))
