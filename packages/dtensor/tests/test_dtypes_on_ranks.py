@@ -1,4 +1,4 @@
-"""Covers: rules/nn/norms.py, rules/math/{reduction,linalg,matmul}.py, others: small and complex dtypes."""
+"""Covers: rules/nn/norms.py, rules/math/{reduction,matmul}.py, others: small and complex dtypes."""
 
 from __future__ import annotations
 
