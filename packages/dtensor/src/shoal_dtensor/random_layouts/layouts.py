@@ -82,14 +82,9 @@ def followed(
 def _results_of(
     name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], outs: Sequence[Tensor]
 ) -> list[Spec]:
-    """The specs of the tensors that a function returned.
+    """The specs of the tensors `outs` that a function returned on this rank.
 
-    Args:
-        name: of the function.
-        function: called with `args` and `kwargs`, where sharded tensors stand as their `Spec`.
-        args: with specs and plain tensors, which count as replicated.
-        kwargs: likewise.
-        outs: what it returned on this rank.
+    Sharded tensors stand as their `Spec` in its arguments; plain ones count as replicated.
 
     Raises:
         UnknownLayoutError: if shards do not determine them.

@@ -92,9 +92,9 @@ class Watch(FunctionMode):
         sizes = [of_rank[first] for of_rank in held]
         for i, tensor in enumerate(tensors):
             if rows[i] >= 0 and [of_rank[i] for of_rank in held] == sizes:
-                self._enter(tensor, axes, sizes)
+                self._note_rows(tensor, axes, sizes)
 
-    def _enter(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
+    def _note_rows(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
         known = layout_of(tensor)
         if known is not None and (known.spec is None or known.spec.mesh != self.mesh):
             note_layout(tensor, PLAIN)  # of another watch

@@ -192,10 +192,10 @@ class Space:
     def shards(self, dim: int, tokens: Tokens) -> Shards:
         """What these tokens make of a dim."""
         key = dim, tokens
-        known = self._shards.get(key)
-        if known is None:
-            known = self._shards[key] = self._sharded(dim, tokens) if tokens else Shards(0, 0, self.shape[dim], True)
-        return known
+        shards = self._shards.get(key)
+        if shards is None:
+            shards = self._shards[key] = self._sharded(dim, tokens) if tokens else Shards(0, 0, self.shape[dim], True)
+        return shards
 
     def _sharded(self, dim: int, tokens: Tokens) -> Shards:
         axes, _, longest, even = self.shards(dim, tokens[:-1])
@@ -213,12 +213,12 @@ class Space:
     def change(self, dim: int, old: Tokens, new: Tokens) -> Change:
         """What becomes of a dim between two shardings."""
         key = dim, old, new
-        known = self._changes.get(key)
-        if known is None:
+        change = self._changes.get(key)
+        if change is None:
             same = _shared(old, new)
             held = self._held(dim, old, new) if old[same:] else 1.0
-            known = self._changes[key] = Change(_mask(old[same:]), _mask(new[same:]), held)
-        return known
+            change = self._changes[key] = Change(_mask(old[same:]), _mask(new[same:]), held)
+        return change
 
     def _held(self, dim: int, old: Tokens, new: Tokens) -> float:
         """The smallest fraction of a rank's new interval of a dim that is in its old one.
@@ -322,14 +322,14 @@ class Candidates:
         if not axes:
             return [outer]
         key = dim, outer, axes
-        known = self._orders.get(key)
-        if known is None:
+        extensions = self._orders.get(key)
+        if extensions is None:
             start, goal = self.ends[dim]
             few = _in_order(axes, goal + start), _in_order(axes, start + goal)
             orders = permutations(axes) if self.complete else few
             ways = [tokens for order in orders for tokens in self._extended(dim, outer, order)]
-            known = self._orders[key] = list(dict.fromkeys(ways))
-        return known
+            extensions = self._orders[key] = list(dict.fromkeys(ways))
+        return extensions
 
     def _extended(self, dim: int, outer: Tokens, order: Iterable[int]) -> list[Tokens]:
         """The dim sharded further by these axes in this order: like torch.chunk, and last with explicit sizes.
