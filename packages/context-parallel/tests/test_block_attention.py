@@ -3,46 +3,125 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from shoal_context_parallel import block_attention
+from shoal_context_parallel import _torch, block_attention
 from shoal_context_parallel.attention_mask import Tile, TileKind
-from shoal_context_parallel.block_attention import BlockKernel, merge
+from shoal_context_parallel.block_attention import BlockKernel, kernel_of, merge, plain_attention
+
+KINDS = pytest.mark.parametrize("kind", list(TileKind))
+MASKED = pytest.mark.parametrize("masked", [False, True])
 
 
+class Case:
+    """A tile of two heads of keys, with three heads of queries each, and its attention by one softmax in float64."""
+
+    def __init__(self, kind: TileKind, masked: bool, width: int, queries: int, keys: int, values: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        sizes = (3, queries, width), (1, keys, width), (1, keys, values)
+        self.inputs = [torch.randn(2, *size, dtype=torch.double, generator=generator) for size in sizes]
+        self.tile = Tile(None, slice(0, queries), slice(0, keys), kind, 1 if kind is TileKind.BAND else 0, 0)
+        behind = torch.arange(queries).unsqueeze(-1) + self.tile.offset - torch.arange(keys)
+        reads = {
+            TileKind.FULL: behind > -keys - 9,
+            TileKind.CAUSAL: behind >= 0,
+            TileKind.BAND: (behind <= 2) & (behind >= -1),
+        }
+        self.added: Tensor | None = None
+        if masked:
+            self.added = torch.randn(1, 1, queries, keys, dtype=torch.double, generator=generator)
+            self.added[..., 2, :] = -math.inf  # a query that reads nothing
+        q, k, v = (x.requires_grad_() for x in self.inputs)
+        scores = (q @ k.transpose(-1, -2) * 0.3 + (0 if self.added is None else self.added)).masked_fill(
+            ~reads[kind], -math.inf
+        )
+        reading = scores.amax(-1, keepdim=True) > -math.inf
+        self.out = (torch.where(reading, scores, 0).softmax(-1) * reading) @ v
+        self.sums = scores.logsumexp(-1)
+        self.seed = torch.randn(self.out.shape, dtype=torch.double, generator=generator)
+        self.grads = torch.autograd.grad(self.out, (q, k, v), self.seed)
+
+    @torch.no_grad()
+    def run(self, device: str, dtype: torch.dtype) -> list[Tensor]:
+        """Output, log-sums and gradients by the kernels for a device and a dtype."""
+        q, k, v, seed = (x.detach().to(device, dtype) for x in (*self.inputs, self.seed))
+        added = None if self.added is None else self.added.to(device, dtype)
+        kernel = BlockKernel(0.3, (2, 1), added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
+        out, sums = kernel.forward(q, k, v, self.tile)
+        return [out, sums, *kernel.backward(seed, q, k, v, out, sums.masked_fill(sums == -math.inf, 0), self.tile)]
+
+
+@KINDS
+@MASKED
 @pytest.mark.parametrize("width", [8, 5])  # of values: with another width than keys no fused kernel runs
-@pytest.mark.parametrize("kind", list(TileKind))
-@pytest.mark.parametrize("masked", [False, True])
 def test_a_tile_is_softmax(kind: TileKind, masked: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_attention, "_SCORES", 2 * 3 * 6 * 2)  # two queries at a time
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(2, g, n, w, dtype=torch.double, generator=generator).requires_grad_()
-        for g, n, w in ((3, 5, 8), (1, 6, 8), (1, 6, width))
-    )
-    tile = Tile(None, slice(0, 5), slice(0, 6), kind, 1 if kind is TileKind.BAND else 0, 0)
-    behind = torch.arange(5).unsqueeze(-1) + tile.offset - torch.arange(6)
-    reads = {TileKind.FULL: behind > -9, TileKind.CAUSAL: behind >= 0, TileKind.BAND: (behind <= 2) & (behind >= -1)}
-    added: Tensor | None = None
-    if masked:
-        added = torch.randn(1, 1, 5, 6, dtype=torch.double, generator=generator)
-        added[..., 2, :] = -math.inf  # a query that reads nothing
-    kernel = BlockKernel(0.3, (2, 1), added)
-    scores = (q @ k.transpose(-1, -2) * 0.3 + (0 if added is None else added)).masked_fill(~reads[kind], -math.inf)
-    reading = scores.amax(-1, keepdim=True) > -math.inf
-    expected = (torch.where(reading, scores, 0).softmax(-1) * reading) @ v
-    with torch.no_grad():
-        out, sums = kernel.forward(q, k, v, tile)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(sums, scores.logsumexp(-1))
-    seed = torch.randn(out.shape, dtype=torch.double, generator=generator)
-    with torch.no_grad():
-        found = kernel.backward(seed, q, k, v, out, sums.masked_fill(sums == -math.inf, 0), tile)
-    for got, want in zip(found, torch.autograd.grad(expected, (q, k, v), seed), strict=True):
+    case = Case(kind, masked, 8, 5, 6, width)
+    for got, want in zip(case.run("cpu", torch.double), (case.out, case.sums, *case.grads), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@KINDS
+@MASKED
+@pytest.mark.parametrize("width", [64, 24, 5])  # of values; with 5 plain operators
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_tile_on_a_device(kind: TileKind, masked: bool, width: int, dtype: torch.dtype) -> None:
+    case = Case(kind, masked, 64, 72, 72, width)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 3e-2)
+    for got, want in zip(case.run("cuda", dtype), (case.out, case.sums, *case.grads), strict=True):
+        torch.testing.assert_close(got.cpu().double(), want.detach(), atol=tolerance, rtol=tolerance)
+
+
+def _runs(name: str, q: Tensor, v: Tensor) -> bool:
+    """What torch says on a device of today."""
+    return q.dtype in (torch.bfloat16, torch.float16) or (name == "efficient" and q.dtype is torch.float32)
+
+
+def _chosen(dtype: torch.dtype, widths: tuple[int, int], device: str) -> list[str]:
+    q, v = (torch.empty(2, 3, 9, width, dtype=dtype, device=device) for width in widths)
+    return [kernel_of(q, v, masked=masked).forward.__name__ for masked in (False, True)]
+
+
+def test_the_kernel_follows_from_device_dtype_and_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "can_use", _runs)
+    flash, efficient, plain = "cuda_flash_attention", "efficient_attention", "plain_attention"
+    with FakeTensorMode():  # a CUDA device without one
+        assert _chosen(torch.bfloat16, (64, 64), "cuda") == [flash, efficient]
+        assert _chosen(torch.bfloat16, (64, 32), "cuda") == [efficient, efficient]
+        assert _chosen(torch.float32, (64, 64), "cuda") == [efficient, efficient]
+        assert _chosen(torch.float64, (64, 64), "cuda") == _chosen(torch.float16, (64, 5), "cuda") == [plain, plain]
+    assert _chosen(torch.float64, (5, 5), "cpu") == ["flash_attention"] * 2
+    assert _chosen(torch.float32, (64, 32), "cpu") == _chosen(torch.float32, (64, 64), "meta") == [plain, plain]
+
+
+@MASKED
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("widths", [(64, 64), (64, 32)])
+def test_kernels_of_cuda_take_what_they_are_given(
+    causal: bool, masked: bool, widths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the signatures and the shape functions of torch; no number is computed."""
+    monkeypatch.setattr(_torch, "can_use", _runs)
+    like: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    with FakeTensorMode():
+        q, k, v, out = (torch.empty(2, 3, 40, width, **like) for width in (64, *widths, widths[1]))
+        keys = torch.empty(2, 1, 40, 64, **like).expand(2, 3, 40, 64)  # shared by a group of query heads
+        mask = torch.empty(1, 3, 40, 40, **like) if masked else None
+        kernel = kernel_of(q, v, masked=masked)
+        assert kernel.forward is not plain_attention
+        found, sums = kernel.forward(q, keys, v, causal and not masked, mask, 0.3)
+        assert (found.shape, found.dtype) == (out.shape, out.dtype)
+        assert (sums.shape, sums.dtype) == ((2, 3, 40), torch.float32)
+        total = torch.empty(2, 3, 40, device="cuda")
+        grads = kernel.backward(out, q, keys, v, out, total, causal=causal and not masked, mask=mask, scale=0.3)
+        assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
 
 
 def test_merging_blocks_is_one_softmax() -> None:

@@ -25,7 +25,7 @@ _BAND_ROWS = 512  # queries of one tile at a window's edge; its mask has 512 x (
 
 
 class TileKind(Enum):
-    """What a query of a tile reads: every key, those up to its own index, or those of a band around it."""
+    """What a query of a tile reads: every key, those up to its own index of as many, or those of a band around it."""
 
     FULL = 0
     CAUSAL = 1
@@ -192,11 +192,8 @@ def _pairs(queries: Range, keys: Range, left: int | None, right: int | None) -> 
         return
     if left is None and right is None:
         yield (a, b), keys, TileKind.FULL
-    elif left is None and right == 0:
-        if c < min(a, d):
-            yield (a, b), (c, min(a, d)), TileKind.FULL
-        if a < d:
-            yield (a, b), (a, min(b, d)), TileKind.CAUSAL
+    elif left is None and right == 0:  # two ranges of a layout are the same, or apart
+        yield (a, b), keys, TileKind.CAUSAL if a == c else TileKind.FULL
     else:
         for start in range(a, b, _BAND_ROWS):
             stop = min(start + _BAND_ROWS, b)

@@ -1,25 +1,27 @@
 """Attention of some queries to one block of keys: the part of the softmax, its log-sum, and both gradients.
 
 Queries are (n, group, length, width) and keys (n, 1, length, width): n counts batch rows and heads of keys, `group`
-query heads share a head of keys.  On CPU torch's own flash kernel runs where it can; elsewhere the same in plain
-operators, some queries at a time.
+query heads share a head of keys.  The kernel is one of torch's that gives log-sums, where the device has one for these
+tensors; else the same in plain operators, some queries at a time.
 
 May import: _torch, attention_mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal_mesh.internal import dataclass
 
-from ._torch import flash_attention, flash_attention_backward
+from . import _torch
 from .attention_mask import Tile, TileKind
 
-_SCORES = 1 << 22  # elements of the scores that exist at once where no fused kernel runs
+# Elements of the scores that exist at once in plain operators: 16 MiB of them on CPU, elsewhere 128.
+_SCORES, _SCORES_OF_DEVICE = 1 << 22, 1 << 25
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -40,6 +42,100 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     lse.copy_(total)
 
 
+class Kernel(NamedTuple):
+    """A kernel of attention that gives the log-sums of its rows, and what it takes.
+
+    Attributes:
+        forward: output and log-sums of queries, keys and values; causal, mask (added to the scores) and scale follow.
+        backward: their gradients.
+        multiple: what the widths of keys and values are multiples of.
+        equal_widths: whether these two are equal.
+        masks: whether something may be added to the scores.
+        name: under which torch says whether it runs for a dtype on a device; "" for always.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    multiple: int = 1
+    equal_widths: bool = False
+    masks: bool = True
+    name: str = ""
+
+    def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
+        """Whether it computes such tensors."""
+        widths = q.shape[-1], v.shape[-1]
+        fits = all(width % self.multiple == 0 for width in widths) and (self.masks or not masked)
+        if not fits or (self.equal_widths and widths[0] != widths[1]):
+            return False
+        samples = (x.new_empty(1, 1, 16, x.shape[-1], requires_grad=q.requires_grad) for x in (q, v))
+        return not self.name or _torch.can_use(self.name, *samples)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in plain operators, for any dtype, widths and mask."""
+    outs, sums = [], []
+    for _, scores in _scores(q, k, causal, mask, scale):
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
+        outs.append(p.to(v.dtype) @ v)
+        sums.append(lse)
+    return torch.cat(outs, -2), torch.cat(sums, -1)
+
+
+def plain_attention_backward(
+    *tensors: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `plain_attention`: with the log-sum of a row, `exp(scores - lse)` is its softmax."""
+    grad, q, k, v, out, lse = tensors
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (grad * out).sum(-1, keepdim=True)
+    for rows, scores in _scores(q, k, causal, mask, scale):
+        p = scores.sub_(lse[..., rows, None]).exp_().to(q.dtype)
+        dv += p.transpose(-1, -2) @ grad[..., rows, :]
+        ds = p * (grad[..., rows, :] @ v.transpose(-1, -2) - delta[..., rows, :])
+        dq[..., rows, :] = ds @ k * scale
+        dk += ds.transpose(-1, -2) @ q[..., rows, :] * scale
+    return dq, dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Iterator[tuple[slice, Tensor]]:
+    """Some queries after others: which, and their scores, in float32 or more."""
+    limit = _SCORES if q.is_cpu else _SCORES_OF_DEVICE
+    step = max(1, limit // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
+    for start in range(0, q.shape[-2], step):
+        rows = slice(start, start + step)
+        scores = (q[..., rows, :] @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+        if mask is not None:
+            scores.add_(mask[..., rows, :])
+        if causal:
+            scores.masked_fill_(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1 + start), -torch.inf)
+        yield rows, scores
+
+
+_PLAIN = Kernel(plain_attention, plain_attention_backward)
+# By type of device, the one that is preferred first.
+_KERNELS = {
+    "cpu": [Kernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)],
+    "cuda": [
+        Kernel(_torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, masks=False, name="flash"),
+        Kernel(_torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"),
+    ],
+}
+
+
+def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> Kernel:
+    """The kernel for queries and values, the same on all ranks: it follows from device, dtype and widths.
+
+    Args:
+        q: (..., width).
+        v: (..., width).
+        masked: whether something is added to the scores.
+    """
+    return next(kernel for kernel in (*_KERNELS.get(q.device.type, ()), _PLAIN) if kernel.takes(q, v, masked))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockKernel:
     """Attention inside a tile.
@@ -48,22 +144,24 @@ class BlockKernel:
         scale: factor of the scores.
         window: (left, right) reach of queries, for tiles at a window's edge.
         attn_mask: (n or 1, group or 1, queries of the rank, all keys), added to the scores; None for none.
+        unmasked: the kernel of tiles without a mask.
+        masked: that of tiles to whose scores something is added.
     """
 
     scale: float
     window: tuple[int | None, int | None]
     attn_mask: Tensor | None
+    unmasked: Kernel
+    masked: Kernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
-        k, v = _grouped(k, q), _grouped(v, q)
-        mask = self._mask(q, k, tile, fused=_fused(q, v))
-        if not _fused(q, v):
-            parts = [self._rows(q[..., s, :], k, v, _rows_of(mask, s)) for s in _chunks(q, k)]
-            return torch.cat([o for o, _ in parts], -2), torch.cat([lse for _, lse in parts], -1)
-        out, lse = flash_attention(q, k, v, tile.kind is TileKind.CAUSAL and mask is None, mask, self.scale)
-        if self.attn_mask is not None and mask is not None:  # the kernel's log-sum of a row without a key is 0
-            lse = lse.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        kernel, causal, mask = self._computed_by(q, k, tile)
+        out, lse = kernel.forward(q, k, v, causal, mask, self.scale)
+        if self.attn_mask is not None and mask is not None:  # of a row without a key kernels give other numbers
+            empty = mask.amax(-1) == -torch.inf
+            out, lse = out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, -torch.inf)
         return out, lse
 
     def backward(  # noqa: PLR0913  # what the gradient of attention depends on
@@ -73,36 +171,20 @@ class BlockKernel:
 
         With the log-sum over all keys, `exp(scores - lse)` is the tile's part of the full softmax.
         """
-        heads = k, v
-        k, v = _grouped(k, q), _grouped(v, q)
-        mask = self._mask(q, k, tile, fused=_fused(q, v))
-        if _fused(q, v):
-            causal = tile.kind is TileKind.CAUSAL and mask is None
-            dq, dk, dv = flash_attention_backward(grad, q, k, v, out, lse, causal, mask, self.scale)
-        else:
-            dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-            delta = (grad * out).sum(-1, keepdim=True)
-            for s in _chunks(q, k):
-                rows = q[..., s, :]
-                p = (self._scores(rows, k, _rows_of(mask, s)) - lse[..., s, None]).exp_().to(q.dtype)
-                dv += p.transpose(-1, -2) @ grad[..., s, :]
-                ds = p * (grad[..., s, :] @ v.transpose(-1, -2) - delta[..., s, :])
-                dq[..., s, :] = ds @ k * self.scale
-                dk += ds.transpose(-1, -2) @ rows * self.scale
-        return dq, _summed(dk, heads[0]), _summed(dv, heads[1])
+        keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+        kernel, causal, mask = self._computed_by(q, k, tile)
+        dq, *grads = kernel.backward(grad, q, keys, values, out, lse, causal=causal, mask=mask, scale=self.scale)
+        dk, dv = (x if x.shape == like.shape else x.sum(1, keepdim=True) for x, like in zip(grads, (k, v), strict=True))
+        return dq, dk, dv
 
-    def _rows(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, mask)
-        lse = scores.logsumexp(-1)
-        p = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp_()
-        return p.to(v.dtype) @ v, lse
+    def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[Kernel, bool, Tensor | None]:
+        """The kernel of a tile, whether it is told that the tile is causal, and what is added to the scores."""
+        if self.attn_mask is None and tile.kind is not TileKind.BAND:
+            return self.unmasked, tile.kind is TileKind.CAUSAL, None
+        return self.masked, False, self._mask(q, k, tile)
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
-        return scores if mask is None else scores.add_(mask)
-
-    def _mask(self, q: Tensor, k: Tensor, tile: Tile, *, fused: bool) -> Tensor | None:
-        """What is added to a tile's scores; None where the kernel needs none."""
+    def _mask(self, q: Tensor, k: Tensor, tile: Tile) -> Tensor | None:
+        """What is added to the scores of a tile that is not of the kernel's own kinds."""
         rows, columns = q.shape[-2], k.shape[-2]
         given = self.attn_mask
         if given is not None:
@@ -110,37 +192,13 @@ class BlockKernel:
             if tile.row is not None and given.shape[0] > 1:
                 size = q.shape[0]
                 given = given[tile.row * size : (tile.row + 1) * size]
-        if tile.kind is TileKind.FULL or (tile.kind is TileKind.CAUSAL and given is None and fused):
+        if tile.kind is TileKind.FULL:
             return given
         left, right = self.window if tile.kind is TileKind.BAND else (None, 0)
         ahead = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device).unsqueeze(-1) - tile.offset
-        hidden = torch.zeros_like(ahead, dtype=torch.bool)
+        band = torch.zeros(rows, columns, dtype=q.dtype, device=q.device)
         if right is not None:
-            hidden |= ahead > right
+            band.masked_fill_(ahead > right, -torch.inf)
         if left is not None:
-            hidden |= ahead < -left
-        band = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+            band.masked_fill_(ahead < -left, -torch.inf)
         return band.expand(1, 1, -1, -1) if given is None else given + band
-
-
-def _fused(q: Tensor, v: Tensor) -> bool:
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
-
-
-def _grouped(keys: Tensor, q: Tensor) -> Tensor:
-    return keys.expand(-1, q.shape[1], -1, -1)
-
-
-def _summed(grad: Tensor, keys: Tensor) -> Tensor:
-    """The gradient of keys that a group of query heads shares."""
-    return grad if grad.shape[1] == keys.shape[1] else grad.sum(1, keepdim=True)
-
-
-def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
-    step = max(1, _SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[-2]))
-    for start in range(0, q.shape[-2], step):
-        yield slice(start, start + step)
-
-
-def _rows_of(mask: Tensor | None, rows: slice) -> Tensor | None:
-    return None if mask is None else mask[..., rows, :]

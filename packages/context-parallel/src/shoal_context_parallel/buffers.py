@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError, LayoutTypeError
 from shoal_dtensor.internal import device_of_numbers, upload
-from shoal_mesh import Comm, DeviceMesh, all_gather, all_gather_v
+from shoal_mesh import DeviceMesh, all_gather, all_gather_v
 
 from .attention_mask import Documents
 from .errors import UnsupportedAttentionError
@@ -187,12 +187,11 @@ def context_parallel_unshard(
             f"positions, shards of this layout have {list(layout.sizes)}; pass the layout they were sharded by as "
             "load_balancer"
         )
-    return [_unshard(x, dim, layout, comm) for x, dim in zip(buffers, seq_dims, strict=True)]
-
-
-def _unshard(shard: Tensor, dim: int, layout: SequenceLayout, comm: Comm) -> Tensor:
-    gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
-    return layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim)
+    whole = []
+    for shard, dim in zip(buffers, seq_dims, strict=True):
+        gathered = all_gather_v(shard.detach().contiguous(), comm, layout.sizes, dim)
+        whole.append(layout.in_order(torch.split_with_sizes(gathered, list(layout.sizes), dim), dim))
+    return whole
 
 
 def set_rotate_method(rotate_method: str) -> None:

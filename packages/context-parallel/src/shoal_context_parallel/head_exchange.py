@@ -8,6 +8,7 @@ May import: _torch, sequence_layout.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class HeadExchange:
         """
         tensors = q.contiguous(), k.contiguous(), v.contiguous()
         with unwatched():
-            q, k, v = apply(_ToHeads, self, (self.queries, self.keys, self.keys), *tensors)
+            q, k, v = apply(_Exchange, self, [self.queries, self.keys, self.keys], True, *tensors)
         first, last = self.queries[self.comm.rank]
         count = self.keys[self.comm.rank][1] - self.keys[self.comm.rank][0]
         if count and (first % self.group or (last - first) != count * self.group):
@@ -62,8 +63,8 @@ class HeadExchange:
     def to_positions(self, out: Tensor) -> Tensor:
         """(batch, own query heads, global length, width) -> (batch, all query heads, local length, width)."""
         with unwatched():
-            back: Tensor = apply(_ToPositions, self, self.queries, out)
-        return back
+            exchanged: tuple[Tensor] = apply(_Exchange, self, [self.queries], False, out)
+        return exchanged[0]
 
     def exchange_heads(self, tensors: list[Tensor], ranges: list[list[Range]]) -> list[Tensor]:
         """`to_heads`, of plain tensors: one all-to-all for all of them."""
@@ -111,34 +112,21 @@ class HeadExchange:
         return [[next(found).view(shape) for shape in blocks] for blocks in shapes]
 
 
-class _ToHeads(Function):
-    """S(sequence) -> S(heads), for several tensors."""
+class _Exchange(Function):
+    """S(sequence) -> S(heads), for several tensors, or back; gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, ranges: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.ranges, ctx.heads = exchange, ranges, [x.shape[1] for x in tensors]
-        return tuple(exchange.exchange_heads(list(tensors), list(ranges)))
+    def forward(ctx: Any, exchange: HeadExchange, ranges: Any, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        heads = [x.shape[1] for x in tensors] if to_heads else [each[-1][1] for each in ranges]
+        ways = (
+            partial(exchange.exchange_heads, ranges=ranges),
+            partial(exchange.exchange_positions, ranges=ranges, heads=heads),
+        )
+        there, ctx.back = ways if to_heads else ways[::-1]
+        return tuple(there(list(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        _first_only()
-        return None, None, *ctx.exchange.exchange_positions(list(grads), list(ctx.ranges), ctx.heads)
-
-
-class _ToPositions(Function):
-    """S(heads) -> S(sequence)."""
-
-    @staticmethod
-    def forward(ctx: Any, exchange: HeadExchange, ranges: list[Range], out: Tensor) -> Tensor:
-        ctx.exchange, ctx.ranges = exchange, ranges
-        return exchange.exchange_positions([out], [ranges], [ranges[-1][1]])[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _first_only()
-        return None, None, ctx.exchange.exchange_heads([grad], [ctx.ranges])[0]
-
-
-def _first_only() -> None:
-    if torch.is_grad_enabled():
-        raise SecondOrderError("attention of a sharded sequence has first derivatives only")
+        if torch.is_grad_enabled():
+            raise SecondOrderError("attention of a sharded sequence has first derivatives only")
+        return None, None, None, *ctx.back(list(grads))

@@ -6,7 +6,6 @@ May import: attention_mask, block_attention, errors, head_exchange, rotated_atte
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import dataclass
 
 from .attention_mask import AttentionMask, Documents
-from .block_attention import BlockKernel
+from .block_attention import BlockKernel, kernel_of
 from .errors import UnsupportedAttentionError
 from .head_exchange import HeadExchange
 from .rotated_attention import Task, rotated_attention
@@ -161,19 +160,17 @@ def sharded_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     layout = check_attention(query, key, value, attn_mask, enable_gqa, comm, options)
     mask = AttentionMask(is_causal, options.window, options.documents)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    added = None if attn_mask is None else _added(attn_mask, query, layout)
     q, k, v = (x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    added = None if attn_mask is None else _folded_mask(attn_mask, query, key.shape[-3], layout.length)
+    kernel = BlockKernel(scale, mask.reach, added, *(kernel_of(q, v, masked=masked) for masked in (False, True)))
     if options.method == "ulysses":
+        whole = Task(SequenceLayout.contiguous(layout.length, 1), None, mask, kernel, "ring", q.shape[0])
         exchange = HeadExchange(q.shape[1], k.shape[1], layout, comm)
         q, k, v = exchange.to_heads(q, k, v)
-        whole = Task(
-            SequenceLayout.contiguous(layout.length, 1), None, mask, BlockKernel(scale, mask.reach, None), "ring"
-        )
         # Without heads the product is empty, and takes part in the exchanges of backward.
         out = exchange.to_positions(_attention(q, k, v, whole) if q.shape[1] else q @ k.transpose(-1, -2) @ v)
     else:
-        kernel = BlockKernel(scale, mask.reach, None if added is None else fold_mask(added, q, k))
-        out = _attention(q, k, v, Task(layout, comm, mask, kernel, options.method))
+        out = _attention(q, k, v, Task(layout, comm, mask, kernel, options.method, q.shape[0]))
     return out.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -191,30 +188,18 @@ def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     layout = options.layout_of(query.shape[-2], comm)
     if attn_mask is not None:
         _check_mask(attn_mask, query.shape[-2], layout, options.method)
-    _check_rows(options.documents, math.prod(query.shape[:-3]))
+    batch, documents = math.prod(query.shape[:-3]), options.documents
+    if documents is not None and len(documents.rows) not in (1, batch):
+        raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
     return layout
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
-    out = rotated_attention(*fold(q, k, v), replace(task, batch=q.shape[0]))
-    return out.reshape(*q.shape[:-1], v.shape[-1])
-
-
-def fold(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, heads, length, width) -> (batch * heads of keys, group, length, width), group 1 for keys and values."""
+    """Attention of (batch, heads, length, width), computed with heads of keys in the first dim, their queries' next."""
     heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
     keys, values = (x.reshape(x.shape[0] * heads, 1, *x.shape[2:]) for x in (k, v))
-    return q.reshape(q.shape[0] * heads, group, *q.shape[2:]).contiguous(), keys, values
-
-
-def fold_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A mask of (batch or 1, heads or 1, ...) for folded tensors."""
-    if mask.shape[0] == mask.shape[1] == 1:
-        return mask
-    batch, heads, keys = q.shape[0], q.shape[1], k.shape[1]
-    if mask.shape[1] == 1:
-        return mask.expand(batch, keys, -1, -1).reshape(batch * keys, 1, *mask.shape[2:])
-    return mask.expand(batch, -1, -1, -1).reshape(batch * keys, heads // keys, *mask.shape[2:])
+    queries = q.reshape(q.shape[0] * heads, group, *q.shape[2:]).contiguous()
+    return rotated_attention(queries, keys, values, task).reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -235,11 +220,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
         )
 
 
-def _check_rows(documents: Documents | None, batch: int) -> None:
-    if documents is not None and len(documents.rows) not in (1, batch):
-        raise LayoutError(f"documents of {len(documents.rows)} batch rows in a batch of {batch}")
-
-
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:
     if mask.ndim < 2 or mask.shape[-2] not in (1, rows) or mask.shape[-1] != layout.length:
         raise LayoutError(
@@ -255,11 +235,14 @@ def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method)
         )
 
 
-def _added(mask: Tensor, query: Tensor, layout: SequenceLayout) -> Tensor:
-    """What a user's mask adds to the scores, with 4 dims."""
-    rows, columns = query.shape[-2], layout.length
+def _folded_mask(mask: Tensor, query: Tensor, shared: int, columns: int) -> Tensor:
+    """What a user's mask adds to the scores of folded tensors: (n or 1, group or 1, rows, columns)."""
     if mask.dtype == torch.bool:
         mask = query.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
-    shape = (*(query.shape[:-3] if mask.ndim > 3 else ()), *mask.shape[-3:-2], rows, columns)
-    mask = mask.to(query.dtype).expand(shape)
-    return mask.reshape(-1, *shape[-3:]) if mask.ndim > 3 else mask.reshape(1, -1, rows, columns)
+    mask, (*batch, heads, rows, _) = mask.to(query.dtype), query.shape
+    if mask.ndim < 4 and mask.shape[-3:-2] != (heads,):
+        return mask.expand(1, 1, rows, columns)
+    own, group = (
+        (shared, 1) if mask.shape[-3] == 1 else (heads, heads // shared)
+    )  # a head of keys has one mask, or group
+    return mask.expand(*batch, own, rows, columns).reshape(math.prod(batch) * shared, group, rows, columns)

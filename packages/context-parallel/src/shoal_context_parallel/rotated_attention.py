@@ -21,13 +21,8 @@ from shoal_mesh.internal import dataclass
 from ._torch import apply
 from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge
-from .rotation import Blocks, Rotation, around_ring, gathered, gathered_gradients, ring_gradients
+from .rotation import ROTATIONS, Blocks
 from .sequence_layout import SequenceLayout
-
-_ROTATIONS: dict[str, Rotation] = {
-    "ring": (around_ring, ring_gradients),
-    "allgather": (gathered, gathered_gradients),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class Task:
     mask: AttentionMask
     kernel: BlockKernel
     rotation: str
-    batch: int = 1
+    batch: int
 
     @property
     def rank(self) -> int:
@@ -86,7 +81,7 @@ class _Sizes:
 def _blocks(task: Task, block: Tensor, sizes: _Sizes) -> Blocks:
     if task.comm is None or task.comm.size == 1:
         return iter([(task.rank, block)])
-    return _ROTATIONS[task.rotation][0](block, sizes.flat, task.comm)
+    return ROTATIONS[task.rotation][0](block, sizes.flat, task.comm)
 
 
 class _RotatedAttention(Function):
@@ -141,7 +136,7 @@ class _RotatedAttention(Function):
         if task.comm is None or task.comm.size == 1:
             own = gradient(*next(blocks))
         else:
-            own = _ROTATIONS[task.rotation][1](gradient, blocks, sizes.flat, task.comm)
+            own = ROTATIONS[task.rotation][1](gradient, blocks, sizes.flat, task.comm)
         dk, dv = sizes.keys_and_values(own, task.rank)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None
 

@@ -79,7 +79,5 @@ def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], com
         return reduce_scatter_v(flat, comm, sizes)
 
 
-Rotation = tuple[
-    Callable[[Tensor, list[int], Comm], Blocks],
-    Callable[[Gradient, Blocks, list[int], Comm], Tensor],
-]
+ROTATIONS = {"ring": (around_ring, ring_gradients), "allgather": (gathered, gathered_gradients)}
+"""By method: how blocks come, and how their gradients go home."""
