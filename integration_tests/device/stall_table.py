@@ -31,7 +31,14 @@ torch does not run, "-" what it does not have.
 MEMORY = """
 ## Memory of the device
 
-KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward.
+KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward,
+which adds to the gradients that an earlier one has kept. Where shoal's peak is the higher one:
+
+- `fully_shard`: the gradients of a unit arrive together, when its backward is over, so those of one unit are beside the
+  kept ones (torch adds each at once); and a gather's message is packed beside its result, which is a shard of a unit
+  more. Both are of one unit, however many there are.
+- `replicate`: a backward that raises leaves kept gradients as they were, so they stay beside the sums until it is over;
+  the message of a bucket is a copy. DDP has its buckets all the time: its live memory is the higher one.
 
 | training | shoal live | peak | torch live | peak |
 |---|---|---|---|---|
@@ -41,8 +48,10 @@ GRAPHS = """
 
 A step may be captured where, after warm-up, the host neither waits nor asks whether work is done. Which parts of the
 programs above do, and where; nothing of the kind was seen in: {quiet}. Not seen here, but not captured either: sharded
-random operators on CUDA, which move the offset of their generator (all modes but "local"), and a part whose tensors are
-new in each step, unless the allocator of the graph holds them.
+random operators on CUDA, which move the offset of their generator (all modes but "local"); a part whose tensors are
+new in each step, unless the allocator of the graph holds them; a backward in which this rank has no gradient for a
+trained parameter, for it then reads whether others have one; `torch.autograd.grad` of parameters of `replicate`, for
+which the ranks agree; and the first attention of a `context_parallel` block, where they compare arguments.
 
 | part | what | where |
 |---|---|---|

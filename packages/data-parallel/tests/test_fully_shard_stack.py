@@ -17,7 +17,7 @@ from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_
 from shoal_data_parallel import StyleError, fully_shard, replicate
 from shoal_data_parallel.unit import Unit
 from shoal_data_parallel.unit_forward import state_of
-from shoal_dtensor.internal import redistribute_shards
+from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 
@@ -150,11 +150,12 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
                 under_way.remove(kind)
             return wait(*args)
 
-        return Mock(wait=waited, poll=lambda: None)
+        return Mock(wait=waited, poll=lambda: None, reach_last_round=lambda: False)
 
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(("forward", ",".join(under_way))))
         block.register_full_backward_pre_hook(lambda *_: seen.append(("backward", ",".join(under_way))))
+    model.head.register_full_backward_pre_hook(lambda *_: seen.append(("head", ",".join(under_way))))
     where = fully_shard.__module__.rpartition(".")[0]
     with (
         patch(f"{where}.unit.redistribute_shards", recorded),
@@ -164,4 +165,35 @@ def test_collectives_are_under_way_while_other_units_compute() -> None:
             seen.clear()
             loss_of(model, *own(mesh, *batch(step))).backward()
     assert [what for phase, what in seen if phase == "forward"] == ["gather", "gather", ""]
+    assert [what for phase, what in seen if phase == "head"] == ["gather"]  # of the last block
     assert [what for phase, what in seen if phase == "backward"] == ["gather", "reduction,gather", "reduction"]
+
+
+@on_ranks(4)
+def test_what_travels_to_replicas_is_under_way_while_other_units_compute() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
+    plain, model = Model(160, 3).double(), Model(160, 3).double()  # larger ones are reduced in two rounds
+    model.load_state_dict(plain.state_dict())
+    units(model, mesh)
+    seen: list[int] = []
+    under_way: list[ShardsInFlight] = []
+    reach, wait = ShardsInFlight.reach_last_round, ShardsInFlight.wait
+
+    def reached(flight: ShardsInFlight) -> bool:
+        goes_on = reach(flight)
+        under_way.extend([flight] * goes_on)
+        return goes_on
+
+    def waited(flight: ShardsInFlight, *args: Any) -> Any:
+        under_way[:] = [other for other in under_way if other is not flight]
+        return wait(flight, *args)
+
+    for block in model.blocks:
+        block.register_full_backward_pre_hook(lambda *_: seen.append(len(under_way)))
+    tokens, targets = batch(0)
+    loss_of(plain, tokens, targets).backward()
+    rank = torch.distributed.get_rank()
+    with patch.object(ShardsInFlight, "reach_last_round", reached), patch.object(ShardsInFlight, "wait", waited):
+        loss_of(model, tokens.chunk(4)[rank], targets.chunk(4)[rank]).backward()
+    assert seen == [0, 0, 1] and not under_way
+    same_gradients(plain, model)

@@ -341,6 +341,36 @@ def test_half_a_backward_that_keeps_gradients_is_not_used() -> None:
 
 
 @on_ranks(4)
+def test_half_a_backward_that_adds_to_kept_gradients_is_not_used() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    with model.no_sync():
+        loss_of(model, *own(mesh, *batch(0))).backward()
+    with raising(model.blocks[0].up, "backward"), pytest.raises(Fault, match="backward"):
+        loss_of(model, *own(mesh, *batch(1))).backward()
+    assert all(param.grad is None for param in model.parameters())
+    with pytest.raises(StyleError, match="zero_grad"):
+        loss_of(model, *own(mesh, *batch(1))).backward()
+    model.zero_grad()
+    backward_of_each(plain, model, mesh)
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("syncs", [False, True])
+def test_a_unit_that_runs_twice_adds_to_kept_gradients(syncs: bool) -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    for one in (plain, model):
+        one.blocks = nn.ModuleList([*one.blocks, one.blocks[0]])
+    for keeps in (True, not syncs):
+        model.set_requires_gradient_sync(not keeps)
+        backward_of_each(plain, model, mesh)
+    model.reduce_gradients()
+    same_gradients(plain, model)
+
+
+@on_ranks(4)
 def test_kept_gradients_outlive_a_pass_by_name_that_raises() -> None:
     mesh = mesh_of(4, 1)
     plain, model = pair(mesh)

@@ -1,6 +1,6 @@
 """What users call on sharded modules: `FSDPModule`, as torch names it, and functions for other forwards and stages.
 
-May import: unit, unit_backward, unit_forward.
+May import: reduction, unit, unit_forward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import in_backward, submodule_of, takes
 
+from .reduction import Reduction, deliver
 from .unit import Unit
-from .unit_backward import reduce_kept
 from .unit_forward import STATE, as_forward, state_of, states_of
 
 
@@ -86,7 +86,7 @@ class FSDPModule(nn.Module):
         """Reduce the gradients that were kept, without another backward."""
         if in_backward():
             raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
-        reduce_kept(state.unit for state in states_of(self))
+        deliver([Reduction(state.unit, {}) for state in states_of(self) if state.unit.kept])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, also those that were kept."""

@@ -5,7 +5,7 @@ May import: sharded_parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shoal_dtensor import Partial, Placement, Replicate, Shard, Spec
+from shoal_dtensor import Partial, Replicate, Shard, Spec
 from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
@@ -68,6 +68,11 @@ class Group:
 class Reduction:
     """The gradients of a group of parameters on their way to the layout of its leaves.
 
+    Args:
+        grads: of this pass; taken out one by one, so that none is held beside its sum with a kept one.
+        with_kept: whether what the group keeps is reduced too.
+        gives_back: whether `give_back` returns it.
+
     Attributes:
         group: the parameters.
         returned: those whose gradients go to autograd, and not to the leaves.
@@ -78,25 +83,28 @@ class Reduction:
     def __init__(
         self,
         group: Group,
-        grads: Mapping[int, Tensor | None],
+        grads: dict[int, Tensor | None],
         returned: Collection[int] = (),
         *,
         with_kept: bool = True,
+        gives_back: bool = True,
     ) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
         self._gradients: Callable[[], list[Tensor]] | None = None  # of a reduction that has been waited for
         self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
-        self._kept: dict[int, Tensor] = {}
+        kept: dict[int, Tensor] = {}
         if with_kept:  # otherwise the group goes on keeping it
-            self._kept, group.kept = group.kept, {}
+            kept, group.kept = group.kept, {}
+        self._kept: dict[int, Tensor] = kept.copy() if gives_back else {}
         shards, moves, own = [], [], []
         for i in group.trained:
-            grad, kept = grads.get(i), self._kept.get(i)
-            local, spec = group.parameters[i].gradient(grad)
-            own.append(grad is not None or kept is not None)
-            shards.append(local if kept is None else local + kept)
+            grad, before = grads.pop(i, None), kept.pop(i, None)
+            own.append(grad is not None or before is not None)
+            local, spec = group.parameters[i].gradient(before if grad is None else grad)
+            shards.append(local if grad is None or before is None else local + before)
             moves.append((spec, group.parameters[i].reduced))
+            del grad, before, local
         self._own: list[bool] = own
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
         source, target = moves[0]
@@ -108,6 +116,11 @@ class Reduction:
         shards.append(flags)
         with purpose(f"{group.owner} reduces {group.name}"):
             self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
+
+    def go_on(self) -> None:
+        """Start the rest of it, over the axes of replicas, beside what follows; wait for it where there is none."""
+        if self._gradients is None and not self._in_flight.reach_last_round():
+            self.wait()
 
     def wait(self) -> None:
         """Have what follows on the device come after the reduction; gradients of the host are on their way to it."""
@@ -167,11 +180,7 @@ def deliver(reductions: Sequence[Reduction]) -> None:
 @lru_cache(maxsize=1024)
 def _move_of_flags(like: Spec, axes: DataAxes, count: int, dtype: torch.dtype) -> tuple[Spec, Spec]:
     """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
-    flags = Spec(like.mesh, _replicated_inside(like), (axes.ranks_of_shards, count), None, dtype)
+    placements = [p if isinstance(p, Partial) else Replicate() for p in like.placements]  # over the styles' axes
+    flags = Spec(like.mesh, placements, (axes.ranks_of_shards, count), None, dtype)
     inner = flags.placements[axes.mesh.ndim :]
     return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])
-
-
-def _replicated_inside(spec: Spec) -> list[Placement]:
-    """Partial over the data axes, replicated over those of the styles."""
-    return [p if isinstance(p, Partial) else Replicate() for p in spec.placements]

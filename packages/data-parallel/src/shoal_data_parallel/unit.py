@@ -84,7 +84,7 @@ class Forward:
         unit: the unit.
         gathered: the values that it used.
         trained: indices of the parameters whose gradients are recorded.
-        before: the units whose forwards began before, the last of them first to be needed in backward.
+        before: the unit whose forward ended before, so that its backward begins next.
         units: all units of the same outermost module.
     """
 

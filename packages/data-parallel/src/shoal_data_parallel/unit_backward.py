@@ -7,7 +7,7 @@ May import: reduction, unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from .unit import Forward, Unit
 class UnitBackward:
     """What one backward pass has done to units, and has still to deliver."""
 
-    __slots__ = ("_captures", "_expected", "_open", "_opened", "_reductions", "_units")
+    __slots__ = ("_adds", "_captures", "_expected", "_open", "_opened", "_reductions", "_units")
 
     def __init__(self) -> None:
         self._units: dict[Unit, None] = {}  # all that belong together with those of the pass, in one order on all ranks
@@ -31,6 +31,7 @@ class UnitBackward:
         self._opened: set[Forward] = set()  # not those that a pass around this one has opened
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
         self._reductions: list[Reduction] = []
+        self._adds: set[Unit] = set()  # to kept gradients of which the pass has added
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
     def open(self, forward: Forward) -> None:
@@ -42,9 +43,9 @@ class UnitBackward:
         unit = forward.unit
         if forward in unit.open:
             return
-        if unit.spoiled:
+        if unit.spoiled and unit not in self._adds:
             raise StyleError(
-                f"fully_shard: a backward that was to keep gradients of {unit.name!r} raised, so some kept ones are "
+                f"fully_shard: a backward that added to kept gradients of {unit.name!r} raised, so some kept ones are "
                 "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
             )
         unit.refill(forward.gathered)
@@ -78,14 +79,23 @@ class UnitBackward:
             if not unit.open:
                 unit.leave()
         self._captures |= bool(captured)
-        if not unit.syncs and (unit.stands_in or not captured):
+        stays = not unit.syncs and (unit.stands_in or not captured)
+        # In place: what a pass that fails could give back would be held for all units until it is over.
+        adds = stays or (bool(unit.kept) and all(route == "accumulate" for route in routes.values()))
+        if adds:
             unit.spoiled = True  # until the pass is finished
+            self._adds.add(unit)
             _keep(unit, wanted)
+            wanted = {}
+        if stays:
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
-        if self._reductions:
-            self._reductions[-1].wait()  # at most one reduction is on its way: two would hold two units' gradients
+        # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
+        for reduction in self._reductions[-2:-1]:
+            reduction.wait()
+        for reduction in self._reductions[-1:]:
+            reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
-        self._reductions.append(Reduction(unit, wanted, returned, with_kept=not captured))
+        self._reductions.append(Reduction(unit, wanted, returned, with_kept=not captured, gives_back=not adds))
         given: dict[int, Any] = dict.fromkeys(forward.trained)
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
@@ -123,11 +133,6 @@ class UnitBackward:
 def running_backward() -> UnitBackward:
     """What the backward pass that is running does to units."""
     return running_pass().part(UnitBackward)
-
-
-def reduce_kept(units: Iterable[Unit]) -> None:
-    """Reduce and deliver the gradients that earlier passes have kept."""
-    deliver([Reduction(unit, {}) for unit in units if unit.kept])
 
 
 def _keep(unit: Unit, grads: Mapping[int, Tensor | None]) -> None:

@@ -33,13 +33,14 @@ class Schedule:
 
     Attributes:
         states: of all of them, the outermost first.
-        order: of the forward that is running, or was last.
+        order: in which units began in the forward that is running, or was last; `ended` in which they ended.
         running: whether the outermost module's forward is running.
     """
 
     def __init__(self, outermost: UnitState) -> None:
         self.states: list[UnitState] = [outermost]
         self.order: list[Unit] = []
+        self.ended: list[Unit] = []
         self._previous: list[Unit] = []
         self.running: bool = False
 
@@ -52,18 +53,25 @@ class Schedule:
         """A unit's forward begins: it is gathered, and the one that followed it the last time starts to be."""
         recomputes, is_outermost = in_backward(), unit is self.states[0].unit
         if not recomputes and (is_outermost or not self.running):
-            self._previous, self.order, self.running = self.order, [], is_outermost
+            self._previous, self.order, self.ended, self.running = self.order, [], [], is_outermost
         at = len(self.order)
-        if recomputes:
-            at = self.order.index(unit) if unit in self.order else 0
-        else:
-            self.order.append(unit)
         forward = unit.enter()
-        forward.units, forward.before = self.units, self.order[:at]
+        forward.units = self.units
+        if recomputes:
+            return forward
+        self.order.append(unit)
         follows = self._previous[at + 1 : at + 2] if self._previous[at : at + 1] == [unit] else ()
-        for ahead in () if recomputes else follows if unit.next_forward is None else unit.next_forward:
+        for ahead in follows if unit.next_forward is None else unit.next_forward:
             ahead.start()
         return forward
+
+    def leave(self, forward: Forward) -> None:
+        """A unit's forward ends: units begin their backward in the opposite order, the outermost first."""
+        unit, recomputes = forward.unit, in_backward()
+        at = len(self.ended) if not recomputes else self.ended.index(unit) if unit in self.ended else 0
+        forward.before = self.ended[max(at - 1, 0) : at]
+        if not recomputes:
+            self.ended.append(unit)
 
 
 class UnitState:
@@ -162,6 +170,8 @@ class UnitState:
             _prepare_backward(output, forward)
         self._waiting.discard(module)
         if not self._waiting and not self._guards:
+            if forward is not None:
+                self.schedule.leave(forward)
             self.leave()
         if not in_backward() and self.schedule.states[0] is self and not self._guards:
             self.schedule.running = False

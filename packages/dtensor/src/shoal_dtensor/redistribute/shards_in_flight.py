@@ -53,10 +53,16 @@ class ShardsInFlight:
             del self._messages[0], pending
         self._go_on()
 
-    def reach_last_round(self) -> None:
-        """Wait for all rounds but the last: from here on `wait` starts nothing that other ranks wait for."""
+    def reach_last_round(self) -> bool:
+        """Wait for all rounds but the last: from here on `wait` starts nothing that other ranks wait for.
+
+        Returns:
+            Whether there were any.
+        """
+        waits = bool(self._rounds)
         while self._rounds:
             self._finish_round(tuple)
+        return waits
 
     def poll(self) -> None:
         """Take what has arrived, if that needs no waiting; results are there when `wait` is called."""
