@@ -1,6 +1,6 @@
 """Styles after `fully_shard` and `replicate` leave, bit for bit, what the other order leaves; on real gloo ranks.
 
-Covers: modules/owners.py, shoal_data_parallel/unit_parameters.py.
+Covers: modules/owners.py, shoal_data_parallel/fully_shard.py.
 """
 
 from __future__ import annotations

@@ -4,29 +4,36 @@
 
 A module and its descendants that are no unit of their own are one unit.
 
-May import: fsdp_module, policies, sharded_parameters, unit, unit_forward, unit_parameters.
+May import: fsdp_module, policies, sharded_parameters, unit, unit_forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal_dtensor import Shard
-from shoal_dtensor.errors import LayoutError, StyleError
-from shoal_dtensor.internal import complete_forms, extended, owners_of, refuse_save_pretrained, takes, watch_draws
+from shoal_dtensor.errors import LayoutError, StyleError, TiedWeightError
+from shoal_dtensor.internal import (
+    complete_forms,
+    extended,
+    owners_of,
+    refuse_save_pretrained,
+    register_owner,
+    takes,
+    watch_draws,
+)
 from shoal_mesh import DeviceMesh, init_device_mesh
 from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, check_plain_tensors
+from .sharded_parameters import DataAxes, Site, check_plain_tensors, shard_parameter, whole_parameters
 from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
-from .unit_parameters import UnitParameters
 
 
 @takes(module=(nn.Module, list), mp_policy=MixedPrecisionPolicy, offload_policy=OffloadPolicy)
@@ -86,19 +93,13 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     _check_own(modules, [param for param, _ in source.own()])
     source.take()
     state.lead([inner for module in modules for inner in states_of(module)])
-    _attach(modules, state)
     for one in modules:
+        vars(one)[STATE] = state
+        refuse_save_pretrained(one)
+        kind: Any = type(one)
+        one.__class__ = extended(FSDPModule, kind)
         watch_draws(one, axes.mesh)
     return module
-
-
-def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
-    """Make modules those of a unit."""
-    for module in modules:
-        vars(module)[STATE] = state
-        refuse_save_pretrained(module)
-        kind: Any = type(module)
-        module.__class__ = extended(FSDPModule, kind)
 
 
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
@@ -146,3 +147,90 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
             "fully_shard: parameters have gradients, of which nobody knows whether they are averaged over the data "
             "axes; drop them first, with zero_grad()"
         )
+
+
+class UnitParameters:
+    """Where a unit's parameters are from, and how they are sharded.
+
+    Attributes:
+        owner: the function that makes units, for messages.
+        state: of the unit.
+        axes: the data axes.
+        ignored: parameters that stay as they are.
+    """
+
+    owner = "fully_shard"
+
+    def __init__(
+        self,
+        state: UnitState,
+        axes: DataAxes,
+        ignored: Sequence[nn.Parameter],
+        placement: Callable[[nn.Parameter], Shard | None] | None,
+        policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
+    ) -> None:
+        self.state = state
+        self.axes = axes
+        self.ignored = ignored
+        self._placement, self._policies = placement, policies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy of the module."""
+        vars(self).update(state)
+        register_owner(self)
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """That of the data axes."""
+        return self.axes.mesh
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether this rank keeps gradients of the unit for a later reduction."""
+        return bool(self.state.unit.kept)
+
+    def held(self) -> Iterable[Tensor]:
+        """The leaves of the unit."""
+        return [parameter.leaf for parameter in self.state.unit.parameters]
+
+    def own(self) -> list[tuple[nn.Parameter, list[Site]]]:
+        """The parameters of the unit's modules and not of units in them, each once, with the modules that hold it.
+
+        Raises:
+            TiedWeightError: if one is shared with a module that is part of another unit.
+        """
+        owned: dict[int, tuple[nn.Parameter, list[Site]]] = {}
+        inner = {state for module in self.state.modules for state in states_of(module)} - {self.state}
+        others = {module for state in inner for root in state.modules for module in root.modules()}
+        ignored = set(map(id, self.ignored))
+        for name, owner in (pair for module in self.state.modules for pair in module.named_modules()):
+            for key, param in owner._parameters.items() if owner not in others else ():
+                if param is None or id(param) in ignored:
+                    continue
+                if hasattr(param, STATE):
+                    raise TiedWeightError(
+                        f"fully_shard: the parameter {key!r} of {name!r} is shared with a module that is part of "
+                        "another unit; make one unit of the modules that share it, or of a module that contains them"
+                    )
+                owned.setdefault(id(param), (param, []))[1].append((owner, key))
+        return list(owned.values())
+
+    def take(self) -> None:
+        """Shard the parameters that the modules hold now."""
+        unit, owned = self.state.unit, self.own()
+        unit.parameters = [shard_parameter(p, sites, self.axes, self._placement, self._policies) for p, sites in owned]
+        for param, _ in owned:
+            setattr(param, STATE, True)
+        unit.reset()
+        register_owner(self)
+
+    def give_back(self) -> None:
+        """Have the modules hold the parameters as they were before data axes sharded them."""
+        unit = self.state.unit
+        unit.leave()
+        for parameter in unit.parameters:
+            parameter.adopt()
+        for parameter, param in zip(unit.parameters, whole_parameters(unit.parameters), strict=True):
+            parameter.put(param)
+        unit.parameters = []
+        unit.reset()

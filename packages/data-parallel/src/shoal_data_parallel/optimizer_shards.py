@@ -80,11 +80,6 @@ class ShardedReplica:
         """Add a reduced local gradient to the shard's."""
         self.sharded.accumulate(reduced)
 
-    def gathered_bytes(self) -> int:
-        """What this rank receives when it is filled."""
-        gathered = self.sharded.gathered
-        return gathered.dtype.itemsize * gathered.local_shape.numel()
-
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
         if grad_hooked(self.sharded.leaf):
@@ -184,10 +179,14 @@ class OptimizerShards:
                 replica.fill(gathered)
 
     def _stale(self) -> list[list[ShardedReplica]]:
+        def received_bytes(replica: ShardedReplica) -> int:
+            gathered = replica.sharded.gathered
+            return gathered.dtype.itemsize * gathered.local_shape.numel()
+
         for replica in self.replicas:
             replica.adopt()
         stale = (replica for replica in self.replicas if replica.version != replica.sharded.version())
-        return in_groups(stale, ShardedReplica.gathered_bytes, self._bucket_bytes)
+        return in_groups(stale, received_bytes, self._bucket_bytes)
 
     def _start(self, group: Sequence[ShardedReplica]) -> Any:
         with purpose("replicate gathers updated parameters"):
