@@ -1,77 +1,112 @@
-"""Opens every page of a built site in a headless browser: it renders, images load, no table is too wide.
+"""Opens every page of a built site in a headless Chromium, on a desktop in two colour schemes and on a phone.
 
-`python docs/browse.py docs/_build/html` exits with the number of faults; 0 where there is no Chromium, which it says.
+`python docs/browse.py docs/_build/html [--pictures FOLDER]` prints the faults of each page and exits with the number of
+pages that have some: images that do not load, tables and pages that are too wide, text that its background hides,
+errors of scripts. It exits with 0 where there is no browser and none can be fetched, and prints why.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
+import base64
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+from chromium import Chromium, NoBrowserError, find
+
 LISTS = ("genindex.html", "py-modindex.html", "search.html")  # made by Sphinx: with scripts, or empty
-WIDTH, HEIGHT = 1280, 1600
-PROBE = """<script>
-addEventListener("load", () => {
-  const found = [];
+VIEWS = {"desktop": (1280, 1600, "light"), "dark": (1280, 1600, "dark"), "phone": (390, 800, "light")}
+CONTRAST = 3.0  # of text and background; WCAG asks for it of large text
+PROBE = """(() => {
+  const found = [], content = document.querySelector("article") || document.body;
   for (const image of document.images)
     if (!image.complete || !image.naturalWidth) found.push("image missing: " + image.src);
-  const content = document.querySelector("article") || document.body;
-  for (const table of content.querySelectorAll("table"))
-    if (table.getBoundingClientRect().right > innerWidth)
+  for (const table of content.querySelectorAll("table")) {
+    let box = table;
+    while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;
+    if (!box && table.getBoundingClientRect().right > innerWidth + 1)
       found.push("table wider than the page: " + table.innerText.slice(0, 60));
+  }
   if (content.innerText.trim().length < 40) found.push("no contents");
   if (!document.title.trim()) found.push("no title");
   if (document.documentElement.scrollWidth > innerWidth) found.push("the page scrolls sideways");
-  document.documentElement.setAttribute("data-faults", found.join(" | ") || "none");
-});
-</script>"""
+
+  const numbers = color => (color.match(/[\\d.]+/g) || []).map(Number);
+  const luminance = color => {
+    const [r, g, b] = color.map(one => (one /= 255) <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const background = element => {
+    for (; element; element = element.parentElement) {
+      const color = numbers(getComputedStyle(element).backgroundColor);
+      if (color.length == 3 || color[3] > 0.5) return color.slice(0, 3);
+    }
+    return [255, 255, 255];
+  };
+  const seen = new Set(), texts = document.createTreeWalker(content, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, text = texts.currentNode.data.trim();
+    if (!text || !element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    const color = numbers(getComputedStyle(element).color).slice(0, 3), behind = background(element);
+    const [low, high] = [luminance(color), luminance(behind)].sort((a, b) => a - b);
+    const ratio = (high + 0.05) / (low + 0.05), key = color + "/" + behind;
+    if (ratio < CONTRAST && !seen.has(key)) {
+      seen.add(key);
+      found.push(`contrast ${ratio.toFixed(1)} (rgb ${color} on ${behind}): ${text.slice(0, 30)}`);
+    }
+  }
+  return found;
+})()""".replace("CONTRAST", str(CONTRAST))
 
 
-def faults_of(page: Path, browser: str, profile: str) -> str:
-    """What the browser finds wrong with a page; empty if nothing is."""
-    probe = page.with_name(f"_probe_{page.name}")
-    probe.write_text(page.read_text().replace("</head>", PROBE + "</head>", 1))
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={profile}",
-        f"--window-size={WIDTH},{HEIGHT}",
-    ]
-    flags += ["--virtual-time-budget=4000", "--allow-file-access-from-files", "--dump-dom"]
-    try:
-        run = subprocess.run(
-            [browser, *flags, probe.as_uri()], capture_output=True, text=True, timeout=120, check=False
-        )
-    finally:
-        probe.unlink()
-    found = re.search(r'data-faults="([^"]*)"', run.stdout)
-    if found is None:
-        return f"the browser did not open it: {run.stderr[-200:]}"
-    return "" if found[1] == "none" else found[1]
+def faults_of(page: Path, browser: Chromium, picture: Path | None) -> list[str]:
+    """One line for each view in which the browser finds something wrong with a page; with `picture`, a PNG of each."""
+    browser.open(page.as_uri())
+    lines = [f"script: {text}" for text in map(script_error, browser.events) if text]
+    for view, (width, height, scheme) in VIEWS.items():
+        browser.view(width, height, scheme)
+        answer = browser.call("Runtime.evaluate", expression=PROBE, returnByValue=True)
+        found = answer["result"].get("value", ["the probe failed"])
+        if found:
+            lines.append(f"{view}: {'; '.join(found)}")
+        if picture is not None:
+            shot = browser.call("Page.captureScreenshot", captureBeyondViewport=False)
+            picture.with_name(f"{picture.name}-{view}.png").write_bytes(base64.b64decode(shot["data"]))
+    return lines
+
+
+def script_error(event: dict[str, Any]) -> str:
+    """The text of an event that is an error of a script, or of something that the page loads; empty for others."""
+    if event["method"] == "Runtime.exceptionThrown":
+        return str(event["params"]["exceptionDetails"]["text"])
+    entry = event["params"].get("entry", {}) if event["method"] == "Log.entryAdded" else {}
+    return f"{entry['text']} {entry.get('url', '')}" if entry.get("level") == "error" else ""
 
 
 def main() -> int:
     """Print the faults of the site that the command line names."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        sys.stdout.write(f"no browser here ({', '.join(BROWSERS)}): pages were not opened in one\n")
-        return 0
-    site = Path(sys.argv[1]).resolve()
+    parser = ArgumentParser()
+    parser.add_argument("site", type=lambda text: Path(text).resolve())
+    parser.add_argument("--pictures", type=Path, help="a folder for a screenshot of each page's first screen")
+    arguments = parser.parse_args()
+    site, pictures = arguments.site, arguments.pictures
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
     pages = [page for page in sorted(site.rglob("*.html")) if "_modules" not in page.parts and page.name not in LISTS]
     count = 0
-    with TemporaryDirectory() as profile:
-        for page in pages:
-            found = faults_of(page, browser, profile)
-            count += bool(found)
-            if found:
-                sys.stdout.write(f"{page.relative_to(site)}: {found}\n")
-    sys.stdout.write(f"{len(pages)} pages opened in {Path(browser).name}, {count} with faults\n")
+    try:
+        program, variables = find()
+        with Chromium(program, variables) as browser:
+            for page in pages:
+                name = str(page.relative_to(site).with_suffix("")).replace("/", "-")
+                lines = faults_of(page, browser, pictures and pictures / name)
+                count += bool(lines)
+                sys.stdout.writelines(f"{page.relative_to(site)}, {line}\n" for line in lines)
+    except NoBrowserError as error:
+        sys.stdout.write(f"pages were not opened in a browser: {error}\n")
+        return 0
+    sys.stdout.write(f"{len(pages)} pages opened in {program.name} in {len(VIEWS)} views, {count} with faults\n")
     return min(count, 100)
 
 

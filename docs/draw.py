@@ -127,24 +127,24 @@ def draw_flow(name: str, boxes: Sequence[tuple[str, str]], title: str) -> None:
         axis.annotate("", points[1], points[0], arrowprops={"arrowstyle": "->", "color": INK})
         axis.text(*place, goes_on, ha="center", fontsize=8, color=INK)
     axis.set(xlim=(-0.2, 2.3 * IN_A_ROW - 0.6), ylim=(-1.5 * rows + 1.3, 1.15))
-    axis.set_title(fill(title, 70), fontsize=9, loc="left")
+    axis.set_title(fill(title, 95), fontsize=9, loc="left")
     axis.axis("off")
     save(figure, name)
 
 
 FLOWS = {
     "spec": (
-        "A layout is one immutable value: it decides every local shape, with no communication",
+        "The layout of a tensor: an immutable value from which each rank computes its local shape",
         (
-            ("mesh\n(data=2, tensor=2)", ""),
-            ("placements\n[Shard(0), Replicate]", ""),
-            ("global shape\n(8, 6), float32", ""),
+            ("mesh\n(data=2, tensor=2)", "and"),
+            ("placements\n[Shard(0), Replicate]", "and"),
+            ("global shape\n(8, 6), float32", "interned"),
             ("Spec\none object for\nequal layouts", ""),
             ("box of a rank\nrows 0:4, columns 0:6", ""),
         ),
     ),
     "plan": (
-        "Redistribution: a shortest path over layouts, then steps that ask nothing (orange: communicates)",
+        "Redistribution: the cheapest sequence of steps is searched for, then run (orange: communicates)",
         (
             ("source\n[S(0), S(1)]", "search"),
             ("candidate steps\nlatency + bytes /\nbandwidth", "cheapest"),
@@ -153,23 +153,23 @@ FLOWS = {
         ),
     ),
     "cache-hit": (
-        "An operator on DTensors that was seen before: no rule is asked",
+        "A cached operator call: no sharding rule is evaluated (orange: communicates)",
         (
             ("x + y\non DTensors", ""),
             ("key: operator,\nspecs, arguments", "hit"),
-            ("decision", "if any"),
+            ("cached\ndecision", "if a layout differs"),
             ("*redistribute\ninputs", ""),
             ("torch's kernel\non local shards", ""),
-            ("DTensor with\nthe known spec", ""),
+            ("DTensor with\nthe cached spec", ""),
         ),
     ),
     "lowered-block": (
-        "A lowered feed-forward block: local tensors and one collective in forward",
+        "A lowered feed-forward block on 4 ranks: local tensors, and one collective in the forward",
         (
             ("x, replicated\n(tokens, 64)", ""),
-            ("column-wise\nLinear: own 64\nof 256 features", "sharded"),
+            ("column-wise Linear:\n64 of 256 features\non each rank", "sharded"),
             ("GELU", "sharded"),
-            ("row-wise Linear:\nown part of sum", "partial"),
+            ("row-wise Linear:\na summand\non each rank", "partial sum"),
             ("*all-reduce", ""),
             ("y, replicated", ""),
         ),
