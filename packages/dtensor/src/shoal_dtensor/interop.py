@@ -23,7 +23,16 @@ __all__ = ["from_torch", "mesh_from_torch", "mesh_to_torch", "to_torch"]
 
 
 def mesh_to_torch(mesh: DeviceMesh) -> Any:
-    """Torch's `DeviceMesh` over the same ranks and the same process groups."""
+    """Torch's `DeviceMesh` over the same ranks and the same process groups.
+
+    Args:
+        mesh: shoal's mesh; all of its ranks call this.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh, launch
+        >>> launch(lambda: mesh_to_torch(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).mesh_dim_names, 2)
+        [('tp',), ('tp',)]
+    """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_mesh("mesh_to_torch", mesh)
@@ -31,7 +40,16 @@ def mesh_to_torch(mesh: DeviceMesh) -> Any:
 
 
 def mesh_from_torch(mesh: Any) -> DeviceMesh:
-    """Shoal's `DeviceMesh` over the ranks and process groups of torch's."""
+    """Shoal's `DeviceMesh` over the ranks and process groups of torch's.
+
+    Args:
+        mesh: torch's mesh; all of its ranks call this.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh, launch
+        >>> launch(lambda: mesh_from_torch(mesh_to_torch(init_device_mesh("cpu", (2,)))).shape, 2)
+        [(2,), (2,)]
+    """
     from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
     check_type("mesh_from_torch", "mesh", mesh, TorchMesh, "torch's DeviceMesh")

@@ -134,6 +134,9 @@ def _dotted_names(tree: ast.AST) -> Iterator[Finding]:
 def migrate(text: str) -> Migrated:
     r"""A source text with torch's imports rewritten.
 
+    Args:
+        text: Python source.
+
     Raises:
         SyntaxError: if the text is no Python.
 

@@ -143,8 +143,10 @@ def checked_replicas() -> Iterator[None]:
 
     `to_local()` of a replicated tensor gives each rank the same values; where ranks then compute different things with
     them, each has a different summand of the gradient, and `to_local(grad_placements=[Partial()])` is what says so.
-    No local information tells the two cases apart, so this costs one small collective for each such gradient; on a
-    difference every rank raises `shoal_mesh.LockstepError`.
+    No local information tells the two cases apart, so this costs one small collective for each such gradient.
+
+    Raises:
+        LockstepError: (of shoal_mesh, in backward, on every rank) if the ranks' gradients differ.
 
     Example:
         >>> with checked_replicas():

@@ -54,6 +54,16 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[Callab
 
     Raises:
         PlacementError: (when the operator is called) if a pair does not fit the operator's tensors.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor import Replicate, Shard
+        >>> @torch.library.custom_op("shoal_example::twice", mutates_args=())
+        ... def twice(x: torch.Tensor) -> torch.Tensor:
+        ...     return 2 * x
+        >>> @register_sharding(torch.ops.shoal_example.twice.default)
+        ... def rows_stay_sharded(x):
+        ...     return [([Shard(0)], [Shard(0)])]
     """
     _overloads("register_sharding", op)
 

@@ -62,8 +62,20 @@ def distribute_tensor(
             `torch.from_file`) it reads only that. A stored tensor is always read so.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
 
+    Returns:
+        The DTensor, of the tensor's shape; `to_local()` is this rank's shard.
+
     Raises:
         PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor of another layout.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     x = distribute_tensor(torch.zeros(10, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
+        ...     x.shape, x.to_local().shape  # rows of 3, 3, 3 and 1
+        (torch.Size([10, 3]), torch.Size([3, 3]))
     """
     mesh = mesh_or_current(device_mesh)
     wanted, shard_order = read_placements(mesh, placements, shard_order)

@@ -191,6 +191,15 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
     Raises:
         MissingExtraError: if rich is asked for and not installed.
         PlacementError: if the tensor has more than two dims.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_mesh import init_device_mesh
+        >>> with fake_world(2):
+        ...     visualize_sharding(Spec(init_device_mesh("cpu", (2,)), (Shard(0),), (3,)))
+               0:2    2:3
+        0:1    0      1
     """
     check_type("visualize_sharding", "dtensor", dtensor, (DTensor, Spec), "a DTensor or its spec")
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
@@ -205,6 +214,9 @@ def visualize_sharding(dtensor: DTensor | Spec, header: str = "", use_rich: bool
 
 def draw_sharding(spec: Spec) -> str:
     """The picture that `visualize_sharding` prints: rows and columns of element ranges, ranks in the cells.
+
+    Args:
+        spec: of a tensor with one or two dims; no process group is needed.
 
     Raises:
         PlacementError: if the tensor has more than two dims.

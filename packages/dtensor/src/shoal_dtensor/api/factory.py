@@ -112,6 +112,15 @@ def empty(*size: Any, **keywords: Unpack[Keywords]) -> DTensor:
 
     Raises:
         PlacementError: if the placements do not fit or the layout is another.
+
+    Example:
+        >>> from shoal_dtensor import Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     x = empty(8, 3, device_mesh=init_device_mesh("cpu", (4,)), placements=[Shard(0)])
+        ...     x.shape, x.to_local().shape
+        (torch.Size([8, 3]), torch.Size([2, 3]))
     """
     return _empty(size, keywords)
 

@@ -38,8 +38,21 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 
     The mesh's next random operator checks that they did, with one small all-gather.
 
+    Args:
+        seed: as for `torch.manual_seed`.
+        device_mesh: the mesh, for the type of its devices.
+
     Raises:
         RandomStateError: if the mesh's devices have no generator that shoal knows.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(4):
+        ...     mesh = init_device_mesh("cpu", (4,))
+        ...     manual_seed(7, mesh)
+        ...     torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(7)))
+        True
     """
     check_type("manual_seed", "seed", seed, int, "an int")
     check_mesh("manual_seed", device_mesh)
@@ -54,8 +67,16 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
 def check_random_state(device_mesh: DeviceMesh) -> None:
     """Raise on every rank of the mesh unless all ranks' default generators are in the same state; a collective.
 
+    Args:
+        device_mesh: the mesh; all of its ranks call this.
+
     Raises:
         RandomStateError: if they differ; it names the ranks that agree with each other.
+
+    Example:
+        >>> from shoal_mesh import init_device_mesh, launch
+        >>> launch(lambda: check_random_state(init_device_mesh("cpu", (2,))), 2)
+        [None, None]
     """
     check_in_step(device_mesh, generator_of(own_device(device_mesh.device_type)), always=True)
 

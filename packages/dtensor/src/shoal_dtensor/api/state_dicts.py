@@ -123,6 +123,12 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     Raises:
         StateDictError: a key is missing or unexpected though `strict`, a tensor has another shape than the parameter,
             or a parameter is on the meta device: on every rank, and the model is unchanged.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 4)
+        >>> set_model_state_dict(model, get_model_state_dict(model)).missing_keys
+        []
     """
     api, options = _read(options)
     if options.full_state_dict:
@@ -145,6 +151,12 @@ def set_optimizer_state_dict(
     Raises:
         StateDictError: an entry has another shape than the state that it replaces, one is missing though `strict`, or
             an optimizer is not one of this model: on every rank, nothing is changed.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
     """
     api, options = _read(options)
     optimizers = optimizers_of(model, optimizers)

@@ -285,7 +285,13 @@ def _moved(call: _Call, decision: MovingDecision) -> tuple[list[Any], dict[str, 
 
 
 def cache_info() -> dict[str, int]:
-    """Number of remembered decisions per operator, over all policies."""
+    """Number of cached decisions per operator, over all policies.
+
+    Example:
+        >>> clear_cache()
+        >>> cache_info()
+        {}
+    """
     counts: Counter[str] = Counter()
     for scope in current().alike.values():
         counts.update({str(cache.op): len(cache.decisions) for cache in scope.decisions.values()})
@@ -293,7 +299,11 @@ def cache_info() -> dict[str, int]:
 
 
 def clear_cache() -> None:
-    """Forget all decisions, of every policy, and what runs on few elements have shown."""
+    """Forget all decisions, of every policy, and what runs on few elements have shown.
+
+    Example:
+        >>> clear_cache()
+    """
     run_on_few.cache_clear()
     for scope in current().alike.values():
         scope.decisions.clear()

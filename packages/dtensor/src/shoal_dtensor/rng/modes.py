@@ -51,7 +51,12 @@ def _checked(mode: Mode, axes: Sequence[int | str]) -> RandomMode:
 
 
 def set_random_mode(mode: Mode, axes: Sequence[int | str] = ()) -> None:
-    """Set how random operators draw from here on, in this thread; see `random_mode`."""
+    """Set how random operators draw from here on, in this thread; arguments and errors as for `random_mode`.
+
+    Example:
+        >>> set_random_mode("local")
+        >>> set_random_mode("single_device")
+    """
     _current.set(_checked(mode, axes))
 
 

@@ -168,6 +168,13 @@ def get_rng_state(device: torch.device | str | None = None) -> dict[str, Tensor]
 
     Raises:
         RandomStateError: torch's module for the device shows no generator.
+
+    Example:
+        >>> state = get_rng_state("cpu")
+        >>> first = torch.rand(2)
+        >>> set_rng_state(state, "cpu")
+        >>> torch.equal(torch.rand(2), first)
+        True
     """
     state = {"cpu": torch.default_generator.get_state()}
     beside = _beside_the_cpu(device)
@@ -186,6 +193,9 @@ def set_rng_state(state: Mapping[str, Tensor], device: torch.device | str | None
 
     Raises:
         RandomStateError: if the state has no CPU part, or torch's module for the device shows no generator.
+
+    Example:
+        >>> set_rng_state(get_rng_state("cpu"), "cpu")
     """
     if "cpu" not in state:
         raise RandomStateError(f"set_rng_state: expected a state with the key 'cpu', got {sorted(state)}")

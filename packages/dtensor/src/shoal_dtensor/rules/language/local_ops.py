@@ -21,7 +21,18 @@ from .rule import LocalCall, LocalFunction, OpCall, P, R, Row, Rule, Traffic, fl
 
 
 def sharding_axes(spec: Spec, dims: Iterable[int] | None = None) -> tuple[int, ...]:
-    """The mesh axes that shard any of the tensor dims `dims` (all of them when left out), ascending."""
+    """The mesh axes that shard any of the tensor dims `dims`, ascending.
+
+    Args:
+        spec: the spec of a tensor.
+        dims: tensor dims; all of them when left out.
+
+    Example:
+        >>> from shoal_dtensor import Replicate, Shard, Spec
+        >>> from shoal_mesh import abstract_mesh
+        >>> sharding_axes(Spec(abstract_mesh((2, 2, 2)), (Shard(1), Replicate(), Shard(1)), (8, 8)), dims=[1])
+        (0, 2)
+    """
     chosen = range(spec.ndim) if dims is None else dims
     return tuple(sorted({axis for dim in chosen for axis in spec.dim_shardings[dim].axes}))
 
@@ -32,7 +43,20 @@ def shard_index(spec: Spec, dim: int) -> int:
 
 
 def all_reduced(tensor: Tensor, spec: Spec, axes: tuple[int, ...], op: str = "sum") -> Tensor:
-    """`tensor` reduced over mesh axes of `spec`'s mesh; itself when there are none."""
+    """`tensor` reduced over mesh axes of `spec`'s mesh; itself when there are none.
+
+    Args:
+        tensor: a local tensor, of the same shape on all ranks along the axes.
+        spec: the spec of any tensor on the mesh.
+        axes: indices of mesh axes, such as `sharding_axes` returns.
+        op: "sum", "avg", "max", "min" or "product".
+
+    Example:
+        >>> from shoal_dtensor import Shard, Spec
+        >>> from shoal_mesh import abstract_mesh
+        >>> all_reduced(torch.ones(2), Spec(abstract_mesh((4,)), (Shard(0),), (8, 2)), axes=())
+        tensor([1., 1.])
+    """
     return all_reduce(tensor, spec.mesh.comm(axes), op) if axes else tensor
 
 

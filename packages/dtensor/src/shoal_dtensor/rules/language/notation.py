@@ -253,6 +253,12 @@ def pointwise(
             numbers): partial sums in, partial sums out.
         monotone: for one operand: whether it never decreases, so that it commutes with partial `max` and `min`.
         partial: further rows with partial values.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor.testing import validate
+        >>> validate(torch.ops.aten.neg.default, torch.randn(4, 3), rule=pointwise(linear=(0,))).wrong
+        []
     """
 
     def rows(call: OpCall) -> list[Row]:

@@ -184,6 +184,16 @@ def merge(**tables: Table) -> Table:
 
 @contextmanager
 def overlay(table: Table) -> Iterator[None]:
-    """Inside the block, rules of `table` come before all others; blocks nest, and threads do not see each other's."""
+    """Inside the block, rules of `table` come before all others; blocks nest, and threads do not see each other's.
+
+    Args:
+        table: a rule for each operator overload.
+
+    Example:
+        >>> import torch
+        >>> from shoal_dtensor.rules import pointwise
+        >>> with overlay({torch.ops.aten.softshrink.default: pointwise()}):
+        ...     pass  # softshrink runs by this rule
+    """
     with entered(current().under(table)):
         yield
