@@ -120,6 +120,9 @@ _VERSION = [0]  # how often users set a topology
 def topology_of(mesh: DeviceMesh) -> Topology:
     """The link of every axis of a mesh: what was set, else defaults.
 
+    Args:
+        mesh: a mesh, also an abstract one.
+
     Raises:
         MeshTypeError: no mesh.
 
