@@ -42,6 +42,10 @@ def single_process() -> Iterator[None]:
 
     Make `Accelerator(...)`, or `TrainingArguments(...)` and `Trainer(...)`, in it, before anything else asks accelerate
     for its state; the mesh exists already.
+
+    Example:
+        >>> with single_process():
+        ...     pass  # trainer = Trainer(model, TrainingArguments("out"), train_dataset=data)
     """
     removed = {name: os.environ.pop(name) for name in _WORLD if name in os.environ}
     try:

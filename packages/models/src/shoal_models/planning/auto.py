@@ -120,6 +120,9 @@ def _reason(module: nn.Module, style: ParallelStyle | None, tried: str) -> str:
 def format_plan(plan: Mapping[str, ParallelStyle]) -> str:
     """A plan as Python text.
 
+    Args:
+        plan: styles by path.
+
     Example:
         >>> from shoal_tp_styles import ColwiseParallel
         >>> print(format_plan({"head": ColwiseParallel()}))
