@@ -17,6 +17,11 @@ __all__ = ["argmax", "sample"]
 def argmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) -> Tensor:
     """Index of the largest logit per row; the smallest index among equals, on all ranks.
 
+    Args:
+        logits: with the classes along `dim` sharded over ranks: a DTensor, or this rank's classes.
+        dim: the dim of the classes.
+        vocab: the classes of each rank, for plain local logits.
+
     Example:
         >>> from shoal_dtensor import Shard, distribute_tensor
         >>> from shoal_mesh import init_device_mesh
@@ -49,6 +54,23 @@ def sample(
 
     A uniform number per row (that of rank 0) is compared with the cumulative probabilities, which each rank computes
     for its own classes from the mass of the classes before them.
+
+    Args:
+        logits, dim, vocab: as for `argmax`.
+        temperature: of the softmax; positive.
+        generator: of the uniform numbers; the default one when left out.
+
+    Returns:
+        Class indices of the shape of `logits` without `dim`.
+
+    Example:
+        >>> from shoal_dtensor import Shard, distribute_tensor
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> with fake_world(1):
+        ...     logits = distribute_tensor(torch.tensor([[0., 99., 1.]]), init_device_mesh("cpu", (1,)), [Shard(1)])
+        ...     print(sample(logits))
+        tensor([1])
     """
     if temperature <= 0:
         return argmax(logits, dim=dim, vocab=vocab)

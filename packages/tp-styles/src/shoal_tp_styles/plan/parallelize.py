@@ -173,6 +173,9 @@ def unparallelize_module(module: nn.Module) -> nn.Module:
 
     All ranks of the mesh must call it.  Shared parameters stay shared; the module can be made parallel again.
 
+    Args:
+        module: changed in place; one that is not parallel stays as it is.
+
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world

@@ -96,6 +96,9 @@ def initialize_adapter(module: nn.Module) -> None:
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters of all adapters, the ones to train and save.
 
+    Args:
+        model: with modules that have the style `LoRA`.
+
     Example:
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
@@ -116,6 +119,9 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """The model with every adapter added to its base weight and then set to zero.
 
     Nothing is sent, unless `fully_shard` has sharded the adapters over data axes too.
+
+    Args:
+        model: changed in place.
 
     Example:
         >>> from shoal_mesh import init_device_mesh

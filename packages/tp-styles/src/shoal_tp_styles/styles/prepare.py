@@ -81,6 +81,17 @@ class PrepareModuleInput(_Prepare):
     Raises:
         LayoutCountError: if layouts and desired layouts have different lengths (at construction).
         LayoutError: if the call has another number of inputs than layouts.
+
+    Example:
+        >>> from shoal_dtensor import Replicate, Shard
+        >>> from shoal_mesh import init_device_mesh
+        >>> from shoal_mesh.testing import fake_world
+        >>> from shoal_tp_styles import parallelize_module
+        >>> with fake_world(4):
+        ...     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+        ...     model = parallelize_module(nn.Identity(), init_device_mesh("cpu", (4,)), style)
+        ...     model(torch.ones(2, 3)).shape
+        torch.Size([8, 3])
     """
 
     input_layouts: Layouts = None
