@@ -1,4 +1,4 @@
-"""Covers: docs/reference/*.md: every public name of a layer is on its page, once."""
+"""Covers: docs/reference/*.md: every public name of a layer is on its page, once, and its entry is complete."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import inspect
 import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +23,75 @@ def test_every_public_name_has_its_entry(layer: Any, root: Any) -> None:
     public = {name for name, value in values.items() if not inspect.ismodule(value)} - passed_on
     assert set(listed) == public
     assert not [name for name, times in listed.items() if times > 1]
+
+
+GAPS = Path(__file__).with_name("reference_gaps.txt")
+# A docstring whose first word is one of these does not say what comes back, so it has a section `Returns:`.
+VERBS = re.compile(
+    r"(Add|Apply|Bring|Check|Compare|Fill|Find|Give|Load|Make|Record|Reduce|Replace|Run|Save|Train|Write)\b"
+)
+# Where another docstring says the same: "arguments as for `empty`", "are those of the collectives of the same names".
+ELSEWHERE = re.compile(
+    r"\bas (for|in) (`|torch)|under torch's name and arguments|errors are those of|Create one\s+with"
+)
+
+
+def documented(layer: str, page: str) -> Iterator[tuple[str, Any]]:
+    """Addresses and values of the classes and functions in a layer's facade and in the modules that its page shows."""
+    for space in (layer, *re.findall(r"automodule:: (\S+)", page)):
+        module = importlib.import_module(space)
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == space]
+        for name in getattr(module, "__all__", [name for name in own if name[0] != "_"]):
+            value = getattr(module, name)
+            home = (getattr(value, "__module__", "") or "").split(".")[0]
+            error = inspect.isclass(value) and issubclass(value, BaseException)
+            if home == layer and (inspect.isclass(value) or inspect.isroutine(value)) and not error:
+                yield f"{space}.{name}", value
+
+
+def docstring(value: Any) -> str:
+    """Of a function; of a class, with those of its methods that have an example."""
+    if not inspect.isclass(value):
+        return inspect.getdoc(value) or ""
+    methods = (getattr(method, "__doc__", None) or "" for method in vars(value).values())
+    return "\n".join((value.__doc__ or "", *(text for text in methods if ">>>" in text)))
+
+
+def lacks(value: Any, programs: str) -> list[str]:
+    """What an entry does not have: arguments, what comes back, errors, an example (or one in a program of a page)."""
+    text, module = docstring(value), inspect.getmodule(value)
+    elsewhere = bool(ELSEWHERE.search(text) or ELSEWHERE.search((module and module.__doc__) or ""))
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        signature = inspect.Signature()
+    found = [] if elsewhere or "keywords:" in text or "properties:" in text else undescribed(signature, text)
+    if inspect.isroutine(value):
+        result = str(signature.return_annotation)
+        if VERBS.match(text) and not re.match(r"None$|Iterator|.*_empty", result) and "Returns:" not in text:
+            found.append("Returns")
+        raises = re.search(r"^ +raise \w", inspect.getsource(inspect.unwrap(value)), re.MULTILINE)
+        if raises and not elsewhere and "Raises:" not in text:
+            found.append("Raises")
+    shown = ">>>" in text or elsewhere or re.search(rf"\b{value.__name__}\b", programs)
+    return [*found, *([] if shown else ["example"])]
+
+
+def undescribed(signature: inspect.Signature, text: str) -> list[str]:
+    """The arguments that a docstring does not describe."""
+    named = [name for name in signature.parameters if name not in ("self", "args", "kwargs") and name[0] != "_"]
+    described = r"^ +[\w, *]*\b{}\b[\w, *]*:"
+    return [f"argument {name}" for name in named if not re.search(described.format(name), text, re.MULTILINE)]
+
+
+def test_every_entry_is_complete(layers: Any, root: Any) -> None:
+    """Those that lack something are listed in `reference_gaps.txt`; a new entry is complete, a mended one taken out."""
+    pages = [root / "README.md", *root.glob("packages/*/README.md"), *root.glob("docs/*.md"), *root.glob("docs/*/*.md")]
+    texts = "\n".join(path.read_text() for path in pages)
+    programs = "\n".join(re.findall(r"^```python\n(.*?)^```", texts, re.MULTILINE | re.DOTALL))
+    lines = []
+    for layer in layers:
+        page = (root / "docs" / "reference" / f"{layer.name}.md").read_text()
+        entries = {address: lacks(value, programs) for address, value in documented(layer.name, page)}
+        lines += [f"{address}: {', '.join(found)}" for address, found in entries.items() if found]
+    assert sorted(lines) == GAPS.read_text().splitlines()
