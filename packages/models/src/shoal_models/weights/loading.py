@@ -102,6 +102,9 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
         source: a state dict of unsharded tensors, or one or several safetensors files.
         strict: raise if the model or the source has entries that the other lacks.
 
+    Returns:
+        What was missing or unexpected, and how many bytes this rank read.
+
     Raises:
         PlanError: if a shape differs (before anything is written), or entries differ under `strict`.
 

@@ -99,6 +99,9 @@ def save_sharded(module: nn.Module, directory: str | PathLike[str], *, max_file_
         directory: made where it does not exist.
         max_file_bytes: of tensors in one file; a larger tensor has a file of its own.
 
+    Returns:
+        The names of the files, and how many bytes this rank wrote.
+
     Raises:
         CheckpointError: on all ranks, if one of them cannot write; the directory is as it was.
 
