@@ -88,7 +88,8 @@ class PrepareModuleInput(_Prepare):
         >>> from shoal_mesh.testing import fake_world
         >>> from shoal_tp_styles import parallelize_module
         >>> with fake_world(4):
-        ...     style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=True)
+        ...     layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+        ...     style = PrepareModuleInput(**layouts, use_local_output=True)
         ...     model = parallelize_module(nn.Identity(), init_device_mesh("cpu", (4,)), style)
         ...     model(torch.ones(2, 3)).shape
         torch.Size([8, 3])
