@@ -102,8 +102,19 @@ def mends_backlinks(app: Any, page: str, _template: str, context: dict[str, Any]
         context["body"] = re.sub(r'#(shoal_[\w.]+)"', anchor, context["body"])
 
 
+RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
+
+
+def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
+    """Tell readers of a guide how to start it; a page that calls `launch` starts its ranks itself."""
+    if page.startswith(("how-to/", "concepts/")) and "print(launch(main" not in source[0]:
+        line = r"To run this page, save its Python blocks in one file: `torchrun --nproc-per-node \1 page.py`."
+        source[0] = RANKS.sub(line, source[0])
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", says_how_to_run)
     app.connect("autodoc-skip-member", leaves_out)
     app.connect("autodoc-process-bases", names_bases)
     app.connect("autodoc-process-docstring", leaves_contract_out)
