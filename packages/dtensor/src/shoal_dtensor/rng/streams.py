@@ -69,7 +69,7 @@ class Fill:
 
 def _dropout_mask(mask: Tensor, chance: float, dtype: torch.dtype, generator: torch.Generator | None) -> None:
     """What `native_dropout` keeps of a tensor like `mask`; it takes no generator, so another one is lent its place."""
-    source = torch.ones_like(mask, dtype=dtype)
+    source = torch.ones(mask.shape, dtype=dtype, device=mask.device)
     default = generator_of(mask.device)
     if generator is None or generator is default:
         mask.copy_(torch.native_dropout(source, chance, train=True)[1])
@@ -109,20 +109,21 @@ def fill_stream(
 def fill_whole(
     local: Tensor, memory: MemoryOrder, fill: Fill, generator: torch.Generator | None, operand: Tensor | None
 ) -> None:
-    """Draw the global tensor, in its memory order, and keep the box: right by any law that a device may have.
+    """Draw the global tensor and keep the box: right by any law that a device may have.
 
     Nothing of it is probed and sizes may be symbols, so a compiler can trace it.
     """
-    whole = _scratch(memory.shape, local, memory.contiguous or local.device.type != "cpu")
+    on_cpu = local.device.type == "cpu"
+    whole = _scratch(memory.shape, local, memory.contiguous or not on_cpu)
     own = tuple([slice(start, stop) for start, stop in memory.box])
-    back = memory.restored()
-    odds = None
-    if operand is not None:
-        odds = torch.full_like(whole, 0.5, dtype=operand.dtype)
-        if memory.has(operand):
-            odds[own].copy_(memory.arranged(operand))
-        odds = odds.permute(back)
-    fill(whole.permute(back), generator, odds)
+    odds = None if operand is None else torch.full_like(whole, 0.5, dtype=operand.dtype)
+    if odds is not None and operand is not None and memory.has(operand):
+        odds[own].copy_(memory.arranged(operand))
+    if on_cpu or local.device.type == "cuda":  # kernels there walk in memory order, whatever the dims are called
+        fill(whole, generator, odds)
+    else:
+        back = memory.restored()
+        fill(whole.permute(back), generator, None if odds is None else odds.permute(back))
     if memory.has(local):
         memory.arranged(local).copy_(whole[own])
 
