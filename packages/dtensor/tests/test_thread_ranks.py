@@ -19,7 +19,7 @@ def test_communicators_know_their_ranks() -> None:
 
 def test_reductions_over_different_axes_do_not_travel_together() -> None:
     def reduced(mesh: DeviceMesh) -> list[float]:
-        row, column = mesh.get_coordinate() or ()
+        row, column = mesh.get_coordinate() or (0, 0)
         ones = torch.ones(1)
         with coalesce():
             sums = [
