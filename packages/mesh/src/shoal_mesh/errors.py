@@ -6,6 +6,23 @@ working after the import line has changed.
 
 from __future__ import annotations
 
+__all__ = [
+    "AxisError",
+    "BackendError",
+    "CollectiveError",
+    "CollectiveTypeError",
+    "DimError",
+    "LockstepError",
+    "MeshError",
+    "MeshMismatchError",
+    "MeshTypeError",
+    "MissingExtraError",
+    "NewcomerError",
+    "NoGroupError",
+    "PeerError",
+    "RankError",
+]
+
 
 class MeshError(ValueError, RuntimeError):
     """A mesh that cannot exist: shape, ranks, names or world size do not fit together."""
