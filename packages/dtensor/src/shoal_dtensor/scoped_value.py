@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
-from ._torch import set_thread_object, thread_object
+from ._torch.engine import set_thread_object, thread_object
 
 T = TypeVar("T")
 
