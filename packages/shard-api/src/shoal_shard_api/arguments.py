@@ -23,19 +23,7 @@ def expect(
     optional: bool = False,
     error: type[Exception] = ArgumentTypeError,
 ) -> None:
-    """Check the type of an argument.
-
-    Args:
-        call: The function that was called, for the message.
-        name: The argument.
-        value: What was passed.
-        types: The types that it may have; bool is no int here.
-        optional: Whether None is allowed.
-        error: The class of the error.
-
-    Raises:
-        ArgumentTypeError: It has another type; or ``error``.
-    """
+    """Raise ``error`` unless an argument of a call has one of the types, of which bool is no int; or is None."""
     if optional and value is None:
         return
     if isinstance(value, types) and (not isinstance(value, bool) or bool in types):
@@ -45,11 +33,7 @@ def expect(
 
 
 def expect_all(call: str, name: str, values: Any, *types: Any, error: type[Exception] = ArgumentTypeError) -> None:
-    """Check that an argument is a sequence, no string, whose entries have one of the types.
-
-    Raises:
-        ArgumentTypeError: It is not; or ``error``.
-    """
+    """Raise ``error`` unless an argument is a sequence, no string, whose entries have one of the types."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise error(f"{call}: {name} must be a sequence, got {kind_of(values)}")
     for index, value in enumerate(values):
@@ -62,11 +46,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def expect_plain(call: str, name: str, value: object) -> None:
-    """Check that an argument is a plain strided tensor: no ShardedTensor, no DTensor, not sparse.
-
-    Raises:
-        ArgumentTypeError: It is not.
-    """
+    """Raise ArgumentTypeError unless an argument is a plain strided tensor: no ShardedTensor or DTensor, not sparse."""
     expect(call, name, value, torch.Tensor)
     assert isinstance(value, torch.Tensor), "checked"
     if not is_plain(value):
@@ -75,5 +55,6 @@ def expect_plain(call: str, name: str, value: object) -> None:
 
 def _hint(value: Any, types: tuple[Any, ...]) -> str:
     """Where the class of the same name is, for a value of torch's own shard API."""
-    namesake = next((kind for kind in type(value).__mro__ for own in types if kind.__name__ == own.__name__), None)
-    return f"; use shoal_shard_api.{namesake.__name__}, torch's own class is another one" if namesake else ""
+    names = {own.__name__ for own in types}
+    namesake = next((kind.__name__ for kind in type(value).__mro__ if kind.__name__ in names), "")
+    return f"; use shoal_shard_api.{namesake}, torch's own class is another one" if namesake else ""

@@ -91,8 +91,11 @@ def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> Checke
     """The entries of the plan by kind, after every check that one rank can make."""
     expect("shard_module", "module", module, nn.Module)
     expect("shard_module", "plan", plan, ShardingPlan, error=PlanTypeError)
+    outputs, local = plan.output_plan or {}, plan.return_local_tensor or ()
     _check_table("plan", plan.plan, ShardingSpec, Sharder)
-    checked = CheckedPlan()
+    _check_table("output_plan", outputs, ShardingSpec)
+    expect_all("shard_module", "return_local_tensor", local, str, error=PlanTypeError)
+    checked = CheckedPlan(outputs=dict(outputs), locals_=list(local))
     for path, entry in plan.plan.items():
         if isinstance(entry, ShardingSpec):
             checked.parameters[path] = entry
@@ -103,9 +106,15 @@ def check_plan(module: nn.Module, plan: Any, group: dist.ProcessGroup) -> Checke
         checked.sharders[path] = entry
     _check_ownership(module, checked)
     for path, spec in checked.parameters.items():
-        _check_parameter(module, path, spec, group)
+        parent, _, name = path.rpartition(".")
+        owner = submodule(module, parent, "plan")
+        check_shardable(attribute_of(owner, name, path), spec, path, group)
+        if name not in owner._parameters:
+            raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
     _merge_tied(module, checked)
-    _check_outputs(module, plan, checked)
+    for path in (*checked.outputs, *checked.locals_):
+        if not any(path.startswith(f"{sharder}.") for sharder in checked.sharders):
+            submodule(module, path, "output_plan or return_local_tensor")
     return checked
 
 
@@ -115,14 +124,6 @@ def _check_table(name: str, table: Any, *types: type) -> None:
     for path, entry in table.items():
         expect("shard_module", f"a path in {name}", path, str, error=PlanTypeError)
         expect("shard_module", f"{name}[{path!r}]", entry, *types, error=PlanTypeError)
-
-
-def _check_parameter(module: nn.Module, path: str, spec: ShardingSpec, group: dist.ProcessGroup) -> None:
-    parent, _, name = path.rpartition(".")
-    owner = submodule(module, parent, "plan")
-    check_shardable(attribute_of(owner, name, path), spec, path, group)
-    if name not in owner._parameters:
-        raise ParameterError(f"{path} is a tensor but no parameter of {type(owner).__name__}; use shard_parameter")
 
 
 def submodule(module: nn.Module, path: str, where: str) -> nn.Module:
@@ -155,24 +156,14 @@ def _merge_tied(module: nn.Module, checked: CheckedPlan) -> None:
     """Keep one entry for each parameter."""
     first: dict[int, str] = {}
     for path, spec in list(checked.parameters.items()):
-        known = first.setdefault(id(module.get_parameter(path)), path)
-        if known != path:
-            if checked.parameters[known] != spec:
+        other = first.setdefault(id(module.get_parameter(path)), path)
+        if other != path:
+            if checked.parameters[other] != spec:
                 raise PlanConflictError(
-                    f"{known!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
-                    f"{checked.parameters[known]} and {spec}"
+                    f"{other!r} and {path!r} are one tied parameter, but the plan gives it two specs: "
+                    f"{checked.parameters[other]} and {spec}"
                 )
             del checked.parameters[path]
-
-
-def _check_outputs(module: nn.Module, plan: ShardingPlan, checked: CheckedPlan) -> None:
-    _check_table("output_plan", plan.output_plan or {}, ShardingSpec)
-    local = plan.return_local_tensor or ()
-    expect_all("shard_module", "return_local_tensor", local, str, error=PlanTypeError)
-    checked.outputs, checked.locals_ = dict(plan.output_plan or {}), list(local)
-    for path in (*checked.outputs, *checked.locals_):
-        if not any(path.startswith(f"{sharder}.") for sharder in checked.sharders):
-            submodule(module, path, "output_plan or return_local_tensor")
 
 
 def attribute_of(module: nn.Module, name: str, where: str) -> Any:

@@ -208,15 +208,7 @@ def _replace_everywhere(module: nn.Module, table: Literal["_parameters", "_modul
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """The module, with a hook that reshards its ShardedTensor output; other outputs pass unchanged.
-
-    Args:
-        module: The module.
-        resharding_spec: The spec of the output.
-
-    Raises:
-        ArgumentTypeError: An argument has a wrong type.
-    """
+    """The module, with a hook that reshards its ShardedTensor output by a spec; other outputs pass unchanged."""
     expect("_reshard_output", "module", module, nn.Module)
     expect("_reshard_output", "resharding_spec", resharding_spec, ShardingSpec)
 
@@ -231,12 +223,6 @@ def _collect_local_shard(module: nn.Module) -> nn.Module:
     """The module, with a hook that replaces its ShardedTensor output by its local tensor; other outputs pass unchanged.
 
     A dim of a ChunkShardingSpec along which the local tensor has size 1 is squeezed, as torch does.
-
-    Args:
-        module: The module.
-
-    Raises:
-        ArgumentTypeError: It is no module.
     """
     expect("_collect_local_shard", "module", module, nn.Module)
 

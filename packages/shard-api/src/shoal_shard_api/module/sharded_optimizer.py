@@ -213,13 +213,9 @@ class ShardedOptimizer(optim.Optimizer):
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         for name in sorted(state):
             parameter = self.named_params[name]
-            for local in _local_tensors(parameter):
-                loaded[local] = {}
-            for key in sorted(state[name]):
-                for local, value in zip(
-                    _local_tensors(parameter), _per_local_tensor(parameter, state[name][key]), strict=True
-                ):
-                    loaded[local][key] = value
+            entries = {key: _per_local_tensor(parameter, state[name][key]) for key in sorted(state[name])}
+            for index, local in enumerate(_local_tensors(parameter)):
+                loaded[local] = {key: values[index] for key, values in entries.items()}
         for group, new in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in new.items() if key != "params"})
         self.state.clear()

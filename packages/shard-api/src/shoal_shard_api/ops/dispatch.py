@@ -39,17 +39,10 @@ _OVERRIDES: dict[tuple[type | None, Function], CustomOp] = {}  # declared mutabl
 
 
 def with_layout_of(tensor: Any, value: Any) -> list[torch.Tensor]:
-    """The values of ``value`` as local tensors in the layout of ``tensor``; all ranks call it.
+    """The values of ``value`` as local tensors in the layout of ``tensor``, a ShardedTensor; all ranks call it.
 
-    Args:
-        tensor: A ShardedTensor.
-        value: A ShardedTensor of the same size on the same group, which is moved if its layout differs; or a replicated
-            plain tensor that broadcasts to the size.
-
-    Raises:
-        ArgumentTypeError: ``value`` is neither a ShardedTensor nor a plain tensor.
-        LocalShardError: The sizes differ.
-        UnsupportedOpError: ``value`` is on another process group.
+    ``value`` is a ShardedTensor of the same size on the same group, which is moved if its layout differs; or a
+    replicated plain tensor that broadcasts to the size.  Others raise typed errors.
     """
     if isinstance(value, type(tensor)):
         if value.shape != tensor.shape:

@@ -22,7 +22,7 @@ from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..errors import NotExpressibleError
-from ..ranks.process_groups import comm_of, members, mesh_of
+from ..ranks.process_groups import members, mesh_of
 from ..ranks.reshard import move
 from ..spec.metadata import Layout, TensorProperties
 from ..spec.specs import spec_of
@@ -84,7 +84,7 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
                 f"ranks {idle} idle, and they do not fill a row of a mesh of all ranks"
             )
         axes[fits[0]] += [0] * (len(idle) // rows[fits[0]])
-    # A cell has a holder; what lies beyond the cells is given to the idle ranks.
+    # A cell has a holder; what is beyond the cells is given to the idle ranks.
     spare, along = iter(idle), [spans(sizes) for sizes in cells]
     order = []
     for coordinate in product(*(range(len(sizes)) for sizes in axes)):
@@ -102,11 +102,7 @@ def _only_dim(layout: Layout, shape: tuple[int, ...]) -> int:
 
 
 def grid_for(tensor: Any) -> Grid:
-    """The grid of a ShardedTensor's layout.
-
-    Raises:
-        NotExpressibleError: The layout is no grid.
-    """
+    """The grid of a ShardedTensor's layout; NotExpressibleError if it is none."""
     return grid_of(tensor._layout, tuple(tensor.size()), members(tensor.process_group))
 
 
@@ -125,8 +121,7 @@ def to_dtensor(tensor: Any) -> DTensor:
 def to_dtensor_on(tensor: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
     """Layout -> placements: the DTensor of any ShardedTensor on a given mesh; all ranks call it."""
     spec = Spec(mesh, placements, *_meta(tensor))
-    comm = comm_of(tensor.process_group, mesh.device_type)
-    (local,) = move(tensor._local_tensors, tensor._layout, layout_of(spec), comm)
+    (local,) = move(tensor._local_tensors, tensor._layout, layout_of(spec), tensor._comm)
     return _from_local(local, spec)
 
 
@@ -148,12 +143,7 @@ def layout_of(spec: Spec) -> Layout:
 
 
 def from_dtensor(cls: Any, dtensor: DTensor, *, like: Any = None) -> Any:
-    """The ShardedTensor of a DTensor's shards.
-
-    Args:
-        cls: The class ShardedTensor.
-        dtensor: Sharded along every mesh axis of more than one rank.
-        like: A ShardedTensor on the same ranks; the result has its process group and devices.
+    """The ShardedTensor of a DTensor's shards, with the process group and devices of ``like``, on the same ranks.
 
     Raises:
         NotExpressibleError: The DTensor is replicated or partial along some axis, or has no dims.

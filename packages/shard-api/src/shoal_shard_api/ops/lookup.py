@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from shoal_dtensor import DTensor, Shard
 from shoal_dtensor.internal import spans, whole_box
-from shoal_mesh import DeviceMesh
+from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, IndexRangeError
-from ..ranks.process_groups import agree_on, comm_of
+from ..ranks.process_groups import agree_on
 from ..ranks.reshard import collect, move
 from .dtensor_conversion import from_dtensor
 
@@ -65,19 +65,12 @@ def replicated_indices(equal: bool = True) -> Iterator[None]:
 
 
 def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Indices -> rows: the result of a look-up; plain for plain indices; all ranks call it.
-
-    Args:
-        call: Of embedding or embedding_bag.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+    """Indices -> rows: the result of a look-up; plain for plain indices; all ranks call it, and all raise its errors.
 
     Raises:
         ArgumentTypeError: Indices, offsets or per-sample weights have a wrong type or shape.
         IndexRangeError: An index is out of range (checked on CPU).
         RankMismatchError: Ranks have indices of different dtypes, bags of different widths, or weights on some only.
-
-        Each is raised on every rank.
     """
     bound = LOOKUPS[call.func].bind(*args, **kwargs)
     bound.apply_defaults()
@@ -90,20 +83,16 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return lookup.replicated() if _REPLICATED.get() else lookup.own_rows()
 
 
-class _Rows(NamedTuple):
-    """What a rank looks up: the length of its indices along dim 0, and the number of rows of the result."""
-
-    indices: int
-    rows: int
-
-
 class _Lookup:
-    """One call of embedding or embedding_bag with plain indices."""
+    """One call of embedding or embedding_bag with plain indices.
+
+    Per rank two sizes are exchanged: the length of its indices along dim 0, and the number of rows of its result.
+    """
 
     def __init__(self, call: DTensorCall, arguments: dict[str, Any]) -> None:
         self.call, self.arguments, self.weight = call, arguments, arguments["weight"]
         self.bags = call.func is F.embedding_bag
-        self.comm = comm_of(self.weight.process_group, self.weight.device.type)
+        self.comm: Comm = self.weight._comm
 
     def replicated(self) -> Any:
         """The result of indices that are equal on all ranks: no gather."""
@@ -112,12 +101,12 @@ class _Lookup:
 
     def own_rows(self) -> Any:
         """The rows of this rank's indices."""
-        ranks: list[_Rows] = [facts["~rows"] for facts in agree_on(self.weight.process_group, self._facts)]
+        reports = agree_on(self.weight.process_group, self._facts)
         home = self.call.home
         order = [home.rank_at(each) for each in product(*(range(n) for n in home.shape))]
-        in_order = [ranks[self.comm.ranks.index(rank)] for rank in order]
-        gathered = self._gathered(order, in_order)
-        rows: torch.Tensor = self.call.run((), gathered, plain=lambda result: self._own(result, home, order, in_order))
+        lengths, sizes = zip(*(reports[self.comm.ranks.index(rank)]["~sizes"] for rank in order), strict=True)
+        gathered = self._gathered(order, lengths, sizes)
+        rows: torch.Tensor = self.call.run((), gathered, plain=lambda result: self._own(result, home, order, sizes))
         return rows if self.bags else rows.view(*self.arguments["input"].shape, rows.shape[-1])
 
     def _facts(self) -> dict[str, Any]:
@@ -127,9 +116,9 @@ class _Lookup:
         self._check(indices, offsets, weights)
         facts = {"dtype": indices.dtype, "weighted": weights is not None}
         if not self.bags:
-            return {**facts, "~rows": _Rows(indices.numel(), indices.numel())}
+            return {**facts, "~sizes": (indices.numel(), indices.numel())}
         rows = len(indices) if offsets is None else len(offsets) - bool(self.arguments["include_last_offset"])
-        return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~rows": _Rows(len(indices), rows)}
+        return {**facts, "shape of a bag": tuple(indices.shape[1:]), "~sizes": (len(indices), rows)}
 
     def _check(self, indices: Any, offsets: Any, weights: Any) -> None:
         """Raise what is wrong with this rank's arguments."""
@@ -151,18 +140,18 @@ class _Lookup:
             if low.item() < 0 or high.item() >= self.weight.shape[0]:
                 raise IndexRangeError(f"{name}: an index is out of range of the {self.weight.shape[0]} rows")
 
-    def _gathered(self, order: Sequence[int], ranks: Sequence[_Rows]) -> dict[str, Any]:
+    def _gathered(self, order: Sequence[int], lengths: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
         """The arguments with the indices, offsets and weights of all ranks, rank after rank in mesh order."""
         arguments = dict(self.arguments)
         for name in ("input", "per_sample_weights"):
             if arguments.get(name) is not None:
                 tensor = arguments[name] if self.bags else arguments[name].reshape(-1)
-                arguments[name] = self._collect(tensor, [each.indices for each in ranks], order)
+                arguments[name] = self._collect(tensor, lengths, order)
         if arguments.get("offsets") is not None:
             last = bool(arguments["include_last_offset"])
-            starts = list(accumulate((each.indices for each in ranks), initial=0))
+            starts = list(accumulate(lengths, initial=0))
             own = arguments["offsets"] + starts[order.index(self.comm.ranks[self.comm.rank])]
-            offsets = self._collect(own[: len(own) - last], [each.rows for each in ranks], order)
+            offsets = self._collect(own[: len(own) - last], rows, order)
             arguments["offsets"] = torch.cat([offsets, offsets.new_tensor(starts[-1:])]) if last else offsets
         return arguments
 
@@ -171,9 +160,8 @@ class _Lookup:
         shape = torch.Size([sum(sizes), *tensor.shape[1:]])
         return collect([tensor], tuple((rank, layout[rank]) for rank in self.comm.ranks), shape, self.comm)
 
-    def _own(self, result: DTensor, home: DeviceMesh, order: Sequence[int], ranks: Sequence[_Rows]) -> torch.Tensor:
+    def _own(self, result: DTensor, home: DeviceMesh, order: Sequence[int], sizes: tuple[int, ...]) -> torch.Tensor:
         """Partial or sharded -> S(0), one shard of rows per rank, returned as a plain tensor with its gradient."""
-        sizes = tuple(each.rows for each in ranks)
         if home.ndim == 1:
             return result.redistribute(placements=[Shard(0, sizes=sizes)]).to_local()
         even = result.redistribute(placements=[Shard(0)] * home.ndim)

@@ -22,12 +22,7 @@ _LOADING: ContextVar[dist.ProcessGroup | None] = ContextVar("process group of lo
 
 
 def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group for None.
-
-    Raises:
-        ArgumentTypeError: It is no process group.
-        ProcessGroupError: There is no default group, or this rank is not in the group (`NotInGroupError`).
-    """
+    """The group itself, or the default group for None; a typed error for one that this rank is not in."""
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
     group = default_group() if process_group is None else process_group

@@ -6,8 +6,8 @@ No process group and no tensor data here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import field, fields, replace
+from collections.abc import Sequence
+from dataclasses import field, fields
 from enum import Enum
 from typing import Any
 
@@ -90,11 +90,7 @@ class ShardMetadata:
 
 
 def parse_placement(placement: str | RemoteDevice) -> RemoteDevice:
-    """The parsed form of "rank:1/cuda:1"; a parsed placement is returned unchanged.
-
-    Raises:
-        ShardingSpecError: The string has another form, or the value is neither a string nor a parsed placement.
-    """
+    """The parsed form of "rank:1/cuda:1"; a parsed placement is returned unchanged, all else a ShardingSpecError."""
     if isinstance(placement, RemoteDevice):
         return placement
     try:
@@ -194,15 +190,6 @@ class ShardedTensorMetadata:
     def layout(self) -> Layout:
         """Global rank and box of every shard, hashable."""
         return tuple((shard.rank, shard.box) for shard in self.shards_metadata)
-
-
-def on_devices(metadata: ShardedTensorMetadata, devices: Mapping[int, torch.device]) -> ShardedTensorMetadata:
-    """The metadata with every shard on another device of its rank; ``devices`` maps a global rank to its device."""
-    shards = [
-        ShardMetadata(each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}")
-        for each in metadata.shards_metadata
-    ]
-    return replace(metadata, shards_metadata=shards)
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:

@@ -319,26 +319,22 @@ def _infer_sharding_spec_from_shards_metadata(shards_metadata: Sequence[ShardMet
     """
     expect_all("_infer_sharding_spec_from_shards_metadata", "shards_metadata", shards_metadata, ShardMetadata)
     shards = list(shards_metadata)
-    if not shards or any(shard.placement is None for shard in shards) or not shards[0].shard_sizes:
+    dims = range(len(shards[0].shard_sizes)) if shards else range(0)
+    if not dims or any(shard.placement is None or len(shard.shard_sizes) != len(dims) for shard in shards):
         return EnumerableShardingSpec(shards)
     # Where an empty shard begins says nothing: torch writes an offset behind the end of the dim.
-    size = [
-        max((s.shard_offsets[d] + s.shard_sizes[d] for s in shards if s.shard_sizes[d]), default=0)
-        for d in range(min(len(s.shard_sizes) for s in shards))
-    ]
-    sharded = [d for d, n in enumerate(size) if any(shard.shard_sizes[d] != n for shard in shards)]
+    size = [max((stop for start, stop in (shard.box[d] for shard in shards) if start < stop), default=0) for d in dims]
+    sharded = [d for d in dims if any(shard.shard_sizes[d] != size[d] for shard in shards)]
     if len(sharded) > 1:
         return EnumerableShardingSpec(shards)
     dim = sharded[0] if sharded else 0
     # It is ordered last: torch.chunk has its empty chunks there too.
-    filled = [s for s in shards if s.shard_sizes[dim] > 0]
-    empty = [s for s in shards if s.shard_sizes[dim] == 0]
-    ordered = sorted(filled, key=lambda shard: shard.shard_offsets[dim]) + empty
-    chunked = ChunkShardingSpec(dim, [s.placement for s in ordered if s.placement is not None])
+    ordered = sorted(shards, key=lambda shard: (shard.shard_sizes[dim] == 0, shard.shard_offsets[dim]))
+    chunked = ChunkShardingSpec(dim, [shard.placement for shard in ordered if shard.placement is not None])
     expected = chunked.build_metadata(torch.Size(size), TensorProperties()).shards_metadata
-    same = all(a.box == b.box for a, b in zip(expected, ordered, strict=True) if a.shard_sizes[dim] > 0)
-    sizes_agree = [a.shard_sizes for a in expected] == [b.shard_sizes for b in ordered]
-    return chunked if same and sizes_agree else EnumerableShardingSpec(shards)
+    pairs = zip(expected, ordered, strict=True)
+    same = all(a.shard_sizes == b.shard_sizes and (a.box == b.box or not a.shard_sizes[dim]) for a, b in pairs)
+    return chunked if same else EnumerableShardingSpec(shards)
 
 
 def spec_of(layout: Sequence[tuple[int, Box]], devices: dict[int, RemoteDevice]) -> ShardingSpec:

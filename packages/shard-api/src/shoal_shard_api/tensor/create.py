@@ -25,18 +25,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def _lists_properties(factory: F) -> F:
     """The factory with the properties of a ShardedTensor in the signature that ``help`` and tools show."""
-    given = inspect.signature(factory)
+    own = inspect.signature(factory)
     of_tensor = [
-        parameter
-        for kind in (ShardedTensorBase, ShardedTensor)
-        for parameter in inspect.signature(kind.__new__).parameters.values()
+        *inspect.signature(ShardedTensorBase.__new__).parameters.values(),
+        *inspect.signature(ShardedTensor.__new__).parameters.values(),
     ]
-    factory.__signature__ = given.replace(  # type: ignore[attr-defined]  # what inspect reads
-        parameters=[
-            *(p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD),
-            *(p for p in of_tensor if p.kind is p.KEYWORD_ONLY),
-        ]
-    )
+    shown = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shown += [p for p in of_tensor if p.kind is p.KEYWORD_ONLY]
+    factory.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]  # what inspect reads
     return factory
 
 

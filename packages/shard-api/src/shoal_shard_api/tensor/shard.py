@@ -126,12 +126,7 @@ def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor
 
 
 def ordered_for(shards: Sequence[Shard], metadata: ShardedTensorMetadata) -> list[Shard]:
-    """The local shards in the order of the metadata, if they are the shards that it places on this rank.
-
-    Raises:
-        LocalShardError: A shard is missing, surplus, or differs from the tensor in dtype, layout, requires_grad,
-            pinning or contiguity.
-    """
+    """The local shards in the order of the metadata; a LocalShardError unless it places these on this rank."""
     rank, by_box = dist.get_rank(), {shard.metadata.box: shard for shard in shards}
     expected = own_shards(metadata)
     if len(by_box) != len(shards) or set(by_box) != {each.box for each in expected}:
@@ -257,13 +252,8 @@ def _concatenated(
 
 
 def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensorMetadata:
-    """The metadata, if its shards are on ranks of the group and cover its size exactly; no communication.
-
-    Raises:
-        ArgumentTypeError: It is no ShardedTensorMetadata, as a spec of a user's own may return.
-        ShardingSpecError: They are not.
-    """
-    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)
+    """The metadata, if its shards are on ranks of the group and cover its size exactly, else a ShardingSpecError."""
+    expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)  # a spec of a user's own returns anything
     allowed = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
         if shard.rank not in allowed:

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, LocalShardError, SpecTypeError, Unsupporte
 from ..ops import dispatch, dtensor_conversion
 from ..ranks.process_groups import ProcessGroupState, agree_on, check_rank, comm_of, members, resolve
 from ..ranks.reshard import collect, gather, move
-from ..spec.metadata import on_devices
+from ..spec.metadata import ShardMetadata
 from ..spec.specs import ShardingSpec, _infer_sharding_spec_from_shards_metadata
 from .shard import Shard, checked_metadata, on_placements
 from .sharded_tensor_base import ShardedTensorConstructors, load_pickled
@@ -254,9 +254,13 @@ class ShardedTensor(ShardedTensorConstructors):
         if local_tensors[0].device != self._local_tensors[0].device:
             device = local_tensors[0].device
             reports = agree_on(self._process_group, lambda: {"device type": device.type, "~device": device})
-            devices = [report["~device"] for report in reports]
-            metadata = on_devices(metadata, dict(zip(members(self._process_group), devices, strict=True)))
-            spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
+            devices = dict(zip(members(self._process_group), (report["~device"] for report in reports), strict=True))
+            shards = [
+                ShardMetadata(each.shard_offsets, each.shard_sizes, f"rank:{each.rank}/{devices[each.rank]}")
+                for each in metadata.shards_metadata
+            ]
+            metadata = replace(metadata, shards_metadata=shards)
+            spec = _infer_sharding_spec_from_shards_metadata(shards)
         properties = replace(metadata.tensor_properties, dtype=local_tensors[0].dtype)
         return self._wrap(
             spec,

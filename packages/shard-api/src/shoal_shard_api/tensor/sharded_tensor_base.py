@@ -334,11 +334,7 @@ def _anchor(local: torch.Tensor) -> torch.Tensor:
 
 
 def load_pickled(cls: type[ShardedTensorBase], state: dict[str, Any]) -> Any:
-    """The unpickled ShardedTensor, on the group of ``load_with_process_group`` or the default group.
-
-    Raises:
-        ProcessGroupError: This rank has another place in the group or the world than the rank that saved the tensor.
-    """
+    """The unpickled ShardedTensor, on the group of ``load_with_process_group`` or the default group."""
     group = resolve(_get_current_process_group())
     state["group"].check(group)
     result = cls._wrap(state["spec"], state["metadata"], [shard.tensor for shard in state["shards"]], group)
