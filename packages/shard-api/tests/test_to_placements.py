@@ -99,6 +99,13 @@ def test_all_elements_on_one_rank() -> None:
     assert grid == Grid((4,), (2, 0, 1, 3), (Shard(0, sizes=(4, 0, 0, 0)),))
 
 
+def test_a_tensor_without_elements_is_sharded_along_its_empty_dim() -> None:
+    layout = (
+        ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).build_metadata(torch.Size([4, 0]), TensorProperties()).layout
+    )
+    assert grid_of(layout, (4, 0), (0, 1)) == Grid((2,), (0, 1), (Shard(1, sizes=(0, 0)),))
+
+
 def test_empty_boxes_are_dropped_unless_a_chunk_spec_has_them() -> None:
     layout = [(0, ((0, 3),)), (1, ((3, 3),)), (2, ((3, 4),))]
     assert [

@@ -96,8 +96,13 @@ def grid_of(layout: Layout, shape: tuple[int, ...], members: tuple[int, ...]) ->
 
 
 def _only_dim(layout: Layout, shape: tuple[int, ...]) -> int:
-    """The dim to shard if one rank holds every element: the dim along which the other shards are empty, else dim 0."""
-    empty = (dim for _, box in layout for dim, (a, b) in enumerate(box) if a == b and shape[dim] > 0)
+    """The dim to shard if one rank holds every element: the dim along which the other shards are empty, else dim 0.
+
+    Of a tensor without elements it is the dim of size 0, the only one whose shards can all be empty.
+    """
+    if 0 in shape:
+        return shape.index(0)
+    empty = (dim for _, box in layout for dim, (start, stop) in enumerate(box) if start == stop)
     return next(empty, 0)
 
 
