@@ -51,6 +51,7 @@ class Kernel(NamedTuple):
         multiple: what the widths of keys and values are multiples of.
         equal_widths: whether these two are equal.
         masks: whether something may be added to the scores.
+        groups: whether query heads may share a head of keys.
         name: under which torch says whether it runs for a dtype on a device; "" for always.
     """
 
@@ -59,6 +60,7 @@ class Kernel(NamedTuple):
     multiple: int = 1
     equal_widths: bool = False
     masks: bool = True
+    groups: bool = False
     name: str = ""
 
     def takes(self, q: Tensor, v: Tensor, masked: bool) -> bool:
@@ -119,7 +121,7 @@ _PLAIN = Kernel(plain_attention, plain_attention_backward)
 _KERNELS = {
     "cpu": [Kernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)],
     "cuda": [
-        Kernel(_torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, masks=False, name="flash"),
+        Kernel(_torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, False, True, "flash"),
         Kernel(_torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"),
     ],
 }
@@ -156,8 +158,9 @@ class BlockKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
-        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         kernel, causal, mask = self._computed_by(q, k, tile)
+        if not kernel.groups:
+            k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         out, lse = kernel.forward(q, k, v, causal, mask, self.scale)
         if self.attn_mask is not None and mask is not None:  # of a row without a key kernels give other numbers
             empty = mask.amax(-1) == -torch.inf
@@ -171,14 +174,14 @@ class BlockKernel:
 
         With the log-sum over all keys, `exp(scores - lse)` is the tile's part of the full softmax.
         """
-        keys, values = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         kernel, causal, mask = self._computed_by(q, k, tile)
+        keys, values = (x if kernel.groups else x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         dq, *grads = kernel.backward(grad, q, keys, values, out, lse, causal=causal, mask=mask, scale=self.scale)
         dk, dv = (x if x.shape == like.shape else x.sum(1, keepdim=True) for x, like in zip(grads, (k, v), strict=True))
         return dq, dk, dv
 
     def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[Kernel, bool, Tensor | None]:
-        """The kernel of a tile, whether it is told that the tile is causal, and what is added to the scores."""
+        """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
         if self.attn_mask is None and tile.kind is not TileKind.BAND:
             return self.unmasked, tile.kind is TileKind.CAUSAL, None
         return self.masked, False, self._mask(q, k, tile)
