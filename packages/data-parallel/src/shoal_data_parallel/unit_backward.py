@@ -113,7 +113,7 @@ class UnitBackward:
                 self._reductions.append(Reduction(unit, {}))
         deliver(self._reductions)
         self._reductions.clear()
-        for unit in self._units:
+        for unit in self._adds:
             unit.spoiled = False
         self._close()
 
