@@ -135,7 +135,8 @@ def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> Kernel:
         v: (..., width).
         masked: whether something is added to the scores.
     """
-    return next(kernel for kernel in (*_KERNELS.get(q.device.type, ()), _PLAIN) if kernel.takes(q, v, masked))
+    kernels: list[Kernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
+    return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
 
 
 @dataclass(frozen=True, slots=True)
