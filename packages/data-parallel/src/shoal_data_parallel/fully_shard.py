@@ -88,18 +88,24 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
     name = "+".join(type(one).__name__ for one in modules)
     state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
-    ignored = [*(ignored_params or ())]
-    state.source = source = UnitParameters(state, axes, ignored, shard_placement_fn, (mp_policy, offload_policy))
+    policies = mp_policy, offload_policy
+    state.source = source = UnitParameters(state, axes, [*(ignored_params or ())], shard_placement_fn, policies)
     _check_own(modules, [param for param, _ in source.own()])
     source.take()
     state.lead([inner for module in modules for inner in states_of(module)])
+    _attach(modules, state)
     for one in modules:
-        vars(one)[STATE] = state
-        refuse_save_pretrained(one)
-        kind: Any = type(one)
-        one.__class__ = extended(FSDPModule, kind)
         watch_draws(one, axes.mesh)
     return module
+
+
+def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
+    """Make modules those of a unit."""
+    for module in modules:
+        vars(module)[STATE] = state
+        refuse_save_pretrained(module)
+        kind: Any = type(module)
+        module.__class__ = extended(FSDPModule, kind)
 
 
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:

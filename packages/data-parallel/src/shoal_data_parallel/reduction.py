@@ -104,7 +104,6 @@ class Reduction:
             local, spec = group.parameters[i].gradient(before if grad is None else grad)
             shards.append(local if grad is None or before is None else local + before)
             moves.append((spec, group.parameters[i].reduced))
-            del grad, before, local
         self._own: list[bool] = own
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
         source, target = moves[0]
@@ -118,7 +117,7 @@ class Reduction:
             self._in_flight: ShardsInFlight = redistribute_shards(shards, moves)
 
     def go_on(self) -> None:
-        """Start the rest of it, over the axes of replicas, beside what follows; wait for it where there is none."""
+        """Start the rest of it, over the axes of replicas, beside what follows; wait for it where it has started."""
         if self._gradients is None and not self._in_flight.reach_last_round():
             self.wait()
 

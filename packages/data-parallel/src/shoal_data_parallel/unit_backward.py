@@ -90,9 +90,7 @@ class UnitBackward:
         if stays:
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
         # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
-        for reduction in self._reductions[-2:-1]:
-            reduction.wait()
-        for reduction in self._reductions[-1:]:
+        for reduction in self._reductions[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
         self._reductions.append(Reduction(unit, wanted, returned, with_kept=not captured, gives_back=not adds))
