@@ -62,9 +62,6 @@ def distribute_tensor(
             `torch.from_file`) it reads only that. A stored tensor is always read so.
         shard_order: pairs (tensor dim, mesh axes outermost first) where axes do not shard in ascending order.
 
-    Returns:
-        The DTensor, of the tensor's shape; `to_local()` is this rank's shard.
-
     Raises:
         PlacementError: if the placements do not fit, the tensor is not a leaf, or it is a DTensor of another layout.
 
