@@ -59,16 +59,6 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or
             on all ranks, if the outputs' shapes fit no sharding or replicas differ.
         MixedTensorError: (when called) if a placement is given for a plain tensor.
-
-    Example:
-        >>> from shoal_dtensor import Shard, distribute_tensor
-        >>> from shoal_mesh import init_device_mesh, launch
-        >>> def example() -> torch.Tensor:
-        ...     x = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-        ...     softmax = local_map(lambda part: part.softmax(0), out_placements=[Shard(0)])  # of each rank's three
-        ...     return softmax(x).full_tensor().reshape(2, 3).sum(1)
-        >>> launch(example, 2)[0]
-        tensor([1., 1.])
     """
     if func is None:
         options = (out_placements, in_placements, in_grad_placements, device_mesh)
