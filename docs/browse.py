@@ -22,6 +22,8 @@ PROBE = """(() => {
   const found = [], content = document.querySelector("article") || document.body;
   for (const image of document.images)
     if (!image.complete || !image.naturalWidth) found.push("image missing: " + image.src);
+    else if (content.contains(image) && getComputedStyle(image).backgroundColor == "rgba(0, 0, 0, 0)")
+      found.push("image without a background, so ink may be dark on dark: " + image.src.split("/").pop());
   for (const table of content.querySelectorAll("table")) {
     let box = table;
     while (box && !["auto", "scroll"].includes(getComputedStyle(box).overflowX)) box = box.parentElement;

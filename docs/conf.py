@@ -108,7 +108,9 @@ RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 def says_how_to_run(_app: object, page: str, source: list[str]) -> None:
     """Tell readers of a guide how to start it; a page that calls `launch` starts its ranks itself."""
     if page.startswith(("how-to/", "concepts/")) and "print(launch(main" not in source[0]:
-        line = r"To run this page, save its Python blocks in one file: `torchrun --nproc-per-node \1 page.py`."
+        line = (
+            r"To run this page, save its Python blocks in one file: `torchrun --nproc-per-node \1 page.py` starts it."
+        )
         source[0] = RANKS.sub(line, source[0])
 
 
