@@ -285,6 +285,11 @@ def _as_convolved(args: Sequence[Any], result: torch.Tensor) -> torch.Tensor:
 # --- collective operators of torch.distributed ------------------------------------------------------------------------
 
 
+def is_collective(op: OpOverload) -> bool:
+    """Whether an operator is a collective of `torch.distributed`."""
+    return op.namespace in ("c10d", "_c10d_functional")
+
+
 def group_ranks(group: Any) -> tuple[int, ...]:
     """The global ranks of the group argument of a collective operator: a boxed group, a group or its name."""
     if isinstance(group, str):

@@ -15,12 +15,11 @@ import torch
 from shoal_mesh import DeviceMesh
 from shoal_mesh.internal import dataclass
 
-from .._torch import OpOverload
+from .._torch import OpOverload, is_collective
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import constant, traced_with
 from ..layout.tensor_meta import TensorMeta, flatten
-from .composites import is_collective
 from .plain_tensors import is_candidate
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")

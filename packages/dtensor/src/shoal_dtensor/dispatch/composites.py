@@ -48,11 +48,6 @@ if TYPE_CHECKING:
     from ..layout.spec import Spec
 
 
-def is_collective(op: OpOverload) -> bool:
-    """Whether an operator is a collective of `torch.distributed`."""
-    return op.namespace in ("c10d", "_c10d_functional")
-
-
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
     """A function that runs a collective of `torch.distributed` on DTensors, or refuses it, on all ranks alike."""
     name = op._schema.name

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shoal_mesh import DeviceMesh
 
-from .._torch import OpOverload, decomposition_of
+from .._torch import OpOverload, decomposition_of, is_collective
 from ..errors import InPlaceError, MixedTensorError, NoRuleError
 from ..layout.placements import Replicate
 from ..layout.spec import Spec
@@ -27,7 +27,7 @@ from ..rules.language.rule import LocalCall, LocalFunction, OpCall, Rule, S
 from ..scopes import Scope
 from .arguments import NeedsConstantsError, constants_of, example_of, is_list, metas_of, places_of, specs_in
 from .assign import Sharding, ShardingProblem, assign, unmoved
-from .composites import collective_on_shards, is_collective
+from .composites import collective_on_shards
 from .decision import (
     CompositeDecision,
     Decision,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -12,34 +12,12 @@ import torch.distributed as dist
 from .._torch import BackendOptions
 from ..argument_types import kind_of, require, require_each
 from ..errors import AxisError, BackendError, MeshError, MeshTypeError
-from ..groups.process_groups import BackendChoice, Comm
-from ..values import dataclass
+from ..groups.process_groups import BackendChoice
 from .rank_layout import Layout, read_sizes
 
 BackendOverride = (
     Mapping[int, Any] | Mapping[str, Any] | Mapping[int | str, Any]
 )  # axis -> "gloo" | Options | ("nccl", Options)
-
-
-@dataclass(frozen=True, slots=True)
-class MeshFields:
-    """The fields of a mesh as checked values, which is also what is pickled.
-
-    Attributes:
-        device_type: without an index.
-        layout: coordinate -> rank.
-        names: of the axes, or None.
-        choices: backend of every axis.
-        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
-        connect: what gives an abstract mesh its communicators, None if it has none.
-    """
-
-    device_type: str
-    layout: Layout
-    names: tuple[str, ...] | None
-    choices: tuple[BackendChoice, ...]
-    abstract_rank: int | None = None
-    connect: Callable[[tuple[int, ...]], Comm] | None = None
 
 
 def read_device_type(device_type: str) -> str:

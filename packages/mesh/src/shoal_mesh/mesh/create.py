@@ -16,9 +16,9 @@ from ..argument_types import require, require_each
 from ..errors import MeshError, NoGroupError
 from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
-from .arguments import BackendOverride, MeshFields, check_fits, read_backends, read_device_type, read_names, read_shape
+from .arguments import BackendOverride, check_fits, read_backends, read_device_type, read_names, read_shape
 from .device_mesh import DeviceMesh, current_mesh, rebuild_mesh
-from .rank_layout import Layout
+from .rank_layout import Layout, MeshFields
 from .rank_order import RankOrder, measured_costs, order_by_costs
 
 

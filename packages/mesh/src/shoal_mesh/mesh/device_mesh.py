@@ -18,7 +18,6 @@ from ..groups.process_groups import BackendChoice, Comm
 from ..groups.world import check_agreement, ensure_world
 from .arguments import (
     BackendOverride,
-    MeshFields,
     common_root,
     read_backends,
     read_device_type,
@@ -26,7 +25,7 @@ from .arguments import (
     read_ranks,
 )
 from .rank_grid import AxisLike, RankGrid
-from .rank_layout import Layout, read_sizes
+from .rank_layout import Layout, MeshFields, read_sizes
 
 _ENTERED: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("shoal_mesh_entered", default=())
 

@@ -10,17 +10,21 @@ it is a position in the list of them, which the layout has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from math import prod
 from operator import index
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..argument_types import kind_of
 from ..errors import AxisError, MeshError, MeshTypeError
 from ..values import cached_property, dataclass
+
+if TYPE_CHECKING:
+    from ..groups.process_groups import BackendChoice, Comm
 
 Axis = tuple[tuple[int, int], ...]  # modes (size, stride), outermost first; () is an axis of size 1
 
@@ -225,3 +229,24 @@ class Layout:
     def __repr__(self) -> str:
         axes = " x ".join("*".join(f"{n}:{s}" for n, s in axis) or "1" for axis in self.axes)
         return f"Layout({axes or 'point'} @ {self.offset}{' of listed ranks' if self.listed else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class MeshFields:
+    """The fields of a mesh as checked values, which is also what is pickled.
+
+    Attributes:
+        device_type: without an index.
+        layout: coordinate -> rank.
+        names: of the axes, or None.
+        choices: backend of every axis.
+        abstract_rank: the rank whose view an abstract mesh is, None for a mesh with process groups.
+        connect: what gives an abstract mesh its communicators, None if it has none.
+    """
+
+    device_type: str
+    layout: Layout
+    names: tuple[str, ...] | None
+    choices: tuple[BackendChoice, ...]
+    abstract_rank: int | None = None
+    connect: Callable[[tuple[int, ...]], Comm] | None = None
