@@ -76,18 +76,16 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         >>> from shoal_mesh import init_device_mesh
         >>> from shoal_mesh.testing import fake_world
         >>> with fake_world(4):
-        ...     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-        ...     model = fully_shard(model, init_device_mesh("cpu", (4,), mesh_dim_names=("data",)))
-        ...     model[0].weight.placements, model[0].weight.to_local().shape
+        ...     layer = fully_shard(nn.Linear(8, 8), init_device_mesh("cpu", (4,)))
+        ...     layer.weight.placements, layer.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
-    given: Any = module
-    modules: list[nn.Module] = given if isinstance(given, list) else [given]
+    modules: list[nn.Module] = module if isinstance(module, list) else [module]
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
-    name = "+".join(type(one).__name__ for one in modules)
-    state = UnitState(Unit(name, [], axes), modules, mp_policy, reshard_after_forward)
+    unit = Unit("+".join(type(one).__name__ for one in modules), [], axes)
+    state = UnitState(unit, modules, mp_policy, reshard_after_forward)
     policies = mp_policy, offload_policy
     state.source = source = UnitParameters(state, axes, [*(ignored_params or ())], shard_placement_fn, policies)
     _check_own(modules, [param for param, _ in source.own()])

@@ -78,12 +78,7 @@ def distribute_tensor(
     wanted, shard_order = read_placements(mesh, placements, shard_order)
     check_type("distribute_tensor", "src_data_rank", src_data_rank, (int, type(None)), "an int or None")
     if isinstance(tensor, DTensor):
-        asked = Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order)
-        if not tensor._spec.same_layout(asked):
-            raise PlacementError(
-                f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
-            )
-        return tensor
+        return _unmoved(tensor, Spec(mesh, wanted, tensor.shape, tensor._spec.stride, tensor.dtype, shard_order))
     if not isinstance(tensor, torch.Tensor):
         return _read(tensor, mesh, wanted, shard_order)
     check_type("distribute_tensor", "tensor", tensor, torch.Tensor, "a tensor")
@@ -100,6 +95,14 @@ def distribute_tensor(
         local = local if start is spec else run(plan(start, spec), local)
     result = DTensor(local, spec, requires_grad=tensor.requires_grad)
     return nn.Parameter(result, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result  # type: ignore[return-value]  # Parameter keeps the DTensor class
+
+
+def _unmoved(tensor: DTensor, asked: Spec) -> DTensor:
+    if not tensor._spec.same_layout(asked):
+        raise PlacementError(
+            f"distribute_tensor: the tensor is a DTensor already, {tensor._spec!r}; use redistribute to {asked!r}"
+        )
+    return tensor
 
 
 def _read(

@@ -35,7 +35,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
     redistribute_inputs: bool = False,
     run_check: bool = True,
 ) -> Callable[..., Any]:
-    """`func` on local tensors, as a function on DTensors.
+    """`func` on local tensors, as a function on DTensors; given plain tensors alone it is `func`.
 
     Args:
         func: takes and returns plain tensors; left out, this is a decorator.
@@ -51,9 +51,6 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
             any order. If False, nothing is sent: outputs have on every rank the shapes that they have on this one, or
             the sizes that `out_placements` say (`Shard(dim, sizes=...)`), and replicas are equal. Compiled code does
             not compare; it refuses unevenly sharded inputs unless this is False.
-
-    Returns:
-        The wrapped function; given plain tensors alone it is `func`.
 
     Raises:
         PlacementError: (when called) if an input has other placements, if the number of placements does not fit, or

@@ -57,8 +57,7 @@ def draw(
     mode = current_mode()
     mode.hold_in_recomputation()
     if mode.mode != "local" and not torch.compiler.is_compiling() and type(local) is Tensor:
-        # In modes that take a key it is the CPU's, on every device.
-        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device
+        source = torch.device("cpu") if mode.mode in {"counter", "per_axis"} else local.device  # these take a key
         check_in_step(spec.mesh, generator_of(source) if generator is None else generator)
     with torch.no_grad():
         if mode.mode == "local":

@@ -168,7 +168,8 @@ def thread_meshes(shape: Sequence[int], names: Sequence[str] | None = None) -> l
     """Each rank's view of a mesh, row-major, that communicate with each other: for `on_threads`.
 
     Args:
-        shape: of the mesh; names: of its axes.
+        shape: of the mesh.
+        names: of its axes.
     """
     connect = Simulation(shape, names).connect
     return [abstract_mesh(shape, names, rank=rank, connect=partial(connect, rank)) for rank in range(prod(shape))]
