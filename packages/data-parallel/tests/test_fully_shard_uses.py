@@ -350,6 +350,8 @@ def test_half_a_backward_that_adds_to_kept_gradients_is_not_used() -> None:
         loss_of(model, *own(mesh, *batch(1))).backward()
     assert all(param.grad is None for param in model.parameters())
     with pytest.raises(StyleError, match="zero_grad"):
+        model.reduce_gradients()
+    with pytest.raises(StyleError, match="zero_grad"):
         loss_of(model, *own(mesh, *batch(1))).backward()
     model.zero_grad()
     backward_of_each(plain, model, mesh)

@@ -83,10 +83,17 @@ class FSDPModule(nn.Module):
                 unit.syncs = syncs
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients that were kept, without another backward."""
+        """Reduce the gradients that were kept, without another backward.
+
+        Raises:
+            StyleError: a backward is running, or one that added to them raised.
+        """
         if in_backward():
             raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
-        deliver([Reduction(state.unit, {}) for state in states_of(self) if state.unit.kept])
+        units = [state.unit for state in states_of(self)]
+        for unit in units:
+            unit.check_kept()
+        deliver([Reduction(unit, {}) for unit in units if unit.kept])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, also those that were kept."""

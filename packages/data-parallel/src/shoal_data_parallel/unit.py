@@ -149,6 +149,18 @@ class Unit(Group):
         self.current, self.used, self._coming, self.trained = None, None, None, self._trained()
         self.show()
 
+    def check_kept(self) -> None:
+        """Refuse to use kept gradients to which a backward that raised has added.
+
+        Raises:
+            StyleError: if there may be some.
+        """
+        if self.spoiled:
+            raise StyleError(
+                f"fully_shard: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
+                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
+            )
+
     def _trained(self) -> list[int]:
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
 

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import first_order_only, grad_hooked, grad_route, running_pass
 
 from .reduction import Reduction, arrived, deliver
@@ -43,11 +42,8 @@ class UnitBackward:
         unit = forward.unit
         if forward in unit.open:
             return
-        if unit.spoiled and unit not in self._adds:
-            raise StyleError(
-                f"fully_shard: a backward that added to kept gradients of {unit.name!r} raised, so some kept ones are "
-                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
-            )
+        if unit not in self._adds:
+            unit.check_kept()
         unit.refill(forward.gathered)
         unit.open.add(forward)
         self._opened.add(forward)
