@@ -139,3 +139,20 @@ def test_a_group_that_a_mesh_began_ends_before_the_interpreter() -> None:
     env = {**os.environ, **ranks, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", ENDS], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["while it runs: True", "still there: False"]
+
+
+def restart(ranks: list[int] | None, timeout: float) -> int:
+    if ranks is None or dist.get_rank() in ranks:
+        restart_world(ranks, timeout=timeout)
+    size = dist.get_world_size()
+    dist.destroy_process_group()  # the next job begins one with all ranks
+    return size
+
+
+def test_ranks_with_other_restarts_behind_them_restart_together() -> None:
+    pool = RankPool(3)
+    try:
+        assert pool.run(restart, [0, 2], 30.0) == [2, 3, 2]
+        assert pool.run(restart, None, 5.0) == [3, 3, 3]
+    finally:
+        pool.close()

@@ -10,7 +10,6 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,6 @@ from ..argument_types import require, require_each
 from ..errors import MeshError, MeshMismatchError, NoGroupError, PeerError
 
 R = TypeVar("R")
-_RESTARTS = count(1)  # declared mutable state: how often this process has called restart_world
 
 
 def world_place() -> tuple[int, int, str] | None:
@@ -74,9 +72,11 @@ def restart_world(ranks: Sequence[int] | None = None, *, timeout: float | None =
     if world.rank() not in ranks:
         raise NoGroupError(f"rank {world.rank()} is not among {tuple(ranks)}, which go on")
     size, own, backend = len(ranks), ranks.index(world.rank()), _torch.backend_config(world)
-    store, bound, number = _torch.default_store(), world.bound_device_id, next(_RESTARTS)
+    store, bound, number = _torch.default_store(), world.bound_device_id, 0
     span = _torch.timeout_of_any(world) if timeout is None else timedelta(seconds=timeout)
     if "fake" not in backend:
+        # Counted in the store: processes may have been in other worlds, and have restarted those.
+        number = store.add(f"shoal_restarts/{world.rank()}", 1)
         meet(_torch.PrefixStore(f"shoal_meet_{number}", store), ranks, world.rank(), span, "restart_world")
     del world
     from ..shared_memory.backend_work import settle  # below most modules of this layer: read when it is needed
