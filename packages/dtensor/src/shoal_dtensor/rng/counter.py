@@ -131,6 +131,7 @@ def _distributed(fill: Fill, words: Words, dtype: torch.dtype, lanes: Lanes) -> 
             return torch.ones_like(lanes(words))
         case "geometric_":
             return lanes(_open(words)).log_().div_(math.log1p(-first(0.5))).ceil_().clamp_(min=1.0)
+    assert fill.name == "random_", f"no distribution {fill.name}"
     return _random(words, lanes, *_integer_range(fill, dtype))
 
 
