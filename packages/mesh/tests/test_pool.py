@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal_mesh import all_reduce, comm_over
 from shoal_mesh.errors import RankError
 from shoal_mesh.testing import RankPool, on_ranks, rank_pool
 
@@ -74,6 +75,19 @@ def test_a_hang_says_who_and_where() -> None:
 def test_a_dead_rank_is_a_failure() -> None:
     with pytest.raises(RankError, match="the process of rank 1"):
         rank_pool(2).run(_one_dies)
+
+
+def _one_returns_the_others_wait(op: str) -> None:
+    comm = comm_over((0, 1))
+    for _ in range(1 + dist.get_rank()):  # of the first one both are part
+        all_reduce(torch.ones(2, dtype=torch.int32), comm, op)
+
+
+@pytest.mark.parametrize("op", ["sum", "bxor"])  # through shared memory, by gloo
+def test_a_rank_that_others_wait_for_after_it_has_returned_is_named(op: str) -> None:
+    with pytest.raises(RankError, match=r"rank 0 .* has returned"):
+        rank_pool(2).run(_one_returns_the_others_wait, op, timeout=None)
+    assert rank_pool(2).run(dist.get_rank) == [0, 1]
 
 
 def test_what_cannot_be_sent_is_refused_here() -> None:

@@ -17,6 +17,7 @@ import reprlib
 import signal
 import sys
 import traceback
+from itertools import count
 from multiprocessing.connection import Client, Connection
 from operator import attrgetter
 from types import TracebackType
@@ -149,12 +150,14 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     import torch
 
     from ..shared_memory.channel import give_up
+    from ..shared_memory.peers import name_process
 
     torch.set_num_threads(1)
-    while True:
+    for number in count(1):
         order = connection.recv_bytes()
         if not order:
             return  # the pool closes
+        name_process(number, returned=False)
         job = pickle.loads(order)
         try:
             answer = dump((True, _run(job, rank, size, connection)))
@@ -165,6 +168,7 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
                 give_up(f"raised {failure.kind}: {failure.message[:200]}")
         sys.stdout.flush()
         sys.stderr.flush()
+        name_process(number, returned=True)
         connection.send_bytes(answer)
         if job.last:
             return

@@ -127,7 +127,7 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
         if where == here and here:
             state = state_of(pid)
             if state != "running":
-                lost[rank] = f"(process {pid}) {'has ended' if state == 'ended' else 'is stopped (SIGSTOP)'}"
+                lost[rank] = f"(process {pid}) {'is stopped (SIGSTOP)' if state == 'stopped' else f'has {state}'}"
     return lost
 
 

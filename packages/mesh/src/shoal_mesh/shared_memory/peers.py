@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import sys
 import time
 import weakref
 from collections import Counter
@@ -22,6 +24,7 @@ LINE = 8  # words of 8 bytes to a cache line, so that ranks do not write into on
 BROKEN = 1 << 62  # what a rank that has given up writes: more than any word becomes
 REASON_BYTES = 1 << 12  # of each rank: why it has given up, for the others to repeat
 ANNOUNCED = 16  # of each rank's last calls of the backend
+_SET_NAME = 15  # of prctl
 _YIELDS = 1000  # times that a waiting rank offers its core before it sleeps, about half a millisecond
 _CHECK_SECONDS = 0.02  # how often a sleeping rank looks whether the others are alive
 _STOPPED_CHECKS = 250  # about 6 s: so often a rank is seen stopped before it counts as lost, whatever the timeout
@@ -141,6 +144,10 @@ class Peers:
         for rank in range(self.size):
             if rank != self.rank and self.words[LINE * (1 + rank)] == BROKEN:
                 raise self.heard(rank)
+            # A rank that has started the collective may return before it is complete.
+            late = self._announced and self.words[self._announced[rank]] < self._calls
+            if late and state_of(self._pids[rank]) == "returned":
+                raise self.fail(f"{self._name(rank)} has returned, and others wait for it in a collective", [rank])
         self._check_calls()
 
     def wait(self, word: int, value: int, rank: int) -> None:
@@ -173,8 +180,8 @@ class Peers:
                 raise self.fail("the process group was destroyed while one of its collectives waited", [self.rank])
             if self.words[word] >= value:
                 return
-            if state == "ended":
-                raise self.fail(f"{self._name(rank)} has ended while {me} waited for it in a collective", [rank])
+            if state in ("ended", "returned"):
+                raise self.fail(f"{self._name(rank)} has {state} while {me} waited for it in a collective", [rank])
             if self._announced and self.words[self._announced[rank]] > self._calls:
                 raise self.fail(
                     f"{self._name(rank)} started another collective than the one in which {me} waits for it", [rank]
@@ -224,10 +231,28 @@ def minority(values: Mapping[int, object]) -> tuple[int, ...]:
     return tuple(key for key, value in values.items() if value != common) if times * 2 > len(values) else ()
 
 
+_job = 0  # declared mutable state: the number of the job that a pool of ranks has this process run
+
+
+def name_process(job: int, *, returned: bool) -> None:
+    """Of a rank of a pool: say in the name of the process that it runs a job, or has returned from it (Linux)."""
+    global _job  # noqa: PLW0603  # of the process, as its name is
+    _job = job
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_NAME, f"returned {job}".encode() if returned else b"python")
+
+
 def state_of(pid: int) -> str:
-    """Whether a process is "running", "stopped" (by a signal) or "ended" (also if it is not yet reaped)."""
+    """Whether a process is "running", "stopped" (by a signal), "ended" (also if it is not yet reaped) or "returned".
+
+    The last is a rank of a pool that has returned from the job that this one runs.
+    """
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return "ended"
+    _, returned, job = head.partition("(returned ")
+    if returned and int(job) >= _job:
+        return "returned"
+    state = rest.split()[0]
     return "ended" if state in "ZX" else "stopped" if state == "T" else "running"
