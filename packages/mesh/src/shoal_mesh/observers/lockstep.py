@@ -223,7 +223,8 @@ class _Comparison:
         if not missing:
             return None
         lost = lost_ranks(comm.group, _in_group(comm))
-        gone = [rank for rank in missing if said[rank].startswith("left") or lost.get(rank, "").endswith("ended")]
+        over = {rank for rank, state in lost.items() if state.endswith(("ended", "returned"))}
+        gone = [rank for rank in missing if rank in over or said[rank].startswith("left")]
         if (error := board.alarmed()) or not (gone or waited > self._timeout):
             return error
         here = [rank for rank in comm.ranks if rank not in missing]
