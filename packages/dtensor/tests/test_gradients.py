@@ -1,4 +1,4 @@
-"""Covers: tensor/gradients.py."""
+"""Covers: tensor/gradients.py: gradients of leaves, many in one collective, of one or several passes."""
 
 from __future__ import annotations
 
