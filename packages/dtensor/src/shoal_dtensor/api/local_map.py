@@ -47,7 +47,7 @@ def local_map(  # noqa: PLR0913  # torch's arguments, and whether to compare
         device_mesh: the mesh of the outputs; the inputs' own when left out.
         redistribute_inputs: redistribute inputs of other placements instead of raising.
         run_check: in every call, compare over the mesh the shapes of the outputs, which may be uneven, and the values
-            of those that are said to be replicated: one all-gather of 152 bytes for each output. Threads may come in
+            of those that are said to be replicated: one all-gather of 144 bytes for each output. Threads may come in
             any order. If False, nothing is sent: outputs have on every rank the shapes that they have on this one, or
             the sizes that `out_placements` say (`Shard(dim, sizes=...)`), and replicas are equal. Compiled code does
             not compare; it refuses unevenly sharded inputs unless this is False.
