@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal_mesh import broadcast
+from shoal_mesh import all_to_all_blocks, broadcast
 
 from ..errors import PlacementError
-from ..layout.boxes import slices_of, whole_box
-from .blocks import exchange_blocks, move_blocks
+from ..layout.boxes import slices_of
 from .composed_plans import unfold_spec
 from .execution.kernels import members
 
@@ -67,11 +66,14 @@ def _from_source(tensor: torch.Tensor, spec: Spec, source: int) -> torch.Tensor:
     if not sharding and all(here[axis] == source for axis in copying):
         local = tensor.to(local.device).contiguous()
     elif all(here[axis] == source for axis in copying):
-        group, first = members(spec, sharding, here), _index_of(source, sharding, spec)
-        me, whole, wanted = group.index(here), whole_box(spec.shape), [[spec.box(member)] for member in group]
-        blocks = exchange_blocks(me, [[whole] if member == first else [] for member in range(len(group))], wanted)
-        held = [(whole, tensor.to(local.device))] if me == first else []
-        move_blocks([(blocks, held, [(wanted[me][0], local)])], mesh.comm(sharding))
+        group = members(spec, sharding, here)
+        sent: list[list[torch.Tensor]] = [[] for _ in group]
+        received: list[list[torch.Tensor]] = [[] for _ in group]
+        if all(here[axis] == source for axis in sharding):
+            whole = tensor.to(local.device)
+            sent = [[whole[slices_of(spec.box(member))]] for member in group]
+        received[_index_of(source, sharding, spec)] = [local]
+        all_to_all_blocks(sent, mesh.comm(sharding), received)
     if prod(mesh.shape[axis] for axis in copying) > 1:
         local = broadcast(local, mesh.comm(copying), src=_index_of(source, copying, spec))
     return local
