@@ -258,6 +258,19 @@ def test_files_and_functions_stay_readable(layer: Any) -> None:
                 assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
 
 
+# torch's name in two of its modules, and errors that users catch by the name that their layer documents.
+SHARED_NAMES = {"Shard", "ArgumentTypeError", "CheckpointError"}
+
+
+def test_no_class_name_is_defined_twice(layers: Any) -> None:
+    homes: dict[str, list[str]] = {}
+    for path in (path for layer in layers for path in layer.files):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name not in SHARED_NAMES:
+                homes.setdefault(node.name, []).append(str(path))
+    assert not {name: paths for name, paths in homes.items() if len(paths) > 1}
+
+
 @pytest.mark.parametrize("name", ["README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"])
 def test_a_package_is_complete(layer: Any, name: str) -> None:
     assert (layer.home / name).is_file()

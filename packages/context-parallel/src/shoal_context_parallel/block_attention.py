@@ -42,7 +42,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     lse.copy_(total)
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """A kernel of attention that gives the log-sums of its rows, and what it takes.
 
     Attributes:
@@ -116,18 +116,20 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
         yield rows, scores
 
 
-_PLAIN = Kernel(plain_attention, plain_attention_backward)
+_PLAIN = AttentionKernel(plain_attention, plain_attention_backward)
 # By type of device, the one that is preferred first.
 _KERNELS = {
-    "cpu": [Kernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)],
+    "cpu": [AttentionKernel(_torch.flash_attention, _torch.flash_attention_backward, equal_widths=True)],
     "cuda": [
-        Kernel(_torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, False, True, "flash"),
-        Kernel(_torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"),
+        AttentionKernel(
+            _torch.cuda_flash_attention, _torch.cuda_flash_attention_backward, 8, True, False, True, "flash"
+        ),
+        AttentionKernel(_torch.efficient_attention, _torch.efficient_attention_backward, 8, name="efficient"),
     ],
 }
 
 
-def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> Kernel:
+def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> AttentionKernel:
     """The kernel for queries and values, the same on all ranks: it follows from device, dtype and widths.
 
     Args:
@@ -135,7 +137,7 @@ def kernel_of(q: Tensor, v: Tensor, *, masked: bool) -> Kernel:
         v: (..., width).
         masked: whether something is added to the scores.
     """
-    kernels: list[Kernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
+    kernels: list[AttentionKernel] = [*_KERNELS.get(q.device.type, []), _PLAIN]
     return next(kernel for kernel in kernels if kernel.takes(q, v, masked))
 
 
@@ -154,8 +156,8 @@ class BlockKernel:
     scale: float
     window: tuple[int | None, int | None]
     attn_mask: Tensor | None
-    unmasked: Kernel
-    masked: Kernel
+    unmasked: AttentionKernel
+    masked: AttentionKernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a tile's queries: (n, group, queries, width) and (n, group, queries)."""
@@ -181,7 +183,7 @@ class BlockKernel:
         dk, dv = (x if x.shape == like.shape else x.sum(1, keepdim=True) for x, like in zip(grads, (k, v), strict=True))
         return dq, dk, dv
 
-    def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[Kernel, bool, Tensor | None]:
+    def _computed_by(self, q: Tensor, k: Tensor, tile: Tile) -> tuple[AttentionKernel, bool, Tensor | None]:
         """The kernel of a tile, whether it masks the tile as a causal one, and what is added to the scores."""
         if self.attn_mask is None and tile.kind is not TileKind.BAND:
             return self.unmasked, tile.kind is TileKind.CAUSAL, None

@@ -14,7 +14,7 @@ from torch import nn
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import in_backward, submodule_of, takes
 
-from .reduction import Reduction, deliver
+from .reduction import GroupReduction, deliver
 from .unit import Unit
 from .unit_forward import STATE, as_forward, state_of, states_of
 
@@ -93,7 +93,7 @@ class FSDPModule(nn.Module):
         units = [state.unit for state in states_of(self)]
         for unit in units:
             unit.check_kept()
-        deliver([Reduction(unit, {}) for unit in units if unit.kept])
+        deliver([GroupReduction(unit, {}) for unit in units if unit.kept])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, also those that were kept."""

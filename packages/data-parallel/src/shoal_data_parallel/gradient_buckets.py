@@ -24,7 +24,7 @@ from shoal_mesh import all_gather
 from shoal_mesh.internal import dataclass
 
 from .optimizer_shards import ShardedReplica
-from .reduction import Group, Reduction, deliver
+from .reduction import Group, GroupReduction, deliver
 from .sharded_parameters import DataAxes
 
 
@@ -196,7 +196,7 @@ class GradientBuckets:
             parameter.leaf.grad = None
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._late: set[int] = set()
-        self._reductions: list[Reduction] = []  # of the first buckets, in order
+        self._reductions: list[GroupReduction] = []  # of the first buckets, in order
         self.running = True
         self.around(True)
         running_pass().join(self)
@@ -245,14 +245,14 @@ class GradientBuckets:
                 )
         bucket = Bucket("gradients that were asked for", [self.parameters[at] for at in asked], axes)
         bucket.divisor = self.buckets[0].divisor
-        means = Reduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
+        means = GroupReduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
         for at, mean in zip(asked, means, strict=True):
             given: Any = self._given[at][1]
             (local_shard(given) if isinstance(given, DTensor) else given).copy_(mean)
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]
-        self._reductions.append(Reduction(bucket, bucket.take()))
+        self._reductions.append(GroupReduction(bucket, bucket.take()))
 
     def finish(self) -> None:
         """The pass is over: reduce what is left, also of parameters that this rank has not used, and deliver."""

@@ -65,7 +65,7 @@ class Group:
         return False
 
 
-class Reduction:
+class GroupReduction:
     """The gradients of a group of parameters on their way to the layout of its leaves.
 
     Args:
@@ -150,7 +150,7 @@ class Reduction:
         self.group.kept.update(self._kept)
 
 
-def arrived(reductions: Sequence[Reduction]) -> list[dict[int, Tensor]]:
+def arrived(reductions: Sequence[GroupReduction]) -> list[dict[int, Tensor]]:
     """Of each reduction the gradients by parameter, without those that no rank had.
 
     The host reads flags from the device only where this rank lacks a gradient: once, those of all reductions.
@@ -168,7 +168,7 @@ def arrived(reductions: Sequence[Reduction]) -> list[dict[int, Tensor]]:
 
 
 @torch.no_grad()
-def deliver(reductions: Sequence[Reduction]) -> None:
+def deliver(reductions: Sequence[GroupReduction]) -> None:
     """Add reduced gradients to those of the leaves, when all have arrived."""
     for reduction, grads in zip(reductions, arrived(reductions), strict=True):
         for i, grad in grads.items():

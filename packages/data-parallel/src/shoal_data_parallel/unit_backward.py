@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import first_order_only, grad_hooked, grad_route, running_pass
 
-from .reduction import Reduction, arrived, deliver
+from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit
 
 
@@ -29,7 +29,7 @@ class UnitBackward:
         self._open: list[Unit] = []
         self._opened: set[Forward] = set()  # not those that a pass around this one has opened
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
-        self._reductions: list[Reduction] = []
+        self._reductions: list[GroupReduction] = []
         self._adds: set[Unit] = set()  # to kept gradients of which the pass has added
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
@@ -89,7 +89,7 @@ class UnitBackward:
         for reduction in self._reductions[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
-        self._reductions.append(Reduction(unit, wanted, returned, with_kept=not captured, gives_back=not adds))
+        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured, gives_back=not adds))
         given: dict[int, Any] = dict.fromkeys(forward.trained)
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
@@ -104,7 +104,7 @@ class UnitBackward:
             # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
             late = unit in self._expected or (unit.kept and not self._captures)
             if unit.syncs and unit.trained and late and unit not in reduced:
-                self._reductions.append(Reduction(unit, {}))
+                self._reductions.append(GroupReduction(unit, {}))
         deliver(self._reductions)
         self._reductions.clear()
         for unit in self._adds:

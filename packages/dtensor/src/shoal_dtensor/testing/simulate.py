@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layout.spec import Spec
-from ..redistribute.execution.kernels import Collective, kernel, members, transfer_kernel
+from ..redistribute.execution.kernels import CollectiveCall, kernel, members, transfer_kernel
 from ..redistribute.steps import Plan, Step, Transfer
 from .partials import Coordinate, deal, first_term, gather, random_terms, reduce_all
 
@@ -84,31 +84,31 @@ def _along(spec: Spec, axes: tuple[int, ...], rank: int) -> list[int]:
     return [spec.mesh.rank_at(c) for c in members(spec, axes, coordinate)]
 
 
-def _all_gather(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+def _all_gather(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
     sizes = calls[me].sizes
     assert not sizes or [b.shape[calls[me].dim] for b in buffers] == list(sizes), "announced sizes must hold"
     return torch.cat(buffers, calls[me].dim)
 
 
-def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+def _reduce_scatter(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
     call = calls[me]
     length = buffers[me].shape[call.dim]
     sizes = list(call.sizes) or [length // len(buffers)] * len(buffers)
     return reduce_all(buffers, call.op).split_with_sizes(sizes, call.dim)[me].clone()
 
 
-def _all_to_all(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+def _all_to_all(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
     blocks = [b.chunk(len(buffers), calls[me].dim)[me] for b in buffers]
     return torch.cat(blocks, calls[me].receives[0])
 
 
-def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[Collective]) -> Tensor:
+def _all_to_all_v(buffers: list[Tensor], me: int, calls: list[CollectiveCall]) -> Tensor:
     sent = [b.split_with_sizes(list(call.sizes))[me] for b, call in zip(buffers, calls, strict=True)]
     assert [t.numel() for t in sent] == list(calls[me].receives), "what is sent must be what is expected"
     return torch.cat(sent)
 
 
-_COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[Collective]], Tensor]] = {
+_COLLECTIVES: dict[str, Callable[[list[Tensor], int, list[CollectiveCall]], Tensor]] = {
     "all_gather": _all_gather,
     "all_gather_v": _all_gather,
     "all_reduce": lambda buffers, me, calls: reduce_all(buffers, calls[me].op),

@@ -18,7 +18,7 @@ from ..errors import CollectiveError
 from ..groups.process_groups import Comm
 from . import backend_calls
 from .calls import Along, Pending, checked, collective, normal_dim, refuse_uneven
-from .reductions import Reduction, in_tree, materialized, reduction, tree_sum, unwire, wire
+from .reductions import WireReduction, in_tree, materialized, reduction, tree_sum, unwire, wire
 
 # Up to here, for a sum in a tree, every rank sends all it has to each other rank: one exchange instead of two.
 _ONE_EXCHANGE_BYTES = 1 << 14
@@ -229,7 +229,7 @@ def _blocks_first(tensor: Tensor, count: int, dim: int) -> Tensor:
     return tensor if dim == 0 else torch.cat(tensor.chunk(count, dim))
 
 
-def reduced(own: Tensor, comm: Comm, how: Reduction, background: bool) -> Pending:
+def reduced(own: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
     """`P -> R`: reduce a contiguous tensor that nobody else holds."""
     sent = own if how.dtype is None else wire(own, how.dtype)
     if in_tree(own, how.op):
@@ -243,7 +243,7 @@ def reduced(own: Tensor, comm: Comm, how: Reduction, background: bool) -> Pendin
     return _as_asked(pending, comm, how, own.dtype)
 
 
-def reduced_blocks(blocks: Tensor, comm: Comm, how: Reduction, background: bool) -> Pending:
+def reduced_blocks(blocks: Tensor, comm: Comm, how: WireReduction, background: bool) -> Pending:
     """`P -> S(0)`: (size * m, ...) -> (m, ...)."""
     sent = blocks if how.dtype is None else wire(blocks, how.dtype)
     if in_tree(blocks, how.op):
@@ -253,7 +253,7 @@ def reduced_blocks(blocks: Tensor, comm: Comm, how: Reduction, background: bool)
     return _as_asked(pending, comm, how, blocks.dtype)
 
 
-def _as_asked(pending: Pending, comm: Comm, how: Reduction, dtype: torch.dtype) -> Pending:
+def _as_asked(pending: Pending, comm: Comm, how: WireReduction, dtype: torch.dtype) -> Pending:
     """A reduction on the wire, as that of the caller's op and dtype."""
     if how.divide:
         pending = pending.then(lambda total: total.div_(comm.size))

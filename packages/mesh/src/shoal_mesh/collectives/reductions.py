@@ -43,7 +43,7 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class WireReduction:
     """How to reduce one dtype with one op.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reduction:
     divide: bool = False
 
 
-def reduction(dtype: torch.dtype, op: str) -> Reduction:
+def reduction(dtype: torch.dtype, op: str) -> WireReduction:
     """How `dtype` is reduced with `op`.
 
     Raises:
@@ -66,7 +66,7 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
 
     Example:
         >>> reduction(torch.int16, "sum")
-        Reduction(op='sum', dtype=torch.int32, divide=False)
+        WireReduction(op='sum', dtype=torch.int32, divide=False)
     """
     if type(op) is not str:
         require(op, str, f"a reduction is one of {', '.join(REDUCE)}", CollectiveTypeError)
@@ -74,7 +74,7 @@ def reduction(dtype: torch.dtype, op: str) -> Reduction:
 
 
 @cache  # bounded by dtypes times ops
-def _reduction(dtype: torch.dtype, op: str) -> Reduction:
+def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
     if op not in REDUCE:
         raise CollectiveError(f"no reduction {op!r}: there are {', '.join(REDUCE)}")
     exact = not dtype.is_floating_point and not dtype.is_complex
@@ -88,7 +88,7 @@ def _reduction(dtype: torch.dtype, op: str) -> Reduction:
         raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
 
     kernel, divide = ("sum", True) if op == "avg" else (op, False)
-    return Reduction(kernel, _wire_dtype(dtype, op), divide)
+    return WireReduction(kernel, _wire_dtype(dtype, op), divide)
 
 
 def _wire_dtype(dtype: torch.dtype, op: str) -> torch.dtype | None:

@@ -64,7 +64,7 @@ class _Readers:
         return [factors for _, (number, factors) in sorted(terms.items()) if number == backward_number()]
 
 
-class _Columns(Function):
+class _OutputColumns(Function):
     """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), in `blocks` blocks of N; and x again.
 
     Other readers of x read the latter. Their products are part of the first one's gradient, and it runs after them.
@@ -140,7 +140,7 @@ class InvariantColumn(ColumnLinear):
         _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
         x, readers = self.read(input)
-        out, again = apply(_Columns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
+        out, again = apply(_OutputColumns, x, local["weight"], local["bias"], self.blocks, readers, readers.count)
         if readers.count == 0 and again.requires_grad and not input.is_leaf:  # a leaf outlives the graph
             again.readers = readers
             keep_token(_held(input), self.reading(), again)
@@ -213,5 +213,5 @@ class InvariantWhole(Unstyled):
         _refuse_autocast(input)
         local: Any = self.local("weight", "bias")
         out: Tensor
-        out, _ = apply(_Columns, input, local["weight"], local["bias"], 1, _Readers(None), 0)
+        out, _ = apply(_OutputColumns, input, local["weight"], local["bias"], 1, _Readers(None), 0)
         return out

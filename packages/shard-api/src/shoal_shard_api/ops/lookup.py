@@ -79,11 +79,11 @@ def look_up(call: DTensorCall, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(arguments["weight"], call.cls) or any(isinstance(each, call.cls | DTensor) for each in own):
         return call.run(args, kwargs)
     call.check_layouts()
-    lookup = _Lookup(call, arguments)
+    lookup = _TableLookup(call, arguments)
     return lookup.replicated() if _REPLICATED.get() else lookup.own_rows()
 
 
-class _Lookup:
+class _TableLookup:
     """One call of embedding or embedding_bag with plain indices.
 
     Per rank two sizes are exchanged: the length of its indices along dim 0, and the number of rows of its result.

@@ -32,7 +32,7 @@ from ...layout.placements import norm_order
 from ...layout.symbolic_sizes import remembered
 from ...layout.tensor_meta import contiguous_stride
 from ..steps import Plan
-from .kernels import Collective, Kernel, kernel, received, unchanged
+from .kernels import CollectiveCall, Kernel, kernel, received, unchanged
 
 if TYPE_CHECKING:
     from ...layout.spec import Spec
@@ -91,7 +91,7 @@ def stage_of(work: Kernel, mesh: DeviceMesh) -> Stage:
     return lambda local: finish(call(prepare(local)), local)
 
 
-def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
+def bind(collective: CollectiveCall, mesh: DeviceMesh, **more: Any) -> Callable[[Tensor], Any]:
     """A collective as a function of the buffer; `more` is passed on (`async_op`)."""
     comm = comm_of(collective, mesh)
     dim, op, sizes = collective.dim, collective.op, collective.sizes
@@ -112,7 +112,7 @@ def bind(collective: Collective, mesh: DeviceMesh, **more: Any) -> Callable[[Ten
     return partial(all_to_all_v, comm=comm, send_sizes=sizes, recv_sizes=collective.receives, **more)
 
 
-def comm_of(collective: Collective, mesh: DeviceMesh) -> Comm:
+def comm_of(collective: CollectiveCall, mesh: DeviceMesh) -> Comm:
     """The communicator that a collective runs over."""
     return comm_over(collective.ranks) if collective.ranks else mesh.comm(collective.axes)
 

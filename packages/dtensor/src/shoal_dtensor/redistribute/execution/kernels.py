@@ -46,7 +46,7 @@ Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collective:
+class CollectiveCall:
     """One call of shoal_mesh's collectives.
 
     Attributes:
@@ -90,7 +90,7 @@ class Kernel:
     """
 
     prepare: Callable[[Tensor], Tensor] = unchanged
-    collective: Collective | None = None
+    collective: CollectiveCall | None = None
     finish: Callable[[Tensor, Tensor], Tensor] = received
 
 
@@ -101,7 +101,7 @@ def kernel(step: Step, coordinate: Coordinate | None) -> Kernel:
     return _KERNELS[type(step)](step, coordinate)
 
 
-def buffer_shape(step: Step, collective: Collective) -> Sequence[int]:
+def buffer_shape(step: Step, collective: CollectiveCall) -> Sequence[int]:
     """The shape of what this rank passes to a step's collective."""
     if collective.kind == "all_to_all_v":
         return (sum(collective.sizes),)
@@ -216,7 +216,7 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
         sizes, order = _grid_of_blocks(step.src, step.dst, step.dims, shape_of(boxes[0]))
         return Kernel(
             prepare=torch.flatten,
-            collective=Collective("all_gather", step.axes),
+            collective=CollectiveCall("all_gather", step.axes),
             finish=lambda got, _: got.view(sizes).permute(order).reshape(shape),
         )
 
@@ -225,17 +225,17 @@ def _all_gather(step: AllGather, coordinate: Coordinate) -> Kernel:
         unpack_blocks(got, [out[slices_of(box, local_box)] for box in boxes])
         return out
 
-    collective = Collective("all_gather_v", step.axes, sizes=tuple(map(volume, boxes)))
+    collective = CollectiveCall("all_gather_v", step.axes, sizes=tuple(map(volume, boxes)))
     return Kernel(torch.flatten, collective, finish)
 
 
-def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[Box], op: str = "sum") -> Collective:
+def _along_one_dim(kind: str, step: AllGather | ReduceScatter, boxes: Sequence[Box], op: str = "sum") -> CollectiveCall:
     """The collective along the only dim of a step, with the lengths of the members' blocks where these differ."""
     dim = step.dims[0]
     sizes = tuple(box[dim][1] - box[dim][0] for box in boxes)
     if all(size == sizes[0] for size in sizes):
-        return Collective(kind, step.axes, dim=dim, op=op)
-    return Collective(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
+        return CollectiveCall(kind, step.axes, dim=dim, op=op)
+    return CollectiveCall(f"{kind}_v", step.axes, dim=dim, op=op, sizes=sizes)
 
 
 def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
@@ -255,18 +255,18 @@ def _reduce_scatter(step: ReduceScatter, coordinate: Coordinate) -> Kernel:
         interleaved, back = [sizes[i] for i in order], sorted(range(len(order)), key=order.__getitem__)
         return Kernel(
             prepare=lambda local: local.reshape(interleaved).permute(back).reshape(-1),
-            collective=Collective("reduce_scatter", step.axes, op=step.op),
+            collective=CollectiveCall("reduce_scatter", step.axes, op=step.op),
             finish=finish,
         )
     where = [slices_of(box, local_box) for box in boxes]
-    collective = Collective("reduce_scatter_v", step.axes, op=step.op, sizes=tuple(map(volume, boxes)))
+    collective = CollectiveCall("reduce_scatter_v", step.axes, op=step.op, sizes=tuple(map(volume, boxes)))
     return Kernel(lambda local: pack_blocks([local[w] for w in where]), collective, finish)
 
 
 def _all_reduce(step: AllReduce, coordinate: Coordinate) -> Kernel:
     if not volume(step.src.box(coordinate)):
         return Kernel(finish=lambda local, _: local.clone())
-    collective = Collective("all_reduce", step.axes, op=step.op)
+    collective = CollectiveCall("all_reduce", step.axes, op=step.op)
     return Kernel(collective=collective, finish=_division(step.divisor, step.src.dtype))
 
 
@@ -291,7 +291,7 @@ def _all_to_all(step: AllToAll, coordinate: Coordinate) -> Kernel:
     shape = shape_of(step.dst.box(coordinate))
     if not volume(step.dst.box(coordinate)):
         return Kernel(finish=lambda local, _: local.new_empty(shape))
-    return Kernel(collective=Collective("all_to_all", step.axes, dim=step.dst_dim, receives=(step.src_dim,)))
+    return Kernel(collective=CollectiveCall("all_to_all", step.axes, dim=step.dst_dim, receives=(step.src_dim,)))
 
 
 def _exchange(step: Exchange, coordinate: Coordinate) -> Kernel:
@@ -337,7 +337,7 @@ def _moved(
         unpack_blocks(got, [out[place] for place in places])
         return out if places else bound(out, got)
 
-    collective = Collective("all_to_all_v", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
+    collective = CollectiveCall("all_to_all_v", axes, sizes=tuple(sends), receives=tuple(receives), ranks=ranks)
     return Kernel(prepare, collective, finish)
 
 

@@ -29,7 +29,7 @@ from shoal_mesh.internal import (
 
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of
-from .kernels import Collective, Kernel, buffer_shape, received
+from .kernels import CollectiveCall, Kernel, buffer_shape, received
 
 Places = Callable[[], Sequence[Tensor]]
 """The tensors that the results of all plans are to be written to; none where they get memory of their own."""
@@ -52,7 +52,7 @@ class Leg:
     before: tuple[Stage, ...]
     step: Step
     kernel: Kernel
-    call: Collective
+    call: CollectiveCall
     shape: Sequence[int]
     gives_result: bool
 
@@ -220,7 +220,7 @@ Rounds = tuple[tuple[tuple[Message, ...], ...], tuple[tuple[Stage, ...], ...]]
 """Messages that are under way at the same time, round by round; and for each plan the local steps that remain then."""
 
 
-def _block_sizes(call: Collective, shape: Sequence[int], size: int) -> Sequence[int]:
+def _block_sizes(call: CollectiveCall, shape: Sequence[int], size: int) -> Sequence[int]:
     """Elements of each member's block of a tensor that is gathered, or that is split for the members."""
     if call.kind == "all_to_all_v":
         return call.sizes
@@ -230,7 +230,7 @@ def _block_sizes(call: Collective, shape: Sequence[int], size: int) -> Sequence[
     return [prod(shape) if call.kind == "all_gather" else prod(shape) // size] * size
 
 
-def _blocks(call: Collective, buffer: Tensor, size: int) -> list[Tensor]:
+def _blocks(call: CollectiveCall, buffer: Tensor, size: int) -> list[Tensor]:
     """The parts of a tensor for the members, flat."""
     lengths = list(call.sizes) or [buffer.shape[call.dim] // size] * size
     return [block.reshape(-1) for block in buffer.split_with_sizes(lengths, call.dim)]
