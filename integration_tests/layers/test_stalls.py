@@ -41,7 +41,7 @@ def host_reads() -> Iterator[list[str]]:
             line = traceback.extract_stack()[-2]
             masks = [each for each in args if isinstance(each, Tensor) and each.dtype == torch.bool]
             if type(self) is Tensor and (name != "__getitem__" or masks):
-                found.append(f"{line.filename}:{line.lineno} {name}")
+                found.append(f"{line.filename}:{line.lineno} in {line.name}: {name}")
             return before[name](self, *args, **kwargs)
 
         return read
@@ -171,7 +171,7 @@ def test_reads_of_operators() -> None:
         with host_reads() as found:
             call()
         # Indices are compared with their bounds by the host only where it computes.
-        seen[name] = [line.split()[-1] for line in found if "index_bounds" not in line]
+        seen[name] = [line.split()[-1] for line in found if "check_bounds" not in line]
         expected[name] = reads
     assert seen == expected
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..layout.boxes import Box
-from .streams import Fill
+from .fill import Fill
 
 _CHUNK: Final = 1 << 14  # values at a time: a few dozen int64 passes over it stay in the second-level cache
 _MASK: Final = 0xFFFFFFFF
