@@ -1,4 +1,4 @@
-"""State dicts of modules with ShardedTensors.  Covers: checkpoint.py."""
+"""State dicts of modules with ShardedTensors.  Covers: module/state_dict_hooks.py."""
 
 from __future__ import annotations
 

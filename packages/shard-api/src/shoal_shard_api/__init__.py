@@ -6,7 +6,6 @@ from shoal_mesh.internal import no_such_name
 
 from . import errors
 from .__about__ import __version__
-from .checkpoint import pre_load_state_dict_hook, state_dict_hook
 from .errors import NotExpressibleError
 from .module.plan import Sharder, ShardingPlan, ShardingPlanner
 from .module.shard_module import (
@@ -17,6 +16,7 @@ from .module.shard_module import (
     shard_parameter,
 )
 from .module.sharded_optimizer import ShardedOptimizer, named_params_with_sharded_tensor
+from .module.state_dict_hooks import pre_load_state_dict_hook, state_dict_hook
 from .ops.dispatch import (
     _dispatch_custom_op as _dispatch_custom_op,
     _has_custom_op as _has_custom_op,

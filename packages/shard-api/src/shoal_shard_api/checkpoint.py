@@ -1,23 +1,21 @@
-"""State dicts that hold ShardedTensors: checkpoints for any ranks and sharding, and module hooks.
+"""State dicts that hold ShardedTensors: checkpoints for any ranks and sharding.
 
 ``save`` and ``load`` of torch.distributed.checkpoint, which is imported inside of the functions, take ShardedTensors
 too.  ``load`` here is atomic: it changes nothing unless every rank can read everything.  Sizes may differ on request (a
-padded vocabulary), and errors are typed.  The hooks put ShardedTensors which are plain attributes of modules into state
-dicts, and load them from there; parameters and buffers need no hook.
+padded vocabulary), and errors are typed.
 
 May import: arguments, errors, ranks, tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import local_shard
@@ -26,10 +24,9 @@ from shoal_mesh.internal import agree
 from .arguments import expect, expect_all
 from .errors import CheckpointError
 from .ranks.process_groups import agree_on, resolve
-from .tensor.sharded_tensor import ShardedTensor
 from .tensor.sharded_tensor_base import ShardedTensorBase
 
-__all__ = ["load", "pre_load_state_dict_hook", "save", "state_dict_hook"]
+__all__ = ["load", "save"]
 
 
 def save(
@@ -226,81 +223,3 @@ def _planner() -> Any:
                     saved.size = size
 
     return AnySizes(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-# --- module hooks ----------------------------------------------------------------------------------------------------
-
-
-def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module, str, Any]]:
-    """(key in the state dict, owner, name, value) of every plain attribute below the module."""
-    for path, owner in module.named_modules():
-        for name, value in list(vars(owner).items()):
-            yield f"{prefix}{path}{'.' if path else ''}{name}", owner, name, value
-
-
-def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Add ShardedTensor attributes to a state dict; for ``Module._register_state_dict_hook``.
-
-    Args:
-        module: The module whose attributes, and those of its sub-modules, are added.
-        destination: The state dict.
-        prefix: Prefix of all keys.
-        local_metadata: Ignored.
-
-    Example:
-        >>> module = torch.nn.Module()
-        >>> module.table = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-        >>> _ = module._register_state_dict_hook(state_dict_hook)
-        >>> list(module.state_dict())
-        ['table']
-    """
-    expect("state_dict_hook", "module", module, nn.Module)
-    attributes = _attributes(module, prefix)
-    destination.update({key: value for key, _, _, value in attributes if isinstance(value, ShardedTensor)})
-
-
-def pre_load_state_dict_hook(  # noqa: PLR0913  # torch's signature for such a hook
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: Any,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Set ShardedTensor attributes from a state dict; for ``Module._register_load_state_dict_pre_hook``.
-
-    A key that is loaded is removed from the dict, so that a strict load does not report it as unexpected.
-
-    Args:
-        module: The module whose attributes, and those of its sub-modules, are set.
-        state_dict: The state dict.
-        prefix: Prefix of all keys.
-        local_metadata: Ignored.
-        strict: Whether missing keys are reported.
-        missing_keys: Keys of present ShardedTensors that the state dict lacks are appended.
-        unexpected_keys: Ignored.
-        error_msgs: Messages about sizes that differ are appended.
-
-    Example:
-        >>> module = torch.nn.Module()
-        >>> module.table = zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)
-        >>> _ = module._register_load_state_dict_pre_hook(pre_load_state_dict_hook, True)
-        >>> module.load_state_dict({"table": ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4)})
-        <All keys matched successfully>
-        >>> module.table.sum()
-        tensor(4.)
-    """
-    expect("pre_load_state_dict_hook", "module", module, nn.Module)
-    for key, owner, name, present in _attributes(module, prefix):
-        value = state_dict.get(key)
-        if not isinstance(value, ShardedTensor):
-            if isinstance(present, ShardedTensor) and key not in state_dict and strict:
-                missing_keys.append(key)
-            continue
-        if isinstance(present, ShardedTensor) and present.size() != value.size():
-            error_msgs.append(f"size mismatch for {key}: {tuple(value.size())} given, {tuple(present.size())} present")
-            continue
-        setattr(owner, name, value)
-        del state_dict[key]

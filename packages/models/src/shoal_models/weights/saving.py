@@ -1,8 +1,7 @@
 """`save_sharded`: a parallel model as safetensors files; every rank writes its own shards into their places.
 
 No parameter is gathered: the files have their final size before the first byte of data, and a box of a tensor is
-written where it belongs in them.  What the ranks send each other is names, shapes and boxes.  By the same description
-`copy_weights` sends blocks of shards from a model on one mesh into a model on another.
+written where it belongs in them.  What the ranks send each other is names, shapes and boxes.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.errors import PlanError
-from shoal_dtensor.internal import Blocks, Box, Shards, exchange_blocks, in_groups, move_blocks, takes, volume
-from shoal_mesh import comm_over
+from shoal_dtensor.internal import Box, in_groups, takes, volume
 from shoal_mesh.internal import agree, dataclass
 from shoal_tp_styles.internal import progress
 
@@ -319,57 +316,3 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two directories in one step; False where system or file system cannot."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return call is not None and call(_AT_FDCWD, bytes(one), _AT_FDCWD, bytes(other), _RENAME_EXCHANGE) == 0
-
-
-# --- from model to model ---------------------------------------------------------------------------------------------
-
-
-def copy_weights(source: nn.Module | None, target: nn.Module | None, *, max_bytes: int = 64 * 2**20) -> None:
-    """Write the parameters and persistent buffers of one model into another one, parallel in any other way.
-
-    For a mesh that serves beside one that trains: other degrees, other plans, the same ranks of the world or others.
-    All ranks of the world call it. No rank has more of a parameter than its shards of both, and what is in flight.
-
-    Args:
-        source: a parallel or plain model; None on ranks that have no part of it.
-        target: a model with the same names, written in place; None on ranks that have no part of it.
-        max_bytes: of tensors that one collective moves.
-
-    Raises:
-        PlanError: on all ranks, if the target has entries that the source lacks, or has in another shape or dtype.
-
-    Example:
-        >>> source, target = nn.Linear(2, 3), nn.Linear(2, 3)
-        >>> copy_weights(source, target)
-        >>> torch.equal(source.weight, target.weight)
-        True
-    """
-    read, written = dict[str, list[tuple[Box, Tensor]]](), dict[str, list[tuple[Box, Tensor]]]()  # this rank's shards
-    both = agree(
-        lambda: (describe(source, read) if source else {}, describe(target, written) if target else {}),
-        error_type=CheckpointError,
-        what="copy_weights: cannot describe the models",
-    )
-    of_sources, of_targets = [each for each, _ in both], [each for _, each in both]
-    sources, targets = merged(of_sources), merged(of_targets)
-    for name, tensor in targets.items():
-        stored = sources.get(name)
-        if stored is None or (stored.shape, stored.dtype) != (tensor.shape, tensor.dtype):
-            has = "nothing" if stored is None else f"{tuple(stored.shape)} {stored.dtype}"
-            raise PlanError(f"copy_weights: {name!r} is {tuple(tensor.shape)} {tensor.dtype}, the source has {has}")
-    rank, comm = (dist.get_rank(), comm_over(range(dist.get_world_size()))) if dist.is_initialized() else (0, None)
-
-    def move(name: str) -> tuple[Blocks, Shards, Shards]:
-        boxes = ([entries[name][2] if name in entries else [] for entries in each] for each in (of_sources, of_targets))
-        blocks = exchange_blocks(rank, *boxes)
-        return blocks, read.get(name, []), written.get(name, [])
-
-    # Names that move together have one dtype.
-    of_dtypes = dict[torch.dtype, list[str]]()
-    for name, tensor in targets.items():
-        of_dtypes.setdefault(tensor.dtype, []).append(name)
-    grouped = (in_groups(names, lambda name: targets[name].nbytes, max_bytes) for names in of_dtypes.values())
-    batches = [batch for groups in grouped for batch in groups]
-    for names in progress(batches, "copying weights"):
-        with torch.no_grad():
-            move_blocks(map(move, names), comm)
