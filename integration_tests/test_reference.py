@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,7 @@ def lacks(value: Any, programs: str) -> list[str]:
     """What an entry does not have: arguments, what comes back, errors, an example (or one in a program of a page)."""
     text, module = docstring(value), inspect.getmodule(value)
     elsewhere = bool(ELSEWHERE.search(text) or ELSEWHERE.search((module and module.__doc__) or ""))
-    try:
-        signature = inspect.signature(value)
-    except (TypeError, ValueError):
-        signature = inspect.Signature()
+    signature = signature_of(value)
     found = [] if elsewhere or "keywords:" in text or "properties:" in text else undescribed(signature, text)
     if inspect.isroutine(value):
         result = str(signature.return_annotation)
@@ -75,6 +74,18 @@ def lacks(value: Any, programs: str) -> list[str]:
             found.append("Raises")
     shown = ">>>" in text or elsewhere or re.search(rf"\b{value.__name__}\b", programs)
     return [*found, *([] if shown else ["example"])]
+
+
+def signature_of(value: Any) -> inspect.Signature:
+    """Without arguments for an enum, and where a class has the constructor of a class of the standard library."""
+    makers = (base for base in getattr(value, "__mro__", ()) if {"__init__", "__new__"} & vars(base).keys())
+    home = next(makers, value).__module__.split(".")[0]
+    if home in sys.stdlib_module_names or (inspect.isclass(value) and issubclass(value, Enum)):
+        return inspect.Signature()
+    try:
+        return inspect.signature(value)
+    except (TypeError, ValueError):
+        return inspect.Signature()
 
 
 def undescribed(signature: inspect.Signature, text: str) -> list[str]:
