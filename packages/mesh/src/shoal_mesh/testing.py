@@ -57,6 +57,9 @@ _POOLS: dict[int, RankPool] = {}  # the pools of this process by size, for the w
 def rank_pool(size: int = 4) -> RankPool:
     """The session's pool of that many ranks; they start with its first `run` and stay up.
 
+    Args:
+        size: number of ranks, at least 1.
+
     Raises:
         MeshTypeError: the size is no integer.
         MeshError: the size is not positive.
@@ -174,7 +177,14 @@ def default_world_size() -> int:
 
 
 def skip_unless_gpus(count: int = 1) -> Callable[[Any], Any]:
-    """Skip a test or a class, saying why, where there are fewer GPUs, or other accelerators."""
+    """Skip a test or a class, saying why, where there are fewer GPUs, or other accelerators.
+
+    Args:
+        count: the GPUs, or other accelerators, that the test needs on this machine.
+
+    Raises:
+        MeshTypeError: the count is no integer.
+    """
     require(count, int, "skip_unless_gpus takes a number of GPUs")
     there = device_count()
     return unittest.skipUnless(there >= count, f"needs {count} GPU(s), there are {there}")
@@ -201,6 +211,12 @@ def observed() -> Iterator[list[Event]]:
 def counts(mode: CommDebugMode) -> dict[str, int]:
     """Collectives that ran under the mode, by short name: `all_gather`, `all_reduce`, `all_to_all`, ...
 
+    Args:
+        mode: a `CommDebugMode`, in its block or after it.
+
+    Raises:
+        MeshTypeError: it is something else.
+
     Example:
         >>> from shoal_mesh import all_gather
         >>> with fake_world(2), CommDebugMode() as mode:
@@ -214,7 +230,14 @@ def counts(mode: CommDebugMode) -> dict[str, int]:
 
 
 def skip_unless_backend(name: str) -> Callable[[Any], Any]:
-    """Skip a test or a class, saying why, where torch was built without a backend (`nccl`, `gloo`, ...)."""
+    """Skip a test or a class, saying why, where torch was built without a backend (`nccl`, `gloo`, ...).
+
+    Args:
+        name: of a backend of torch.distributed.
+
+    Raises:
+        MeshTypeError: the name is no string.
+    """
     require(name, str, "a backend is named by a string, such as 'gloo'")
     return unittest.skipUnless(dist.is_backend_available(name), f"torch has no backend {name!r} here")
 
@@ -223,6 +246,12 @@ def with_comms(body: F) -> F:
     """Decorator: the function runs with a default process group: the present one, else from the environment (torchrun).
 
     A group that is initialised for it is destroyed afterwards, also after a failure.
+
+    Args:
+        body: the function, called with the arguments of the call.
+
+    Raises:
+        MeshTypeError: it is not callable.
     """
     require(body, Callable, "with_comms decorates a function")  # type: ignore[arg-type]  # an abstract class
 
