@@ -52,6 +52,11 @@ class Migrated(NamedTuple):
     Attributes:
         text: its new text.
         left: (line, what a person has to decide), in order of the lines.
+
+    Example:
+        >>> text, left = migrate("from torch.distributed.tensor import Shard")
+        >>> text, left
+        ('from shoal_dtensor import Shard', [])
     """
 
     text: str
@@ -172,7 +177,11 @@ def migrate(text: str) -> Migrated:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0, or 1 where a file could not be read as Python."""
+    """The command line; 0, or 1 where a file could not be read as Python.
+
+    Args:
+        arguments: files, folders and `--write`; those of the process when left out.
+    """
     parser = argparse.ArgumentParser(prog="python -m shoal_dtensor.migrate", description=__doc__)
     parser.add_argument("paths", nargs="+", type=Path, help="files and folders")
     parser.add_argument("--write", action="store_true", help="write the files instead of printing a difference")

@@ -63,6 +63,11 @@ class DebugMode(CommDebugMode):  # type: ignore[no-untyped-call]  # torch's __in
     The options are those of torch's. What is not recorded here is refused where it is asked for; what says how torch
     prints a line changes nothing.
 
+    Args:
+        record_realtensor, record_localtensor, record_output, record_profiler_context: change nothing.
+        record_torchfunction, record_faketensor, record_tensor_attributes, record_nn_module: refused.
+        store_original_args, record_stack_trace, record_ids, run_compile_with_interpreter: refused.
+
     Attributes:
         operators: a line for each operator and collective, in order; collectives that an operator starts are indented.
 

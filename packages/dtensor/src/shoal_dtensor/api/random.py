@@ -25,6 +25,9 @@ from ..rng.state import check_in_step, forget_checks, generator_of, has_generato
 def is_rng_supported_mesh(device_mesh: DeviceMesh) -> bool:
     """Whether random operators on tensors of the mesh draw as on one device: where torch shows its generators.
 
+    Args:
+        device_mesh: of the tensors.
+
     Example:
         >>> from shoal_mesh import abstract_mesh
         >>> is_rng_supported_mesh(abstract_mesh((2,)))

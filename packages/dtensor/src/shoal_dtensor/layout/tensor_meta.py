@@ -12,7 +12,17 @@ MemoryOrder = tuple[int, ...]  # dims, slowest first, `~dim` where it is expande
 
 
 class TensorMeta(NamedTuple):
-    """Shape, stride (in elements) and dtype of a global tensor."""
+    """Shape, stride (in elements) and dtype of a global tensor.
+
+    Attributes:
+        shape: the sizes of its dims.
+        stride: elements from one index of a dim to the next.
+        dtype: of its elements.
+
+    Example:
+        >>> TensorMeta((4, 6), (6, 1), torch.float32).ndim
+        2
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -25,7 +35,16 @@ class TensorMeta(NamedTuple):
 
 
 class ShardOrderEntry(NamedTuple):
-    """One entry of a shard order under torch's names: a dim, and the mesh axes that shard it, outermost first."""
+    """One entry of a shard order under torch's names: a dim, and the mesh axes that shard it, outermost first.
+
+    Attributes:
+        tensor_dim: the dim.
+        mesh_dims: indices of the mesh axes that shard it, outermost first.
+
+    Example:
+        >>> [*ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0))]  # axis 1 first, and axis 0 each of its shards
+        [0, (1, 0)]
+    """
 
     tensor_dim: int
     mesh_dims: tuple[int, ...]
@@ -68,7 +87,11 @@ def dense_stride(shape: Sequence[int], order: MemoryOrder) -> tuple[int, ...]:
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped."""
+    """The tensors, or values of `TensorMeta`, in an argument or result, in order; lists are walked, None is skipped.
+
+    Args:
+        value: an argument or result of an operator.
+    """
     if isinstance(value, Tensor | TensorMeta):
         yield value
     elif isinstance(value, list | tuple):

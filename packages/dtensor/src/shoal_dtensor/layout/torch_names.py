@@ -88,6 +88,11 @@ def compute_local_tensor_info(
 ) -> tuple[list[int], list[int]]:
     """Shape and stride of this rank's part of a tensor.
 
+    Args:
+        global_tensor: of which shape and stride count; every rank has the same.
+        mesh: any mesh; its rank is the one that is asked about.
+        placements: one per axis of the mesh.
+
     Raises:
         PlacementError: if the placements do not fit.
 
@@ -103,6 +108,11 @@ def compute_local_tensor_info(
 
 def compute_global_tensor_shape(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Size:
     """`V -> check`: the global shape of which every rank of a one-axis mesh holds a shard, `shape` on this rank.
+
+    Args:
+        shape: of this rank's local tensor.
+        mesh: with one axis.
+        placements: one, Shard or Replicate.
 
     Raises:
         PlacementError: if the mesh has several axes, a placement is partial, or the ranks' shapes differ in another dim

@@ -21,7 +21,11 @@ from .partials import Coordinate, deal, first_term, gather, random_terms, reduce
 
 
 def coordinates(spec: Spec) -> list[Coordinate]:
-    """All mesh coordinates, row-major."""
+    """All mesh coordinates, row-major.
+
+    Args:
+        spec: of which the mesh counts.
+    """
     return list(product(*map(range, spec.mesh.shape)))
 
 
@@ -142,7 +146,13 @@ def local_shards(full: Tensor, spec: Spec, generator: torch.Generator | None = N
 
 
 def part_of(full: Tensor, spec: Spec, coordinate: Coordinate) -> Tensor:
-    """What the rank at a mesh coordinate holds of a global tensor, partial axes left aside."""
+    """What the rank at a mesh coordinate holds of a global tensor, partial axes left aside.
+
+    Args:
+        full: the global tensor.
+        spec: its layout.
+        coordinate: of a rank, one index per mesh axis.
+    """
     if spec.is_strided:
         return full[_where(spec, coordinate)]
     return full[tuple(slice(start, stop) for start, stop in spec.box(coordinate))]
@@ -156,6 +166,10 @@ def _where(spec: Spec, coordinate: Coordinate) -> tuple[Tensor, ...]:
 
 def global_value(shards: Sequence[Tensor], spec: Spec) -> Tensor:
     """The global tensor that local tensors of all ranks (row-major) stand for.
+
+    Args:
+        shards: the local tensor of each rank, row-major over the mesh.
+        spec: the layout that they have.
 
     Raises:
         AssertionError: if replicas differ, or a local tensor has another shape than the spec says.

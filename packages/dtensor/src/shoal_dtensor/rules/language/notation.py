@@ -32,7 +32,13 @@ class NotationError(ShoalTensorError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern: for each operand its dims, each a tuple of factor names, slowest first."""
+    """A parsed pattern: for each operand its dims, each a tuple of factor names, slowest first.
+
+    Attributes:
+        text: what was parsed.
+        inputs: of each tensor input the dims.
+        outputs: of each tensor output the dims.
+    """
 
     text: str
     inputs: tuple[tuple[Dim, ...], ...]
@@ -42,6 +48,9 @@ class Pattern:
 @lru_cache(maxsize=1024)
 def parse(text: str) -> Pattern:
     """The operands of a pattern.
+
+    Args:
+        text: inputs and outputs around `->`, operands separated by commas, their dims by spaces.
 
     Raises:
         NotationError: if the pattern has no single arrow, unbalanced brackets or a repeated factor in one operand.
@@ -104,7 +113,7 @@ def factor_rows(
 
     Args:
         pattern: the parsed pattern.
-        inputs: global tensor inputs; outputs: global tensor outputs.
+        inputs, outputs: global tensors, in order.
         replicated: factors that must not be sharded; `"..."` names all broadcast dims.
         reduce: how a factor that only inputs have is reduced.
 
@@ -166,7 +175,13 @@ def _entry(dims: list[Dim], tensor: TensorMeta, name: str, sizes: dict[str, int]
 
 
 def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
-    """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial."""
+    """For each operand in which the operator is linear: the row where it alone, and the outputs, are partial.
+
+    Args:
+        linear: indices of the inputs, each of which the operator is linear in by itself.
+        inputs: number of tensor inputs.
+        outputs: number of tensor outputs.
+    """
     operands = [frozenset((i,)) for i in linear if i < inputs]
     return [row for one in operands for row in partial_rows((P("sum"), P("avg")), one, inputs, outputs)]
 

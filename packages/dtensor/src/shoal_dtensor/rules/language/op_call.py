@@ -63,7 +63,11 @@ class OpSchema:
 
 @cache
 def schema_of(op: OpOverload) -> OpSchema:
-    """The schema of an overload; one value for the whole process."""
+    """The schema of an overload; one value for the whole process.
+
+    Args:
+        op: such as `torch.ops.aten.mm.default`.
+    """
     arguments = op._schema.arguments
     kinds = [(r, r.type.kind()) for r in op._schema.returns]
     returned = [(r, kind == "ListType") for r, kind in kinds if kind in _TENSOR_KINDS]

@@ -83,7 +83,12 @@ class Row:
 
 
 def with_norms(rows: Iterable[Row], norms: Sequence[Partial]) -> list[Row]:
-    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`."""
+    """Rows with a copy for each of `norms` in the place of every one that names `ANY_NORM`.
+
+    Args:
+        rows: of a rule, some of which have `ANY_NORM` among their entries.
+        norms: the partial placements to put there.
+    """
     result: list[Row] = []
     for row in rows:
         if ANY_NORM not in (*row.inputs, *row.outputs):

@@ -130,6 +130,13 @@ def family(rules: Mapping[str, Rule], *, unordered: bool = False) -> Table:
     take a dim by its name (torch 2.11 has them; no DTensor has named dims).  With `unordered`, all rules are (see
     `Rule`).
 
+    Args:
+        rules: rules by lists of names.
+        unordered: whether all of them are (see `Rule`).
+
+    Raises:
+        DuplicateRuleError: if two rules have the same overload.
+
     Example:
         >>> from .notation import product
         >>> table = family({"mm": product("m k, k n -> m n")})
@@ -168,6 +175,9 @@ def _tensor_overloads(name: str) -> Iterator[Any]:
 
 def merge(**tables: Table) -> Table:
     """One table out of several, each named.
+
+    Args:
+        **tables: rules by operator, under the names that the error gives.
 
     Raises:
         DuplicateRuleError: if two of them have the same operator.
