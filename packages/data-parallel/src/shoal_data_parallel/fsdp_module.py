@@ -20,7 +20,11 @@ from .unit_forward import STATE, as_forward, state_of, states_of
 
 
 class UnshardHandle:
-    """Parameters that are being gathered; `wait()` returns when the module sees them."""
+    """Parameters that are being gathered; `wait()` returns when the module sees them.
+
+    Args:
+        unit: the module's unit; `unshard(async_op=True)` of the module makes the handle.
+    """
 
     __slots__ = ("_unit",)
 
