@@ -40,7 +40,12 @@ __all__ = [
 
 
 def own_shard(full: Tensor, dim: int) -> Tensor:
-    """This rank's shard of `full` over `all_ranks`, detached; sizes are those of `torch.chunk`."""
+    """This rank's shard of `full` over `all_ranks`, detached; sizes are those of `torch.chunk`.
+
+    Args:
+        full: the global tensor, equal on all ranks.
+        dim: the dim that is sharded; negative ones count from the end.
+    """
     placements = (Shard(dim % full.ndim),)
     return distribute_tensor(full.detach(), all_ranks(), placements, src_data_rank=None).to_local()
 
@@ -68,7 +73,12 @@ def assert_same_parameters(module: nn.Module, single: nn.Module, **tolerance: An
 
 
 class MLP(nn.Module):
-    """Linear 10-16, ReLU, Linear 16-10, with parameters from seed 5."""
+    """Linear 10-16, ReLU, Linear 16-10, with parameters from seed 5.
+
+    Args:
+        device: of the parameters.
+        bias: whether the layers have biases.
+    """
 
     plan: ClassVar[dict[str, ParallelStyle]] = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
 
@@ -91,7 +101,13 @@ class MLP(nn.Module):
 
 
 class StackedMLP(nn.Module):
-    """Several modules `MLP`, one after the other."""
+    """Several modules `MLP`, one after the other.
+
+    Args:
+        device: of the parameters.
+        n_layers: how many modules `MLP`.
+        bias: whether their layers have biases.
+    """
 
     plan: ClassVar[dict[str, ParallelStyle]] = {f"layers.*.{name}": style for name, style in MLP.plan.items()}
 
@@ -107,7 +123,19 @@ class StackedMLP(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Sizes and options of `Transformer`."""
+    """Sizes and options of `Transformer`.
+
+    Attributes:
+        n_layers: number of blocks.
+        vocab_size: number of tokens.
+        max_seq_len: number of positions.
+        dim: features of a token; divisible by `n_heads`.
+        n_heads: attention heads.
+        dropout_p: probability of the dropouts.
+        use_attn_mask: whether attention is causal.
+        weight_tying: whether the output has the weight of the token embedding.
+        checkpoint_activations: whether backward computes the blocks again.
+    """
 
     n_layers: int = 2
     vocab_size: int = 8
@@ -197,6 +225,9 @@ def transformer_plan(sequence: bool = False) -> dict[str, ParallelStyle]:
     """The plan of `Transformer`; with `sequence`, norms and residuals hold a shard of the sequence.
 
     Loss and gradients equal the single-device model's; the embedding and a tied output stay one parameter.
+
+    Args:
+        sequence: whether norms, dropouts and residuals hold a shard of the sequence.
     """
     between = Shard(1) if sequence else Replicate()
     columns, rows = ColwiseParallel(input_layouts=between), RowwiseParallel(output_layouts=between)

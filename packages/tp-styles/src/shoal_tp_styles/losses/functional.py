@@ -92,7 +92,12 @@ def pick(x: Tensor, index: Tensor, inside: Tensor) -> Tensor:
 
 
 def log_sum_exp(x: Tensor, vocab: Vocab) -> Tensor:
-    """Per row of this rank's logits (classes last), the log-sum-exp over all classes."""
+    """Per row of this rank's logits (classes last), the log-sum-exp over all classes.
+
+    Args:
+        x: this rank's logits `(..., classes of this rank)`.
+        vocab: the classes of each rank.
+    """
     lse: Tensor = apply(_RowStatistics, x, None, None, None, vocab)[0]
     return lse
 
@@ -249,6 +254,11 @@ def log_softmax(logits: Tensor, *, dim: int = -1, vocab: Vocab | None = None) ->
     """This rank's shard of the log-probabilities, sharded like the logits (plain).
 
     The gradient that arrives must be that of this shard.
+
+    Args:
+        logits: sharded along `dim`.
+        dim: the class dim.
+        vocab: the classes of each rank, for plain local logits.
     """
     x, classes = local_logits(logits, vocab, dim)
     out: Tensor = apply(_LogSoftmax, x, classes)
@@ -284,7 +294,16 @@ def nll_loss(
     reduction: Reduction = "mean",
     vocab: Vocab | None = None,
 ) -> Tensor:
-    """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`)."""
+    """What `torch.nn.functional.nll_loss` gives for the full log-probabilities (`(N, C)` or `(N, C, d1, ...)`).
+
+    Args:
+        log_probs: sharded along dim 1, or dim 0 of a vector.
+        target: class indices, of the log-probabilities' shape without their class dim.
+        weight: of each class `(C,)`.
+        ignore_index: rows with this target count nothing.
+        reduction: "none", "mean" or "sum".
+        vocab: the classes of each rank, for plain local log-probabilities.
+    """
     class_dim = 0 if log_probs.ndim == 1 else 1
     x, classes = local_logits(log_probs, vocab, class_dim)
     rows = LogitRows.of(log_probs, class_dim)

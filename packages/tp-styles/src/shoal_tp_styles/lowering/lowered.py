@@ -24,6 +24,12 @@ from .parameters import check_plain, local_parameters
 class Lowered(ModuleForward):
     """Base of the lowerings.
 
+    Args:
+        module: the module whose forward it is.
+        sharding: the record of the style.
+        mesh: the one-axis mesh of the plan.
+        inner: the forward of the module that it is put around; the module's own when left out.
+
     Attributes:
         params: the module's own dict of parameters.
         sharding: the record it was built from.

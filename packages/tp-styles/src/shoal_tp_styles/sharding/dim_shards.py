@@ -24,6 +24,11 @@ class Heads:
         size: features of one head.
         chunked: whether these are plain features, `size` of them together: divided as `torch.chunk` does, like the
             row-wise weight behind them.
+
+    Example:
+        >>> heads = Heads(count=2, size=8)
+        >>> heads.features, heads.replicated(4)
+        (16, True)
     """
 
     count: int
