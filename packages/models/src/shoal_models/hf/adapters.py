@@ -39,6 +39,11 @@ def parallelize_adapters(model: Model) -> Model:
     Raises:
         UnsupportedModuleError: if a parallel layer has an adapter of another kind than LoRA for Linear, before any
             adapter is changed.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model  # doctest: +SKIP
+        >>> model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"]))  # doctest: +SKIP
+        >>> model = parallelize_adapters(model)  # doctest: +SKIP
     """
     found = [(layer, *record) for layer in _layers(model) for record in shardings_of(layer.base_layer)]
     for layer, record, _ in found:
@@ -75,6 +80,10 @@ def merging_adapters() -> Iterator[None]:
     """Inside the block `merge_adapter`, `unmerge_adapter` and `merge_and_unload` of peft work on parallel layers.
 
     One factor of an adapter is replicated and plain, which counts as replicated here.
+
+    Example:
+        >>> with merging_adapters():
+        ...     pass  # model = model.merge_and_unload()
     """
     with implicit_replication():
         yield
@@ -89,6 +98,9 @@ def save_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
         model: of peft.
         directory: where `adapter_model.safetensors` and `adapter_config.json` are written.
         adapter_name: of those that the model has.
+
+    Example:
+        >>> save_adapters(model, "adapter")  # doctest: +SKIP
     """
     from peft import get_peft_model_state_dict
 
@@ -117,6 +129,9 @@ def load_adapters(model: Any, directory: str | PathLike[str], adapter_name: str 
 
     Raises:
         CheckpointError: if the file has other tensors than the model.
+
+    Example:
+        >>> load_adapters(parallelize_adapters(model), "adapter")  # doctest: +SKIP
     """
     from peft import get_peft_model_state_dict
 

@@ -62,6 +62,10 @@ def prepare_accelerator(accelerator: Any) -> Any:
 
     Raises:
         PlanError: if it is distributed itself.
+
+    Example:
+        >>> with single_process():  # doctest: +SKIP
+        ...     accelerator = prepare_accelerator(Accelerator())
     """
     if accelerator.num_processes != 1:
         raise PlanError(
@@ -90,6 +94,11 @@ def prepare_trainer(trainer: Any) -> Any:
 
     Raises:
         PlanError: if its arguments are distributed.
+
+    Example:
+        >>> with single_process():  # doctest: +SKIP
+        ...     trainer = Trainer(model, TrainingArguments("out"), train_dataset=data)
+        >>> prepare_trainer(trainer).train()  # doctest: +SKIP
     """
     prepare_accelerator(trainer.accelerator)
     if not is_first():

@@ -32,6 +32,10 @@ class Loaded:
         missing: parameters and persistent buffers that the source does not have.
         unexpected: entries of the source that the model does not have.
         bytes_read: bytes that this rank took from the source.
+
+    Example:
+        >>> load_sharded(nn.Linear(4, 8), {"weight": torch.zeros(8, 4)}, strict=False)
+        Loaded(missing=['bias'], unexpected=[], bytes_read=128)
     """
 
     missing: list[str] = field(default_factory=list)

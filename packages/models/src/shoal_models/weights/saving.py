@@ -57,6 +57,10 @@ class Saved:
     Attributes:
         files: names of the files with tensors, in the directory.
         bytes_written: bytes of tensors that this rank wrote.
+
+    Example:
+        >>> Saved(files=("model.safetensors",), bytes_written=36).bytes_written
+        36
     """
 
     files: tuple[str, ...]
