@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal_mesh.shared_memory.recorder import LIBRARIES
 
 # 60 ms where torch itself takes 1.4 s: a share of torch's own import, for machines, and one machine's minutes, differ.
 IMPORT_BUDGET = 60 / 1400
@@ -256,6 +259,10 @@ def test_files_and_functions_stay_readable(layer: Any) -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+
+
+def test_frames_of_no_layer_are_lines_of_the_program(layers: Any) -> None:
+    assert [layer.name for layer in layers if re.fullmatch(LIBRARIES, layer.name) is None] == []
 
 
 # torch's name in two of its modules, and errors that users catch by the name that their layer documents.

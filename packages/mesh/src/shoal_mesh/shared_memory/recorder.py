@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 CARRIED_DTYPES = frozenset(DTYPES[:8])
 # Packages whose frames are no lines of the program, by whole names: a program may be in `shoal_experiments`.
-LIBRARIES = r"(shoal_(mesh|dtensor|tp_styles|shard_api)|torch)"
+LIBRARIES = r"(shoal_(mesh|dtensor|data_parallel|context_parallel|tp_styles|shard_api|models|same_bits)|torch)"
 SWITCH = "SHOAL_POSTMORTEM"  # the folder of the files; "0" for none
 Text = str | Callable[[], str]
 # What a collective is for, as the program says it with `purpose`, innermost last.
