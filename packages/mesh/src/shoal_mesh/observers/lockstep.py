@@ -223,15 +223,15 @@ class _Comparison:
         if not missing:
             return None
         lost = lost_ranks(comm.group, _in_group(comm))
-        over = {rank for rank, state in lost.items() if state.endswith(("ended", "returned"))}
-        gone = [rank for rank in missing if rank in over or said[rank].startswith("left")]
+        left = {rank for rank in missing if said[rank].startswith("left")}
+        gone = [rank for rank in missing if rank in left or lost.get(rank, "").endswith(("ended", "returned"))]
         if (error := board.alarmed()) or not (gone or waited > self._timeout):
             return error
         here = [rank for rank in comm.ranks if rank not in missing]
         lines = [f"after {waited:.1f} s not all ranks have come {along}:"]
         lines += [f"  {'ranks' if len(here) > 1 else 'rank'} {', '.join(map(str, here))} waits: {text}"]
         for rank in missing:
-            last = lost.get(rank) or said[rank] or "in no collective that ranks wait in"
+            last = (rank not in left and lost.get(rank)) or said[rank] or "in no collective that ranks wait in"
             lines.append(f"  rank {rank} has not come; last seen: {last}")
             if before := self._last.get(comm.name):
                 lines.append(f"    before that along this axis: {before}")
