@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
+from shoal_dtensor.errors import InPlaceError
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import fake_world, on_ranks
 
@@ -54,3 +55,18 @@ def test_a_view_that_is_transposed_in_place_takes_no_write_that_needs_a_gradient
         own = (leaf * 1).t_()
         own.mul_(leaf.detach())
         own.sum().backward()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_tensor_with_views_is_not_transposed_in_place(gradients: bool) -> None:
+    """The views would be repeated on the new shape, and give the gradients of other elements in silence."""
+    with fake_world(2):
+        leaf: Any = distribute_tensor(torch.randn(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        base = leaf.requires_grad_(gradients) * 1
+        view = base[1:3]
+        with pytest.raises(InPlaceError, match=r"aten.t_.default changes the shape .* as in x = x\.t\("):
+            base.t_()
+        with torch.no_grad():
+            assert (leaf.detach() * 1).t_().shape == (4, 4)
+        del view
+        base.t_()

@@ -53,6 +53,7 @@ from .operators import (
     decomposition_of as decomposition_of,
     direct as direct,
     group_ranks as group_ranks,
+    has_views as has_views,
     is_collective as is_collective,
     out_of_sight as out_of_sight,
     reduction_name as reduction_name,

@@ -202,6 +202,12 @@ def view_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
+def has_views(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being dispatched has views, or autograd has saved it; each counts as two more uses."""
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]  # a method that stubs leave out
+    return uses > 4  # 3 from Python, 4 inside of a composite operator
+
+
 def change_shape(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """Change the shape and stride of a wrapper as a view in place would, without touching any data.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import OpOverload, around, change_shape, count_write, is_tracing, view_of
+from .._torch import OpOverload, around, change_shape, count_write, has_views, is_tracing, view_of
 from ..errors import InPlaceError
 from ..layout.placements import Replicate
 from ..layout.symbolic_sizes import has_symbols
@@ -191,12 +191,23 @@ def _overlap(tensors: Sequence[Tensor]) -> bool:
 
 
 def in_place_view(op: OpOverload) -> Callable[..., Any] | None:
-    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place."""
+    """A function that runs `op` on a DTensor, which becomes its own view; None if `op` is not a view in place.
+
+    Autograd repeats the views of a tensor that has changed, here on the new shape: gradients would be wrong.
+
+    Raises:
+        InPlaceError: (the function) if the tensor has views and gradients are recorded.
+    """
     view = view_of(op)
     if view is None:
         return None
 
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (torch.is_grad_enabled() or tensor.requires_grad) and not is_tracing() and has_views(tensor):
+            raise InPlaceError(
+                f"{op} changes the shape of {tensor._spec!r}, which has views or is saved for backward: gradients "
+                f"through these would be wrong; take a view of it, as in x = x.{view.overloadpacket.__name__}(...)"
+            )
         viewed = view(tensor, *args, **kwargs)
         change_shape(op, tensor, *args, **kwargs)
         tensor._become(viewed._local_tensor, viewed._spec)
