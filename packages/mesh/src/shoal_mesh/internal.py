@@ -20,7 +20,13 @@ from .collectives.packed import (
     reduce_scatter_packed as reduce_scatter_packed,
 )
 from .collectives.reductions import sums_are_in_tree as sums_are_in_tree, tree_sum as tree_sum
-from .events import Event as Event, is_observed as is_observed, observe as observe, unobserve as unobserve
+from .events import (
+    Event as Event,
+    is_observed as is_observed,
+    observe as observe,
+    observing as observing,
+    unobserve as unobserve,
+)
 from .facades import no_such_name as no_such_name
 from .groups.process_groups import comm_of_threads as comm_of_threads
 from .groups.world import agree as agree

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from warnings import warn
 
-from shoal_mesh.internal import Event, dataclass, observe, unobserve
+from shoal_mesh.internal import Event, dataclass, observing
 
 from ..errors import CommunicationForbiddenError
 from ..layout.tensor_meta import TensorMeta
@@ -188,28 +188,15 @@ def obey(what: str, spec: Spec, plan: Plan) -> None:
 @contextmanager
 def watched(what: str) -> Iterator[None]:
     """Inside the block, a collective of this thread is warned of or refused, as the policy that holds says."""
-    guard = _Guard(what, current())
-    observe(guard)
-    try:
-        yield
-    finally:
-        unobserve(guard)
+    scope, thread = current(), threading.get_ident()
 
-
-class _Guard:
-    """The observer of one local call."""
-
-    def __init__(self, what: str, scope: Scope) -> None:
-        self.what, self.scope, self.thread = what, scope, threading.get_ident()
-
-    def before(self, event: Event) -> None:
-        """Warn of a collective of the watched thread, or refuse it."""
-        if threading.get_ident() == self.thread:
+    def before(event: Event) -> None:
+        if threading.get_ident() == thread:
             purpose = f" for {event.purpose}" if event.purpose else ""
             need = f"  {event.op} of {event.nbytes} bytes along {'x'.join(event.comm.axes)}{purpose}"
-            notice = notice_of(self.what, [need], self.scope)
+            notice = notice_of(what, [need], scope)
             if notice:
                 warn(notice, stacklevel=2)
 
-    def after(self, event: Event) -> None:
-        """Nothing to do."""
+    with observing(before):
+        yield
