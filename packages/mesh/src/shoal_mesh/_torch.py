@@ -247,7 +247,7 @@ def group_by_name(name: str) -> ProcessGroup:
 
 def backend_config(group: ProcessGroup) -> str:
     """Device to backend map of a group as text, such as `cpu:gloo,cuda:nccl`."""
-    return str(_c10d._world.pg_backend_config.get(group, "cpu:python"))  # a group that Python code has made alone
+    return str(_c10d._world.pg_backend_config[group])
 
 
 def is_gloo(group: ProcessGroup) -> bool:

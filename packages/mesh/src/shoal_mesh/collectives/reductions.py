@@ -86,7 +86,6 @@ def _reduction(dtype: torch.dtype, op: str) -> WireReduction:
         )
     if dtype.is_complex and op not in {"sum", "avg"}:
         raise CollectiveError(f"reduction {op!r} of {dtype}: complex numbers have only 'sum' and 'avg' here")
-
     kernel, divide = ("sum", True) if op == "avg" else (op, False)
     return WireReduction(kernel, _wire_dtype(dtype, op), divide)
 
