@@ -154,10 +154,10 @@ def build(session: nox.Session, *packages: str) -> Path:
     return dist
 
 
-def pytest(session: nox.Session, *args: str) -> None:
+def pytest(session: nox.Session, *args: str, env: dict[str, str] = RANKS_ENV) -> None:
     """Run tests; out/times keeps how long each took."""
     times = ROOT / "out" / "times" / f"{session.name}-{Path(args[-1]).name}.xml"
-    session.run("python", "-m", "pytest", *args, f"--junitxml={times}", *session.posargs, env=RANKS_ENV)
+    session.run("python", "-m", "pytest", *args, f"--junitxml={times}", *session.posargs, env=env)
 
 
 @nox.session
@@ -226,10 +226,10 @@ def device(session: nox.Session) -> None:
         session.run("python", "-W", "ignore", "-m", "integration_tests.device.stall_table", env=env)
         return
     tests = ("integration_tests/device", "packages/dtensor/tests/test_random_ops.py")
-    session.run("python", "-m", "pytest", "-m", "gpu", *tests, *session.posargs, env=env)
+    pytest(session, "-m", "gpu", *tests, env=env)
     planned = (f"packages/dtensor/tests/test_{name}.py" for name in ("programs", "reductions_on_ranks"))
     costs = ("-p", "integration_tests.device.accelerator_costs")  # on the CPU, by the plans of accelerators
-    session.run("python", "-m", "pytest", *costs, "-m", FAST, *planned, *session.posargs, env=env)
+    pytest(session, *costs, "-m", FAST, *planned, env=env)
 
 
 @nox.session
