@@ -70,3 +70,14 @@ def test_a_tensor_with_views_is_not_transposed_in_place(gradients: bool) -> None
             assert (leaf.detach() * 1).t_().shape == (4, 4)
         del view
         base.t_()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_windows_that_overlap_take_no_write(placement: Placement) -> None:
+    """Of elements that are one place in memory a kernel's order would say which write stays."""
+    with fake_world(2):
+        x: Any = distribute_tensor(torch.randn(4, 6), init_device_mesh("cpu", (2,)), [placement], src_data_rank=None)
+        with pytest.raises(InPlaceError, match="one place in memory; write to the tensor before expand or unfold"):
+            x.unfold(1, 4, 1).mul_(2)
+        x.unfold(1, 2, 2).mul_(2)
+        x.t()[1:4:2].mul_(2)

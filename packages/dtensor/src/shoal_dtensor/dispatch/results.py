@@ -127,11 +127,24 @@ def check_writes(op: OpOverload, specs: Sequence[Spec], writes: Sequence[int], c
         )
     for spec in (specs[i] for i in writes):
         # Kernels refuse this too, but not on ranks whose shard is empty, and the others would go on without those.
-        if 0 not in spec.shape and any(n > 1 and step == 0 for n, step in zip(spec.shape, spec.stride, strict=True)):
+        if 0 not in spec.shape and _overlaps_itself(spec):
             raise InPlaceError(
                 f"{op} writes to an expanded tensor of shape {tuple(spec.shape)} and stride {spec.stride}: several of "
-                f"its elements are one place in memory; write to the tensor before expand, or to a clone"
+                f"its elements are one place in memory; write to the tensor before expand or unfold, or to a clone"
             )
+
+
+def _overlaps_itself(spec: Spec) -> bool:
+    """Whether dims of a tensor are expanded, or reach into one another, as those of `unfold` with a smaller step."""
+    dims = [(step, n) for step, n in zip(spec.stride, spec.shape, strict=True) if n > 1]
+    if has_symbols(spec.stride):
+        return any(step == 0 for step, _ in dims)
+    reach = 0  # of the dims with smaller strides: shape (2, 3), strides (3, 1) reach 2, then 5
+    for step, n in sorted(dims):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 def check_outs(op: OpOverload, outs: Sequence[Spec], results: Sequence[TensorMeta]) -> None:
