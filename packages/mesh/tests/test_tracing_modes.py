@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,6 +29,7 @@ from shoal_mesh import (
     reduce_scatter,
     reduce_scatter_v,
 )
+from shoal_mesh._torch import on_plain_kernels, unseen
 from shoal_mesh.internal import all_gather_packed, all_reduce_, all_reduce_packed, reduce_scatter_packed
 from shoal_mesh.testing import on_ranks
 
@@ -119,3 +121,26 @@ def test_a_recorded_collective_loses_no_tangent() -> None:
     with pytest.raises(CollectiveError, match="no forward-mode derivative"):
         torch.func.linearize(lambda x: all_reduce(x, comm_over(AXIS)), x)
     assert all_reduce(x, comm_over(AXIS)).tolist() == [2, 2]
+
+
+def test_what_starts_collectives_of_its_own_does_not_keep_the_interpreters_lock() -> None:
+    """Python's dispatcher keeps it in all that it calls, and a thread of gloo may need it to let the next one start."""
+    library: Any = torch.library.Library("shoal_test_lock", "DEF")  # type: ignore[no-untyped-call]  # of torch
+    library.define("held(Tensor x) -> Tensor")
+    library.impl("held", torch.clone, "CPU")
+    x, operator = torch.ones(2), torch.ops.shoal_test_lock.held.default
+    dispatched: list[Tensor] = []
+
+    @operator.py_impl(torch._C.DispatchKey.CPU)
+    def seen(x: Tensor) -> Tensor:
+        dispatched.append(x)
+        return x.clone()
+
+    with enable_python_dispatcher():
+        operator(x)
+        assert len(dispatched) == 1
+        with unseen():
+            operator(x)
+        on_plain_kernels(operator, x)
+    assert len(dispatched) == 1
+    del library

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,8 +71,17 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]  # of torch
 
 
-# A block in which modes see no operators.
-unseen: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A block in which no mode sees operators, nor Python's dispatcher, in which tracers with symbolic sizes run.
+
+    That one keeps the interpreter's lock in what it calls.  A thread of gloo that drops the tensors of its last
+    collective waits for that lock and holds the mutex that the next collective is enqueued under: a deadlock.
+    """
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
 # Its `_default_pg` is the default group: a read of 10 ns, where the public property takes 100.
 WORLDS = _c10d._world
 
@@ -208,7 +217,7 @@ def on_plain_kernels(function: Callable[..., Result], *args: Any) -> Result:
 
 _Key = torch._C.DispatchKey
 _ABOVE_KERNELS = torch._C.DispatchKeySet(_Key.Python)
-for _key in (_Key.PythonTLSSnapshot, _Key.AutogradCPU, _Key.ADInplaceOrView):
+for _key in (_Key.PythonDispatcher, _Key.PythonTLSSnapshot, _Key.AutogradCPU, _Key.ADInplaceOrView):
     _ABOVE_KERNELS = _ABOVE_KERNELS.add(_key)
 
 
