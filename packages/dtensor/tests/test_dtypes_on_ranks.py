@@ -127,3 +127,33 @@ def test_what_no_kernel_takes_is_refused_on_every_rank(dtype: torch.dtype) -> No
         for placements in LAYOUTS:
             with pytest.raises((RuntimeError, NotImplementedError), match="not implemented"):
                 torch.softmax(put(torch.ones(shape, dtype=dtype), placements), 0)
+
+
+@on_ranks(4)
+def test_pending_averages_are_not_joined_with_integers_or_truth_values() -> None:
+    """On one of two ranks, these hold neither twice an element that only this one has nor, in int8, 2 * 90."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    row, column = mesh.get_coordinate() or (0, 0)
+    part = torch.tensor([90.0, 60, 30, 10, 80])[slice(3) if column == 0 else slice(3, 5)] + 2 * row
+    average = DTensor.from_local(part, mesh, [Partial("avg"), Shard(0)], shape=(5,), stride=(1,))
+    whole = average.full_tensor()
+    for convert in (lambda x: x < 70, lambda x: x.to(torch.int8)):
+        other, expected = convert(average), convert(whole)
+        for program in (lambda x, y: torch.cat([x, y, x]), torch.add, lambda x, y: torch.stack([y, x])):
+            assert torch.equal(program(average, other).full_tensor(), program(whole, expected))
+
+
+@on_ranks(2)
+def test_pending_sums_that_wrap_are_not_widened() -> None:
+    """In int8, 100 + 100 is -56; as float64 it is 200."""
+    mesh = init_device_mesh("cpu", (2,))
+    total = DTensor.from_local(torch.tensor([100, 1], dtype=torch.int8), mesh, [Partial()])
+    whole = torch.tensor([-56, 2], dtype=torch.int8)
+    ones = distribute_tensor(torch.ones(2, dtype=torch.float64), mesh, [Replicate()])
+    for program in (
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: x * y,
+        lambda x, y: x.sum() + y,
+        lambda x, y: x.long() + y,
+    ):
+        assert torch.equal(program(total, ones).full_tensor(), program(whole, ones.to_local()))

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 
-import torch
-
 from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
@@ -186,34 +184,6 @@ def linear_rows(linear: Sequence[int], inputs: int, outputs: int) -> list[Row]:
     return [row for one in operands for row in partial_rows((P("sum"), P("avg")), one, inputs, outputs)]
 
 
-def unrounded(rows: Sequence[Row], call: OpCall) -> list[Row]:
-    """The rows in which no partial sum takes on a dtype of fewer digits.
-
-    There each addend would be rounded, and where addends cancel the sum would be far off: 1e9 + 1 and -1e9 are 1, and 0
-    once both are float32.
-    """
-    kinds = [meta.dtype for meta in call.tensors]
-    targets = [meta.dtype for meta in call.outputs] or [kinds[i] for i in call.written]
-    return [
-        row
-        for row in rows
-        if all(
-            keeps_digits(kind, target)
-            for entry, kind in zip(row.inputs, kinds, strict=True)
-            if entry is P("sum") or entry is P("avg")
-            for target in targets
-        )
-    ]
-
-
-def keeps_digits(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a number of the first dtype is as exact in the second."""
-    floating = [kind.is_floating_point or kind.is_complex for kind in (source, target)]
-    if all(floating):
-        return torch.finfo(target).eps <= torch.finfo(source).eps
-    return not any(floating)
-
-
 def product(
     text: str,
     *,
@@ -284,6 +254,6 @@ def pointwise(
         ops = (("sum", "avg") if jointly else ()) + (("max", "min") if monotone and count == 1 else ())
         result += [Row((P(op),) * count, (P(op),) * len(outputs)) for op in ops]
         result += [Row(inputs, (output,) * len(outputs)) for inputs, output in (partial(call) if partial else ())]
-        return unrounded(result, call)
+        return result
 
     return Rule(rows, by_value=False, unordered=True, sizes=())

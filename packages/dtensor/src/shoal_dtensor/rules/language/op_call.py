@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -325,6 +325,44 @@ class OpCall:
         count = sum([len(place) for place in self.results.values()])
         partials = _ALL_PARTIALS if ops is REDUCE_OPS else tuple(map(P, ops))
         yield from partial_rows(partials, together, len(self.tensors), count)
+
+
+def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
+    """The rows whose partial values may be reduced after the operator has converted them to its result's dtype.
+
+    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off: of
+    1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
+    No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.
+    """
+    sources, written = [meta.dtype for meta in call.tensors], call.outputs or [call.tensors[i] for i in call.written]
+    results = [meta.dtype for meta in written]
+    kinds = {*sources, *results}
+    if len(kinds) == 1 and _has_fractions(*kinds):
+        return [*rows]
+
+    def fits(row: Row) -> bool:
+        given = [(e.reduce_op, kind) for e, kind in zip(row.inputs, sources, strict=True) if isinstance(e, P)]
+        left = [(e.reduce_op, kind) for e, kind in zip(row.outputs, results, strict=False) if isinstance(e, P)]
+        if any(op == "avg" and not _has_fractions(kind) for op, kind in given + left):
+            return False
+        return all(_commutes(op, source, target) for op, source in given for _, target in left)
+
+    return [row for row in rows if fits(row)]
+
+
+def _commutes(op: str, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
+    if source == target:
+        return True
+    if op in ("max", "min"):
+        return target.is_floating_point and not source.is_complex
+    if op not in ("sum", "avg") and (not op.startswith("norm") or source.is_complex or target.is_complex):
+        return False
+    return _has_fractions(source) and _has_fractions(target) and torch.finfo(target).eps <= torch.finfo(source).eps
+
+
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @dataclass(frozen=True, slots=True, eq=False)

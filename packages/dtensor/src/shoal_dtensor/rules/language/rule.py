@@ -47,6 +47,7 @@ from .op_call import (
     LocalFunction as LocalFunction,
     OpCall as OpCall,
     flatten as flatten,
+    reducible_later,
 )
 from .row import (
     ANY_NORM as ANY_NORM,
@@ -98,12 +99,12 @@ class Rule:
     sizes: tuple[str, ...] | None = None
 
     def rows_of(self, call: OpCall) -> list[Row]:
-        """The rows for a call.
+        """The rows for a call: those of the rule in which a conversion may come before a reduction, if there is one.
 
         An operator that writes to inputs and returns nothing keeps those in which every written input already has the
         placement of the result.
         """
-        rows = list(self.rows(call))
+        rows = reducible_later(self.rows(call), call)
         if call.schema.returns or not call.written:
             return rows
         kept = [row for row in rows if not row.outputs or [row.inputs[i] for i in call.written] == [*row.outputs]]

@@ -19,7 +19,7 @@ from shoal_mesh import all_reduce
 from ...layout.placements import REDUCE_OPS
 from ...layout.tensor_meta import TensorMeta
 from ..language.local_ops import all_reduce_traffic, all_reduced, sharding_axes, with_arguments
-from ..language.notation import Partials, keeps_digits, pointwise
+from ..language.notation import Partials, pointwise
 from ..language.rule import ANY_NORM, Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, family
 
 PartialRows = list[tuple[tuple[Entry, ...], Entry]]
@@ -82,35 +82,13 @@ def _kept(call: OpCall) -> PartialRows:
     return [((partial,), partial) for partial in (*map(P, REDUCE_OPS), ANY_NORM)]
 
 
-def _converted(call: OpCall) -> PartialRows:
-    """`to`: partial values stay as they are where the conversion is exact or increasing.
-
-    Partial sums are not narrowed: each addend would be rounded, and where addends cancel the sum would be far off.
-    """
-    (source,), (target,) = call.tensors, call.outputs
-    rows: PartialRows = [((P(op),), P(op)) for op in REDUCE_OPS if _commutes(op, source, target)]
-    keeps_norms = all(_commutes(op, source, target) for op in ("sum", "max"))  # norms are real
-    return [*rows, *([((ANY_NORM,), ANY_NORM)] if keeps_norms else [])]
-
-
-def _commutes(op: str, source: TensorMeta, target: TensorMeta) -> bool:
-    """Whether converting and then reducing with `op` gives what reducing and then converting does."""
-    if source.dtype == target.dtype:
-        return True
-    if op in ("max", "min"):
-        return target.dtype.is_floating_point and not source.dtype.is_complex
-    floating = source.dtype.is_floating_point or source.dtype.is_complex
-    return op in ("sum", "avg") and floating and keeps_digits(source.dtype, target.dtype)
-
-
 def _chosen(call: OpCall) -> PartialRows:
     """`where`: one of the operands behind the condition is chosen for every element, not by its value."""
     chosen = range(1, len(call.tensors))
-    kept = {op: [i for i in chosen if _commutes(op, call.tensors[i], call.outputs[0])] for op in REDUCE_OPS}
     rows: PartialRows = []
     if len(chosen) > 1 or not any(isinstance(value, int | float | complex) for value in call.bound.values()):
-        rows += [_partial(call, op, *chosen) for op in REDUCE_OPS if len(kept[op]) == len(chosen)]
-    rows += [_partial(call, op, i) for op in IDEMPOTENT for i in kept[op]]
+        rows += [_partial(call, op, *chosen) for op in REDUCE_OPS]
+    rows += [_partial(call, op, i) for op in IDEMPOTENT for i in chosen]
     return list(dict.fromkeys(rows))
 
 
@@ -119,9 +97,8 @@ def _masked_fill(call: OpCall) -> PartialRows:
     if len(call.tensors) == 2:
         rows.append(_partial(call, "sum", 0))
     else:
-        ops = [op for op in REDUCE_OPS if _commutes(op, call.tensors[2], (call.outputs or call.tensors)[0])]
-        rows += [_partial(call, op, 0, 2) for op in ops]
-        rows += [_partial(call, op, 2) for op in ops if op in IDEMPOTENT]
+        rows += [_partial(call, op, 0, 2) for op in REDUCE_OPS]
+        rows += [_partial(call, op, 2) for op in IDEMPOTENT]
     return rows
 
 
@@ -132,11 +109,8 @@ def _copied(call: OpCall) -> PartialRows:
 
 def _replaced(call: OpCall) -> PartialRows:
     """Values taken from the second tensor."""
-    if len(call.tensors) != 2:
-        return []
-    target, source = call.tensors
     # Not partial norms: what is written to them must pass `write_back`, for they remember what they were reduced to.
-    return [_partial(call, op) for op in REDUCE_OPS if _commutes(op, source, target)]
+    return [_partial(call, op) for op in REDUCE_OPS] if len(call.tensors) == 2 else []
 
 
 def _filled(call: OpCall) -> PartialRows:
@@ -205,8 +179,7 @@ _EACH_GRADIENT = pointwise(linear=(0,))  # backward operators: linear in the gra
 
 _RULES: dict[str, Rule] = {
     # -- values unchanged or converted
-    "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous": _KEPT,
-    "_to_copy": pointwise(partial=_converted),
+    "clone alias detach detach_copy alias_copy lift lift_fresh lift_fresh_copy contiguous _to_copy": _KEPT,
     "positive": _KEPT,
     "copy_ copy": pointwise(partial=_copied),
     "fill": replace(pointwise(partial=_filled), local=_offset),

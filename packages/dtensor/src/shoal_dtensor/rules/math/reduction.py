@@ -28,7 +28,6 @@ from ..language.local_ops import (
     mean_rows,
     sharding_axes,
 )
-from ..language.notation import unrounded
 from ..language.rule import Entry, LocalCall, LocalFunction, OpCall, P, R, Row, Rule, S, Table, Traffic, family
 
 
@@ -54,7 +53,7 @@ def _reduction(op: str, *passed: str, skip_empty: bool = False) -> Rule:
 
     def rows(call: OpCall) -> Iterator[Row]:
         yield from _rows(call, P(op))
-        yield from unrounded([*call.keeping_partials("self", ops=passed)], call)
+        yield from call.keeping_partials("self", ops=passed)
 
     return Rule(rows, skip_empty=skip_empty, sizes=())
 
@@ -67,7 +66,7 @@ def _count(local_call: LocalCall) -> int:
 def mean(call: OpCall) -> Iterator[Row]:
     for row in _rows(call, P("sum")):
         yield from mean_rows(call, row) if row.outputs[0] is P("sum") else (row,)
-    yield from unrounded([*call.linear("self")], call)
+    yield from call.linear("self")
 
 
 def _mean(local_call: LocalCall) -> LocalFunction | None:
