@@ -40,7 +40,7 @@ from shoal_data_parallel import (
     register_fsdp_forward_method,
     replicate,
 )
-from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
+from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
@@ -655,3 +655,24 @@ def test_selective_checkpoints_see_the_operators_of_the_function_alone(kind: str
             torch.manual_seed(step)
             module(rows).square().mean().backward()
         same_gradients(plain, model)
+
+
+@pytest.mark.parametrize("kind", ["one unit", "units", "replicas"])
+@on_ranks(2)
+def test_parameters_beside_dtensors_get_the_whole_gradient(kind: str) -> None:
+    """Rows as a DTensor: each rank computes its part of the gradient of the whole, of which no mean must be made."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    alone, x = copy.deepcopy(model), torch.randn(6, 4).double()
+    alone(x).square().mean().backward()
+    if kind == "replicas":
+        replicate(model, mesh)
+    else:
+        for unit in (model[0], model) if kind == "units" else (model,):
+            fully_shard(unit, mesh=mesh)
+    with implicit_replication():
+        model(distribute_tensor(x, mesh, [Shard(0)])).square().mean().full_tensor().backward()
+    for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+        got: Any = param.grad
+        torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, other.grad)

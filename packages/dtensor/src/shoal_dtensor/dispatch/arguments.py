@@ -20,7 +20,7 @@ from ..layout.placements import Replicate
 from ..layout.spec import Spec
 from ..layout.symbolic_sizes import constant, traced_with
 from ..layout.tensor_meta import TensorMeta, flatten
-from .plain_tensors import is_candidate
+from .plain_tensors import is_candidate, keep_gradient_plain
 
 _SPEC, _LOCAL = attrgetter("_spec"), attrgetter("_local_tensor")
 _NUMBERS = frozenset({int, float, bool, complex})
@@ -141,6 +141,8 @@ def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
             return local
         elif isinstance(arg, torch.Tensor):
             key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)))
+            if arg.requires_grad:
+                keep_gradient_plain(arg)
             return arg.resolve_conj().resolve_neg()
         elif isinstance(arg, list | tuple):
             key.append(len(arg))

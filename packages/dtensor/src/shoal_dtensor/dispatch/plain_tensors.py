@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from shoal_mesh import DeviceMesh, purpose
 
@@ -178,6 +179,24 @@ def values_read(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """The arguments whose values an operator reads: all but `out=` and what it overwrites."""
     outs = schema_of(op).outs
     return [*args[op in _OVERWRITING :], *(value for name, value in kwargs.items() if name not in outs)]
+
+
+def keep_gradient_plain(tensor: torch.Tensor) -> None:
+    """`P or S -> R`: have the gradient of a plain tensor, that counts as replicated, arrive whole and plain.
+
+    Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module that made the tensor,
+    the mean over data-parallel ranks) takes the gradient of a plain tensor for one.
+    """
+    if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():  # type: ignore[redundant-expr]  # torch's stub says dict
+        tensor.register_hook(_as_plain)
+
+
+@unserializable_hook
+def _as_plain(grad: Any) -> Any:
+    if not hasattr(grad, "_spec"):
+        return grad
+    with purpose("the gradient of a plain tensor that counts as replicated"):
+        return grad.full_tensor()
 
 
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
