@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, communication, distribute_tensor
-from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError
+from shoal_dtensor.errors import CommunicationForbiddenError, InPlaceError, NoRuleError
 from shoal_mesh import CommDebugMode, DeviceMesh, init_device_mesh
 from shoal_mesh.testing import on_ranks, rank_pool
 
@@ -504,3 +504,27 @@ def test_local_parts_that_are_not_contiguous() -> None:
     assert torch.equal(full(x.flatten(0, 1)), whole.t().flatten())
     assert torch.equal(full(x.reshape(4, 4, 6)), whole.t().reshape(4, 4, 6))
     assert torch.equal(full(x.t()[1:3]), whole[1:3])
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@on_ranks(4)
+def test_strides_in_views_of_parts_are_refused_where_no_rank_has_the_base(mode: Any) -> None:
+    """They count elements of the base, of which a rank does not have all before a shard of the view."""
+    whole = sample(4, 6)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "its own": lambda x: x.as_strided((2,), (1,)),
+        "absolute": lambda x: x.as_strided((2, 2), (3, 1), 4),
+        "scattered": lambda x: x.as_strided_scatter(x.flatten()[:2], (2,), (1,), 4),
+        "of an operator": lambda x: x.fill_diagonal_(2.0),
+    }
+    views: tuple[Callable[[Any], Any], ...] = (lambda x: x[1:], lambda x: x[:, 1:], lambda x: x.expand(2, 4, 6)[:, 0])
+    for placements, view, name in product(([S0], [S1], [R]), views, calls):
+        with mode():
+            x = put(whole, placements)
+            if placements == [R] and name == "absolute":
+                assert torch.equal(full(calls[name](view(x))), calls[name](view(whole)))
+            elif placements != [R]:
+                with pytest.raises(NoRuleError, match=r"of a view of a part, .* of which a rank has only some"):
+                    calls[name](view(x))
+    turned = put(whole, [S0]).t()
+    assert torch.equal(full(turned.as_strided((3,), (2,), 1)), whole.t().as_strided((3,), (2,), 1))

@@ -1,4 +1,4 @@
-"""Operators that run by other calls: collectives of `torch.distributed`, and lists in which elements differ.
+"""Operators that run by other calls: collectives of `torch.distributed`, strides, lists in which elements differ.
 
 `dist.all_reduce(weight.grad, group=data_parallel)` means the sum of the tensors that the ranks of the group hold.
 Where each of them holds the same shard of such a tensor, that is the sum of their shards:
@@ -127,6 +127,28 @@ def _axes_of(spec: Spec, ranks: Sequence[int]) -> tuple[int, ...] | None:
     axes = tuple(axis for axis in range(mesh.ndim) if len({c[axis] for c in coordinates}) > 1)
     complete = len(coordinates) == len(ranks) == prod(mesh.shape[axis] for axis in axes)
     return axes if complete else None
+
+
+# --- views by strides -------------------------------------------------------------------------------------------------
+
+
+def check_strided(op: OpOverload, tensor: Any) -> None:
+    """Refuse to find elements by their places in the memory of what a tensor is a view of, unless ranks have all of it.
+
+    Raises:
+        NoRuleError: if the tensor views a part, or may (inference mode does not tell), of what is not replicated.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    is_part = base.numel() != tensor.numel() or tensor.is_inference()
+    if is_part and not (tensor._spec.replicated and base._spec.replicated):
+        raise NoRuleError(
+            f"{op} of a view of a part, {tensor._spec!r}: strides and offset count elements in the memory of its base, "
+            "of which a rank has only some. Call it on view.clone(), with an offset in that, or on the base"
+        )
+
+
+# Operators that say by strides and an offset which elements they mean.
+BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..rules.language.op_call import schema_of
 from ..rules.language.rule import flatten
 from ..scopes import blocks, current, entered, own_scope
 from .arguments import Plain, Readers, mesh_of, readers_of, specs_of
-from .composites import must_run_sequentially, run_by_kind, run_sequentially
+from .composites import BY_STRIDES, check_strided, must_run_sequentially, run_by_kind, run_sequentially
 from .decision import (
     CompositeDecision,
     Decision,
@@ -160,6 +160,8 @@ def _new_op_cache(cls: Any, op: Any) -> _OpCache:
     cache = _OpCache(
         op, readers_of(op, cls, by_value=rule is None or rule.by_value), rule is not None and rule.kind == "each"
     )
+    if op in BY_STRIDES:  # what they do depends on what a tensor is a view of, which no key says
+        return cache
     return scope.decisions.setdefault(id(op), cache)  # type: ignore[no-any-return]  # scopes know no decisions
 
 
@@ -184,6 +186,8 @@ def _on_cache_miss(call: _Call, cache: _OpCache, key: tuple[Any, ...]) -> Any:
         copies = frozenset(i for i, item in tensors if isinstance(item, cls.copied_view))
     if op in OF_SHAPES:
         return OF_SHAPES[op](*args)
+    if op in BY_STRIDES:
+        check_strided(op, args[0])
     by_kind = run_by_kind(cls, op, args, kwargs) if mixed and cache.foreach else None
     if by_kind is not None:
         cache.remember(key, CompositeDecision(by_kind))

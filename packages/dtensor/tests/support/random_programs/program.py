@@ -164,7 +164,8 @@ def loss_of(x: Any) -> Any:
 def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
     """One rank's part of a program's test: "" if the mesh gives what one device gives, else what differs.
 
-    A refusal by a typed error starts with "refused".
+    A refusal by a typed error starts with "refused", and so does one by torch on one device: what was drafted there,
+    with `is_leaf` read in between, which mends the history of a view of what was written, may fail here.
 
     Args:
         program: the program.
@@ -179,7 +180,8 @@ def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
             for line in program.lines:
                 machine.run([line])
         except Exception as error:  # whatever goes wrong is the result
-            return f"{_kind(error)}: {line}: {type(error).__name__}: {error}"
+            kind = "refused on one device" if machine is plain else _kind(error)
+            return f"{kind}: {line}: {type(error).__name__}: {error}"
         states.append(torch.get_rng_state())
         failed.append(machine.backward())
     if failed[1].startswith("refused"):
