@@ -129,6 +129,15 @@ def test_what_no_kernel_takes_is_refused_on_every_rank(dtype: torch.dtype) -> No
                 torch.softmax(put(torch.ones(shape, dtype=dtype), placements), 0)
 
 
+JOINED: tuple[Callable[[Any, Any], Any], ...] = (
+    lambda x, y: torch.cat([x, y, x]),
+    lambda x, y: torch.stack([y, x]),
+    lambda x, y: x * y,
+    lambda x, y: x.sum() + y,
+    lambda x, y: x.long() + y,
+)
+
+
 @on_ranks(4)
 def test_pending_averages_are_not_joined_with_integers_or_truth_values() -> None:
     """On one of two ranks, these hold neither twice an element that only this one has nor, in int8, 2 * 90."""
@@ -137,9 +146,10 @@ def test_pending_averages_are_not_joined_with_integers_or_truth_values() -> None
     part = torch.tensor([90.0, 60, 30, 10, 80])[slice(3) if column == 0 else slice(3, 5)] + 2 * row
     average = DTensor.from_local(part, mesh, [Partial("avg"), Shard(0)], shape=(5,), stride=(1,))
     whole = average.full_tensor()
-    for convert in (lambda x: x < 70, lambda x: x.to(torch.int8)):
+    conversions: tuple[Callable[[Any], Any], ...] = (lambda x: x < 70, lambda x: x.to(torch.int8))
+    for convert in conversions:
         other, expected = convert(average), convert(whole)
-        for program in (lambda x, y: torch.cat([x, y, x]), torch.add, lambda x, y: torch.stack([y, x])):
+        for program in JOINED[:2]:
             assert torch.equal(program(average, other).full_tensor(), program(whole, expected))
 
 
@@ -150,10 +160,5 @@ def test_pending_sums_that_wrap_are_not_widened() -> None:
     total = DTensor.from_local(torch.tensor([100, 1], dtype=torch.int8), mesh, [Partial()])
     whole = torch.tensor([-56, 2], dtype=torch.int8)
     ones = distribute_tensor(torch.ones(2, dtype=torch.float64), mesh, [Replicate()])
-    for program in (
-        lambda x, y: torch.cat([x, y]),
-        lambda x, y: x * y,
-        lambda x, y: x.sum() + y,
-        lambda x, y: x.long() + y,
-    ):
+    for program in JOINED:
         assert torch.equal(program(total, ones).full_tensor(), program(whole, ones.to_local()))

@@ -369,19 +369,18 @@ def test_the_gradient_of_a_plain_tensor_is_plain_and_whole() -> None:
     """A number is plain without a word, more are where it is said; the leaf here, and what a module has made."""
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
-    scale, weight, local = torch.tensor(2.0), torch.tensor([3.0, -1.0]), torch.tensor([[1.0, 2.0]])
-    for leaf in (scale, weight, local):
-        leaf.requires_grad_()
+    leaves: tuple[Any, ...] = torch.tensor(2.0), torch.tensor([3.0, -1.0]), torch.tensor([[1.0, 2.0]])
+    scale, weight, local = (leaf.requires_grad_() for leaf in leaves)
     with implicit_replication():
         product: Any = (x * scale * weight * (local * 2)).sum()
     expected: Any = (x.full_tensor() * scale * weight * (local * 2)).sum()
-    wanted = torch.autograd.grad(expected, (scale, weight, local), retain_graph=True)
-    found = torch.autograd.grad(product.full_tensor(), (scale, weight, local), retain_graph=True)
+    wanted = torch.autograd.grad(expected, leaves, retain_graph=True)
+    found = torch.autograd.grad(product.full_tensor(), leaves, retain_graph=True)
     assert all(type(got) is Tensor and torch.equal(got, one) for got, one in zip(found, wanted, strict=True))
     for _ in range(2):
         product.full_tensor().backward(retain_graph=True)
-    assert all(torch.equal(leaf.grad, 2 * one) for leaf, one in zip((scale, weight, local), wanted, strict=True))
-    torch.optim.AdamW([scale, weight, local], foreach=True).step()
+    assert all(torch.equal(leaf.grad, 2 * one) for leaf, one in zip(leaves, wanted, strict=True))
+    torch.optim.AdamW(leaves, foreach=True).step()
 
 
 @on_ranks(2)
@@ -389,8 +388,11 @@ def test_gradients_of_plain_tensors_in_compiled_code() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [Shard(0)])
     scale, weight = torch.tensor(2.0, requires_grad=True), torch.tensor([3.0, -1.0], requires_grad=True)
-    product: Any = torch.compile(lambda x, a, b: (x * a * b).sum(), backend="aot_eager")
+
+    def product(x: Any, a: Any, b: Any) -> Any:
+        return (x * a * b).sum()
+
     with implicit_replication():
-        product(x, scale, weight).full_tensor().backward()
+        torch.compile(product, backend="aot_eager")(x, scale, weight).full_tensor().backward()
     assert type(scale.grad) is type(weight.grad) is Tensor
     assert (scale.grad.item(), weight.grad.tolist()) == (3 * 20 - 25, [2 * 20, 2 * 25])

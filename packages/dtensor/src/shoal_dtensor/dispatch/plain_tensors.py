@@ -187,11 +187,11 @@ def keep_gradient_plain(tensor: torch.Tensor) -> None:
     Formulas of torch make it from DTensors.  What it goes on to (an optimizer's step, the module that made the tensor,
     the mean over data-parallel ranks) takes the gradient of a plain tensor for one.
     """
-    if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():  # type: ignore[redundant-expr]  # torch's stub says dict
-        tensor.register_hook(_as_plain)
+    if tensor._backward_hooks is None or _as_plain not in tensor._backward_hooks.values():
+        tensor.register_hook(_as_plain)  # type: ignore[no-untyped-call]  # of torch
 
 
-@unserializable_hook
+@unserializable_hook  # type: ignore[untyped-decorator]  # of torch
 def _as_plain(grad: Any) -> Any:
     if not hasattr(grad, "_spec"):
         return grad
