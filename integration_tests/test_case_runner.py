@@ -8,6 +8,9 @@ import time
 import torch
 from integration_tests.case_runner import kind, run_cases, signature
 
+from shoal_mesh import all_reduce, init_device_mesh
+from shoal_mesh.errors import PeerError
+
 
 def verdict(case: str) -> str:
     """One rank's part of a made-up case."""
@@ -20,11 +23,19 @@ def verdict(case: str) -> str:
         return "error: RuntimeError: here" if rank == 3 else ""
     if case == "two kinds":
         return "refused: PlanError: a" if rank else "refused: LayoutError: b"
+    if case == "torn":  # as a program in which ranks differ; a right one after it would meet what is left of it
+        try:
+            all_reduce(torch.ones(2 + rank), init_device_mesh("cpu", (4,)).comm((0,)))
+        except PeerError as error:
+            return f"error: {type(error).__name__}: {error}"
+    if case == "meets":
+        return "" if all_reduce(torch.ones(2), init_device_mesh("cpu", (4,)).comm((0,)))[0] == 4 else "wrong: y"
     return "" if case == "right" else "wrong: y" if rank == 1 else ""
 
 
 def test_each_kind_of_failure_has_its_name_and_costs_no_other_case() -> None:
     cases = ["right", "one raises", "two kinds", "wrong", "rank 2 dies", "right", "rank 1 hangs", "all hang", "right"]
+    cases += ["torn", "meets", "right"]
     found = run_cases(verdict, cases, patience=6.0)
     assert [*map(kind, found)] == [
         "",
@@ -35,6 +46,9 @@ def test_each_kind_of_failure_has_its_name_and_costs_no_other_case() -> None:
         "",
         "disagreement",
         "hang",
+        "",
+        "error",
+        "",
         "",
     ]
     assert "rank 3: error: RuntimeError: here" in found[1]

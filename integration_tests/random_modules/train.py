@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import shoal_dtensor
 from shoal_dtensor import (
     DTensor,
+    checked_replicas,
     communication,
     deferred_gradients,
     get_optimizer_state_dict,
@@ -54,10 +55,17 @@ FEATURES = {
 }
 
 
+@contextmanager
+def _replicated() -> Iterator[None]:
+    """What plans of plain tensors and DTensors mixed promise of the plain ones is often not so: ranks compare them."""
+    with implicit_replication(), checked_replicas():
+        yield
+
+
 SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "": nullcontext,
     "allowed": partial(communication, "allow"),
-    "replicated": implicit_replication,
+    "replicated": _replicated,
     "loss": loss_parallel,
     "single": partial(random_mode, "single_device"),
 }
