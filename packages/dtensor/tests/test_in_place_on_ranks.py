@@ -291,3 +291,19 @@ def test_writes_to_leaves_are_refused() -> None:
     for write in (lambda: x.add_(1), lambda: x[0].add_(1), lambda: x.__setitem__(0, 1.0)):
         with pytest.raises(RuntimeError, match="leaf Variable"):
             write()
+
+
+@on_ranks(2)
+def test_an_element_of_a_view_is_written_after_another_view_has_got_a_gradient() -> None:
+    """`view[0] *= leaf`: a slice that is all of the view is the view, whose history torch has not asked for."""
+    mesh, values = init_device_mesh("cpu", (2,)), torch.arange(8.0).view(4, 2)
+    results = []
+    both: tuple[Any, ...] = values.clone(), distribute_tensor(values, mesh, [Shard(0)]).clone()
+    for one in both:
+        leaf: Any = torch.ones_like(one).requires_grad_()
+        view: Any = one.view(1, 4, 2)
+        view[0] *= leaf * 3
+        one.sum().backward()
+        results.append((one, leaf.grad))
+    for plain, many in zip(*results, strict=True):
+        assert torch.equal(many.full_tensor(), plain)

@@ -85,6 +85,8 @@ class Machine:
         names = self.names()
         for line in lines:
             exec(line, names, self.values)
+            # Torch takes a view of what has got a gradient for a leaf until its history is asked for.
+            _ = [x.is_leaf for x in self.tensors().values()]
 
     def real(self, seed: int, shape: tuple[int, ...], placements: Sequence[Placement], **order: Any) -> Any:
         """Distinct values between -1 and 1, partial ones among the placements."""
@@ -164,8 +166,7 @@ def loss_of(x: Any) -> Any:
 def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
     """One rank's part of a program's test: "" if the mesh gives what one device gives, else what differs.
 
-    A refusal by a typed error starts with "refused", and so does one by torch on one device: what was drafted there,
-    with `is_leaf` read in between, which mends the history of a view of what was written, may fail here.
+    A refusal by a typed error starts with "refused".
 
     Args:
         program: the program.
@@ -180,8 +181,7 @@ def run_one(program: Program, mesh: DeviceMesh | None = None) -> str:
             for line in program.lines:
                 machine.run([line])
         except Exception as error:  # whatever goes wrong is the result
-            kind = "refused on one device" if machine is plain else _kind(error)
-            return f"{kind}: {line}: {type(error).__name__}: {error}"
+            return f"{_kind(error)}: {line}: {type(error).__name__}: {error}"
         states.append(torch.get_rng_state())
         failed.append(machine.backward())
     if failed[1].startswith("refused"):
