@@ -20,6 +20,7 @@ from shoal_dtensor import (
     register_rule,
     unknown_ops,
 )
+from shoal_dtensor._torch import eager_only
 from shoal_dtensor.errors import MixedTensorError, NoRuleError
 from shoal_dtensor.rules import R, Row, Rule, S
 from shoal_dtensor.rules.language.rule import overlay
@@ -209,3 +210,22 @@ def test_a_rule_for_good_replaces_what_every_policy_has_decided(mesh: DeviceMesh
     finally:
         register_rule(aten.neg.default, standing, replace=True)
     assert aten.neg.default(x).placements == (Shard(0),)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_blocks_inside_of_compiled_code(mesh: DeviceMesh, block: Block) -> None:
+    x, seen = sharded(mesh, torch.ones(4, 2)), []
+
+    @eager_only
+    def look() -> None:
+        seen.append(current())
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        with block():
+            look()
+            return x * 2 + x
+
+    assert torch.compile(program, backend="eager")(x).shape == (4, 2)
+    with block():
+        assert seen == [current()]
+    assert current() is DEFAULT

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from .compiling import eager_only, is_tracing
+
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 
@@ -57,9 +59,15 @@ def thread_object(key: str) -> Any:
 
 def set_thread_object(key: str, value: Any) -> None:
     """Have this thread hold an object under a name."""
+    if is_tracing():  # the compiler would look into the object, all that it refers to, and this
+        _uncompiled(key, value)
+        return
     if _stash_takes_over():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
+
+
+_uncompiled: Callable[[str, Any], None] = eager_only(set_thread_object)
 
 
 @cache
