@@ -396,3 +396,16 @@ def test_gradients_of_plain_tensors_in_compiled_code() -> None:
         torch.compile(product, backend="aot_eager")(x, scale, weight).full_tensor().backward()
     assert type(scale.grad) is type(weight.grad) is Tensor
     assert (scale.grad.item(), weight.grad.tolist()) == (3 * 20 - 25, [2 * 20, 2 * 25])
+
+
+@on_ranks(2)
+def test_a_copy_that_torch_makes_of_a_plain_tensor_with_a_gradient_is_no_tensor_of_its_own() -> None:
+    """Here of a transposed one: whether its gradient is of the whole or a part is for the user to say."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(1, 2, 8, 4), mesh, [Shard(1)])
+    weight = torch.ones(1, 2, 4, 8, requires_grad=True).transpose(-1, -2)
+    for use in (lambda: x @ weight.transpose(-1, -2), lambda: x.transpose(-1, -2) @ (weight * 2).contiguous()):
+        with pytest.raises(MixedTensorError, match=r"aten.bmm.default got DTensors together with a plain tensor"):
+            use()
+        with implicit_replication():
+            assert use().requires_grad

@@ -202,8 +202,11 @@ def _as_plain(grad: Any) -> Any:
 def is_candidate(cls: type, tensor: torch.Tensor) -> bool:
     """Whether a plain tensor may be torch's own: made inside an operator or one of its functions, or a gradient.
 
-    Call it on the parameter of a function that got it from a loop over arguments: references are counted.
+    Call it on the parameter of a function that got it from a loop over arguments: references are counted.  What has a
+    gradient follows from a tensor of the user's, though torch may have copied that (`matmul` of 4 dims does).
     """
+    if tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
+        return False
     if sys.getrefcount(tensor) == _references_of_temporary():
         base = tensor._base
         if base is None or sys.getrefcount(base) == _BASE_REFERENCES:
