@@ -9,7 +9,7 @@ if they have the same bits. Ranks need not choose alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from shoal_mesh.internal import dataclass
 from shoal_tp_styles import Lowered
 
 Form = Callable[..., Tensor]
-_Term = Callable[[int, list[Tensor]], Tensor]
-_Add = Callable[[Tensor, int, list[Tensor]], Tensor]
 
 # Kernels of matrix products look at where an operand begins; fresh memory of torch begins at multiples of this.
 _ALIGNMENT = 64
@@ -81,62 +79,49 @@ def contiguous_block(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
-def tree_of(count: int, term: Callable[[int], Tensor]) -> Tensor:
+def tree_of(count: int, term: Callable[[int], Tensor], add: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     """The `tree_sum` of `term(0)` to `term(count - 1)`, of which about log2(count) are alive at a time.
 
-    `term` makes one of at least one, in memory that nothing else refers to.
+    Args:
+        count: of terms, at least one.
+        term: makes one of them, in memory that nothing else refers to.
+        add: adds a term in place, without making it first; None makes it.
 
     Example:
         >>> tree_of(3, lambda i: torch.tensor([float(i)]))
         tensor([3.])
     """
-    return _tree(0, count, lambda i, free: term(i), lambda total, i, free: total.add_(term(i)), [])
+
+    def node(start: int, count: int) -> Tensor:
+        if count == 1:
+            return term(start)
+        # An odd number is filled up with zeros, which change no sum, to a power of two.
+        left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
+        total = node(start, left)
+        if add is not None and count - left == 1:
+            return add(total, start + left)
+        return total.add_(node(start + left, count - left))
+
+    return node(0, count)
 
 
 def tree_of_products(terms: Sequence[Sequence[tuple[Tensor, Tensor]]], *, fused: bool) -> Tensor:
-    """The `tree_sum` of terms, each a sum of products of its pairs of matrices in order; memory of terms is used again.
+    """The `tree_sum` of terms, each a sum of products of its pairs of matrices in order.
 
     Where `fused`, kernels add products to what is there.
     """
 
-    def plus(total: Tensor, pair: tuple[Tensor, Tensor], free: list[Tensor]) -> Tensor:
-        if fused:
-            return total.addmm_(*pair)
-        free.append(product(pair, free))
-        return total.add_(free[-1])
+    def plus(total: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return total.addmm_(*pair) if fused else total.add_(torch.mm(*pair))
 
-    def product(pair: tuple[Tensor, Tensor], free: list[Tensor]) -> Tensor:
-        return torch.mm(*pair, out=free.pop()) if free else torch.mm(*pair)
-
-    def term(i: int, free: list[Tensor]) -> Tensor:
+    def term(i: int) -> Tensor:
         first, *others = terms[i]
-        total = product(first, free)
-        for pair in others:
-            plus(total, pair, free)
-        return total
+        return reduce(plus, others, torch.mm(*first))
 
-    def add(total: Tensor, i: int, free: list[Tensor]) -> Tensor:
-        if len(terms[i]) == 1:
-            return plus(total, terms[i][0], free)
-        free.append(term(i, free))
-        return total.add_(free[-1])
+    def add(total: Tensor, i: int) -> Tensor:
+        return plus(total, terms[i][0]) if len(terms[i]) == 1 else total.add_(term(i))
 
-    return _tree(0, len(terms), term, add, [])
-
-
-def _tree(start: int, count: int, term: _Term, add: _Add, free: list[Tensor]) -> Tensor:
-    """The tree over `count` terms from `start` on; `free` is memory of terms that have been added."""
-    if count == 1:
-        return term(start, free)
-    # An odd number is filled up with zeros, which change no sum, to a power of two.
-    left = count // 2 if count % 2 == 0 else 1 << (count - 1).bit_length() - 1
-    total = _tree(start, left, term, add, free)
-    if count - left == 1:
-        return add(total, start + left, free)
-    right = _tree(start + left, count - left, term, add, free)
-    total.add_(right)
-    free.append(right)
-    return total
+    return tree_of(len(terms), term, add)
 
 
 @dataclass(frozen=True, eq=False)
