@@ -37,7 +37,7 @@ from shoal_tp_styles.internal import (
 
 from .._torch import apply
 from .block_sums import own_blocks
-from .norms_and_embeddings import Cells, Unstyled, add_bias, cells_of, sum_of_cells
+from .norms_and_embeddings import Unstyled, add_bias
 from .products import bias_gradient, spread, summed, weight_gradient
 
 
@@ -98,31 +98,25 @@ class _OutputColumns(Function):
 
 
 class _Rows(Function):
-    """x: (B, ..., K), W: (N, K), b: (N,) -> (B, ..., N), the sum over `blocks` blocks of K, and over a communicator.
-
-    The gradient of b is a `sum_of_cells` of `cells`.
-    """
+    """x: (B, ..., K), W: (N, K) -> (B, ..., N), the sum over `blocks` blocks of K, and over a communicator."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913  # torch's interface
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int, comm: Comm | None, cells: Cells | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, blocks: int, comm: Comm | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.blocks, ctx.cells = blocks, cells
+        ctx.blocks = blocks
         out = summed([(x, weight)], 1, blocks)
         if comm is not None:
             all_reduce_(out, comm)
-        return out if bias is None else out.add_(bias)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         first_order_only()
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_rest = ctx.needs_input_grad
+        needs_x, needs_weight, *_rest = ctx.needs_input_grad
         dx = spread(grad, weight, 1, ctx.blocks) if needs_x else None
         dw = weight_gradient(grad, x, 1, ctx.blocks) if needs_weight else None
-        db = sum_of_cells(grad, *ctx.cells) if needs_bias else None
-        return dx, dw, db, None, None, None
+        return dx, dw, None, None
 
 
 class InvariantColumn(ColumnLinear):
@@ -189,17 +183,9 @@ class InvariantRow(RowLinear):
             return self(input.unsqueeze(0)).squeeze(0)
         _refuse_autocast(input)
         reduced = self.port_out.desired.is_replicate() and self.sharding.local_outputs
-        local: Any = self.local("weight", "bias") if reduced else self.local("weight")
-        weight = local["weight"]
         x = sharded_input(self, input, input.ndim - 1, self.spec("weight").sizes(1))
-        if reduced:
-            bias = local["bias"]
-            out: Tensor = apply(
-                _Rows, x, weight, bias, self.blocks, self.comm, cells_of(self, x) if bias is not None else None
-            )
-            return out
-        partial: Tensor = apply(_Rows, x, weight, None, self.blocks, None, None)
-        return add_bias(self, partial_output(self, partial, None))
+        out: Tensor = apply(_Rows, x, self.local("weight")["weight"], self.blocks, self.comm if reduced else None)
+        return add_bias(self, out if reduced else partial_output(self, out, None))
 
 
 class InvariantWhole(Unstyled):

@@ -60,20 +60,6 @@ class _ForTokens(Function):
         return sum_of_cells(grad.flatten(grad.ndim - len(shape)), *ctx.cells).view(shape), None, None
 
 
-class _PlusBias(Function):
-    """x + bias, whose gradient is summed in cells."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, cells: Cells) -> Tensor:
-        ctx.cells = cells
-        return x + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        first_order_only()
-        return grad, sum_of_cells(grad, *ctx.cells), None
-
-
 def sum_of_cells(grad: Tensor, comm: Comm | None, dim: int, blocks: int) -> Tensor:
     """(B, ..., D) -> (D,): cells, then the tree over the blocks of each sample, over ranks, and over samples."""
     if dim > 1:
@@ -97,7 +83,7 @@ def add_bias(lowered: Lowered, out: Tensor) -> Tensor:
     if bias is None:
         return out
     local = out.to_local(grad_placements=out.placements) if isinstance(out, DTensor) else out
-    plus: Tensor = apply(_PlusBias, local, bias.to(local.dtype), cells_of(lowered, local))
+    plus: Tensor = local + apply(_ForTokens, bias.to(local.dtype), local.shape, cells_of(lowered, local))
     return from_local(plus, out.placements[0], lowered.mesh, out.shape) if isinstance(out, DTensor) else plus
 
 
