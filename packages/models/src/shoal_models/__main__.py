@@ -21,6 +21,8 @@ from shoal_dtensor.errors import PlanError, StyleError
 from shoal_mesh import DeviceMesh, abstract_mesh
 from shoal_tp_styles import preview, verify
 
+from .planning.auto import auto_plan
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the arguments name; 0 if nothing is wrong, 1 if something is, 2 for misuse."""
@@ -84,8 +86,6 @@ def _model(text: str) -> nn.Module:
 
 def _plan(text: str, model: nn.Module, mesh: DeviceMesh, inputs: list[torch.Tensor]) -> Any:
     if text == "auto":
-        from .planning.auto import auto_plan
-
         return auto_plan(model, mesh, *inputs)
     if text == "own":
         return model.tp_plan

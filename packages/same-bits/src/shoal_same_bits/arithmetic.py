@@ -13,7 +13,7 @@ May import: _torch, invariant, row_attention.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -49,6 +49,7 @@ from .invariant.norms_and_embeddings import (
     InvariantTokenwiseWhole,
 )
 from .invariant.self_check import check_device
+from .row_attention import attention_in_rows
 
 _FORMS: dict[type[Lowered], type[Lowered]] = {
     ColumnLinear: InvariantColumn,
@@ -154,17 +155,9 @@ def invariant_arithmetic(blocks: int = 8, *, rows: int | None = None) -> Iterato
     before, entered = current_arithmetic(), InvariantArithmetic(blocks, rows)
     if before is not None and before != entered:
         raise StyleError(f"invariant_arithmetic({blocks=}, {rows=}) inside {before}")
-    with arithmetic(entered), sums_in_tree(), _attention(rows):
+    attention = nullcontext() if rows is None else ReplacedAttention(partial(attention_in_rows, rows))
+    with arithmetic(entered), sums_in_tree(), attention:
         yield entered
-
-
-def _attention(rows: int | None) -> AbstractContextManager[object]:
-    """Inside, attention by so many rows; torch's own where there is no number."""
-    if rows is None:
-        return nullcontext()
-    from .row_attention import attention_in_rows  # a millisecond of every import, for those who serve
-
-    return ReplacedAttention(partial(attention_in_rows, rows))
 
 
 def _refuse_reduce_dtype(module: nn.Module, computed: torch.dtype | None, reduced: torch.dtype | None) -> None:

@@ -1,6 +1,6 @@
 """Models of Hugging Face transformers on a mesh: loading, saving, fine-tuning, weights for serving.
 
-Imported when asked for; transformers, accelerate and peft when a function that needs them is called.
+transformers, accelerate and peft are imported when a function that needs them is called.
 
 May import: errors, planning, weights.
 """

@@ -23,10 +23,11 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError, PlanError, UnsupportedModuleError
 from shoal_dtensor.internal import check_device_mesh
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce
-from shoal_tp_styles import UnmatchedPlanWarning
+from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module, unparallelize_module
 from shoal_tp_styles.internal import Adapter, Plan, apply_sharding, initialize_adapter, shardings_of
 
 from ..errors import CheckpointError
+from ..planning.auto import auto_plan
 from ..weights.loading import Loaded, Reader, load_sharded, local_of, reader_of
 from ..weights.saving import save_sharded
 from .checkpoint_files import Converted, find_files, source_of
@@ -95,8 +96,6 @@ def from_pretrained(  # noqa: PLR0913  # by name; they are those of transformers
 
 
 def _parallelize(model: Any, mesh: DeviceMesh, plan: Plan | None) -> None:
-    from shoal_tp_styles import parallelize_module  # here, so that no chain of imports is longer than twelve
-
     with warnings.catch_warnings():
         if plan is None:  # a plan of an architecture has entries for all its variants
             warnings.simplefilter("ignore", UnmatchedPlanWarning)
@@ -115,8 +114,6 @@ def plan_of(model: Any, mesh: DeviceMesh) -> Plan:
     """
     if model.tp_plan:
         return dict(model.tp_plan)
-    from ..planning.auto import auto_plan  # with all styles, which a plan of the model's own does without
-
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 1  # by every configuration's name for it
     with torch.random.fork_rng(devices=[]):
@@ -308,8 +305,6 @@ def _save_pretrained(model: Any, save_directory: str | PathLike[str], *_: Any, *
 
 def _resize_token_embeddings(model: Any, *args: Any, **kwargs: Any) -> nn.Module:
     """On every rank of the embeddings and the head alone, which are plain meanwhile; new rows are those of rank 0."""
-    from shoal_tp_styles import unparallelize_module  # here, so that no chain of imports is longer than twelve
-
     found = (model.get_input_embeddings(), model.get_output_embeddings())
     modules = {name: module for name, module in model.named_modules() if any(module is each for each in found)}
     records = {name: [*shardings_of(module)] for name, module in modules.items()}

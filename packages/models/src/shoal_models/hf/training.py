@@ -31,6 +31,7 @@ from shoal_mesh.internal import agree
 from ..errors import CheckpointError
 from ..weights.loading import load_sharded
 from ..weights.saving import is_first, save_sharded
+from .adapters import load_adapters, save_adapters
 from .checkpoint_files import find_files, source_of
 
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -118,8 +119,6 @@ def _save(trainer: Any, inner: Callable[..., None], output_dir: str | None = Non
     """The model, by all ranks; tokenizer and arguments, by rank 0."""
     directory = output_dir or trainer.args.output_dir
     if _adapted(trainer.model):
-        from .adapters import save_adapters  # most models have none
-
         save_adapters(trainer.model, directory, trainer.model.active_adapter)
     else:
         save_sharded(trainer.model, directory)
@@ -149,8 +148,6 @@ def _save_checkpoint(trainer: Any, inner: Callable[..., None], model: Any, trial
 def _load_model(trainer: Any, checkpoint: str, model: Any = None) -> None:
     model = trainer.model if model is None else model
     if _adapted(model):
-        from .adapters import load_adapters  # as above
-
         load_adapters(model, checkpoint, model.active_adapter)
     else:
         load_sharded(model, source_of(find_files(checkpoint)[1]))
