@@ -107,9 +107,8 @@ class HeadExchange:
             received = all_to_all_v(
                 flat, self.comm, [sum(part.numel() for part in blocks) for blocks in parts], [sum(c) for c in counts]
             )
-        split = torch.split_with_sizes(received, [count for blocks in counts for count in blocks])
-        found = iter(split)
-        return [[next(found).view(shape) for shape in blocks] for blocks in shapes]
+        flat_blocks = iter(torch.split_with_sizes(received, [count for blocks in counts for count in blocks]))
+        return [[next(flat_blocks).view(shape) for shape in blocks] for blocks in shapes]
 
 
 class _Exchange(Function):
@@ -118,15 +117,13 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, ranges: Any, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         heads = [x.shape[1] for x in tensors] if to_heads else [each[-1][1] for each in ranges]
-        ways = (
-            partial(exchange.exchange_heads, ranges=ranges),
-            partial(exchange.exchange_positions, ranges=ranges, heads=heads),
-        )
-        there, ctx.back = ways if to_heads else ways[::-1]
-        return tuple(there(list(tensors)))
+        gather = partial(exchange.exchange_heads, ranges=ranges)
+        scatter = partial(exchange.exchange_positions, ranges=ranges, heads=heads)
+        run, ctx.transposed = (gather, scatter) if to_heads else (scatter, gather)
+        return tuple(run(list(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise SecondOrderError("attention of a sharded sequence has first derivatives only")
-        return None, None, None, *ctx.back(list(grads))
+        return None, None, None, *ctx.transposed(list(grads))

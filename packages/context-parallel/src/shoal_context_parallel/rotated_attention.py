@@ -2,11 +2,16 @@
 
 q, k, v: S(sequence) -> S(sequence).  What is saved for backward is the rank's own; blocks come again in backward.
 
-May import: _torch, attention_mask, block_attention, rotation, sequence_layout.
+A block is one flat tensor: keys, then values, of one rank.  Blocks go around a ring, or are gathered; their gradients
+go back likewise.  Each generator of blocks yields the rank's own first and starts the next message before it does, so
+that blocks travel while the one before is computed.
+
+May import: _torch, attention_mask, block_attention, sequence_layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,13 +20,12 @@ from torch.autograd import Function
 
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import unwatched
-from shoal_mesh import Comm
-from shoal_mesh.internal import dataclass
+from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
+from shoal_mesh.internal import Pending, dataclass
 
 from ._torch import apply
 from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge
-from .rotation import ROTATIONS, Blocks
 from .sequence_layout import SequenceLayout
 
 
@@ -60,6 +64,73 @@ class Task:
             return folded
         heads = folded.shape[0] // self.batch
         return folded[tile.row * heads : (tile.row + 1) * heads]
+
+
+Blocks = Iterator[tuple[int, Tensor]]  # whose block, and the block
+Gradient = Callable[[int, Tensor], Tensor]  # of whose block: the summand of this rank's queries
+
+
+def around_ring(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
+    """Each rank's block in turn, from the rank before in the ring; two blocks are in memory at a time.
+
+    Args:
+        block: this rank's, flat.
+        sizes: elements of each rank's block.
+        comm: the axis.
+    """
+    owner = comm.rank
+    for step in range(comm.size):
+        last = step == comm.size - 1
+        pending = None if last else _to_next(block, sizes, owner, comm, "keys and values")
+        yield owner, block
+        if pending is not None:
+            block, owner = pending.wait(), (owner - 1) % comm.size
+
+
+def ring_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
+    """The gradient of this rank's block: a sum that travels behind the blocks, and comes home after the last step."""
+    arriving: Pending | None = None
+    for owner, block in blocks:
+        summed = gradient(owner, block)
+        if arriving is not None:
+            summed += arriving.wait()
+        arriving = _to_next(summed, sizes, owner, comm, "gradients of keys and values")
+    assert arriving is not None, "an axis has a rank"
+    return arriving.wait()
+
+
+def _to_next(block: Tensor, sizes: list[int], owner: int, comm: Comm, what: str) -> Pending:
+    """Send a block to the next rank, and receive the one of the rank before, which is of the owner before."""
+    send, receive = [0] * comm.size, [0] * comm.size
+    send[(comm.rank + 1) % comm.size] = block.numel()
+    receive[(comm.rank - 1) % comm.size] = sizes[(owner - 1) % comm.size]
+    with purpose(f"ring attention: {what}"):
+        return all_to_all_v(block, comm, send, receive, async_op=True)
+
+
+def gathered(block: Tensor, sizes: list[int], comm: Comm) -> Blocks:
+    """Each rank's block, in the order of `around_ring`, all from one all-gather."""
+    with purpose("attention: gather keys and values"):
+        pending = all_gather_v(block, comm, sizes, async_op=True)
+    yield comm.rank, block
+    blocks = torch.split_with_sizes(pending.wait(), sizes)
+    for step in range(1, comm.size):
+        owner = (comm.rank - step) % comm.size
+        yield owner, blocks[owner]
+
+
+def gathered_gradients(gradient: Gradient, blocks: Blocks, sizes: list[int], comm: Comm) -> Tensor:
+    """The gradient of this rank's block: the ranks' summands, by one reduce-scatter."""
+    summands: dict[int, Tensor] = {}
+    for owner, block in blocks:
+        summands[owner] = gradient(owner, block)
+    flat = torch.cat([summands[owner] for owner in range(comm.size)])
+    with purpose("attention: gradients of keys and values"):
+        return reduce_scatter_v(flat, comm, sizes)
+
+
+ROTATIONS = {"ring": (around_ring, ring_gradients), "allgather": (gathered, gathered_gradients)}
+"""By method: how blocks come, and how their gradients go home."""
 
 
 class _Sizes:
