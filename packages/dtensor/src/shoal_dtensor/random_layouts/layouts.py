@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -25,10 +25,10 @@ from ..layout.placements import Replicate, Shard
 from ..layout.spec import Spec
 from ..scopes import communication
 from ..tensor.dtensor import DTensor
-from .local_layout import LocalLayout, global_stride, layout_of, tensors_in
+from .local_layout import LocalLayout, global_stride, spec_of, tensors_in
 
-_MOST_KNOWN = 4096
-_known: dict[Any, tuple[LocalLayout, ...]] = {}  # what functions did to layouts
+_MOST_ENTRIES = 4096
+_results: dict[Any, tuple[LocalLayout, ...]] = {}  # of functions, by layouts of arguments
 WAY_OUT = (
     "Draw where the layout is known (before the function), let the module run on DTensors (use_local_output=False), or "
     "let every rank draw for itself: shoal_dtensor.random_mode('local')"
@@ -56,14 +56,14 @@ def followed(
     specs = [layout.spec for layout in layouts if layout is not None and layout.spec is not None]
     if all(spec.replicated for spec in specs):
         return [LocalLayout(replicated(specs[0].mesh, out), drawn=True) for out in outs]
-    key: list[Any] = [func, *((out.shape, out.dtype) for out in outs)]
-    _describe((args, kwargs), key)
-    known = tuple(key)
+    described: list[Any] = [func, *((out.shape, out.dtype) for out in outs)]
+    _describe((args, kwargs), described)
+    key = tuple(described)
     try:
-        return _known[known]
+        return _results[key]
     except (KeyError, TypeError):
         pass
-    given, named = pytree.tree_map(_spec_or_value, (tuple(args), dict(kwargs)))
+    given, named = pytree.tree_map(lambda value: spec_of(value) or value, (tuple(args), dict(kwargs)))
     try:
         results = tuple(LocalLayout(spec, drawn=drawn) for spec in _results_of(name, func, given, named, outs))
     except UnknownLayoutError as error:
@@ -73,9 +73,9 @@ def followed(
                 f"with the sharded tensor (rand_like, dropout). {WAY_OUT}"
             ) from error
         results = (LocalLayout(unknown=f"{name}: {error}"),) * len(outs)
-    if len(_known) < _MOST_KNOWN:
+    if len(_results) < _MOST_ENTRIES:
         with suppress(TypeError):  # an argument that cannot be part of a key
-            _known[known] = results
+            _results[key] = results
     return results
 
 
@@ -98,18 +98,14 @@ def _results_of(
     try:
         return _checked(args, kwargs, _run(function, args, kwargs), outs)
     except UnknownLayoutError:
-        adopted = pytree.tree_map(_adopting(args, kwargs), (args, kwargs), is_leaf=_is_spec)
+        adopted = pytree.tree_map(partial(_adopted, _specs_in(args, kwargs)), (args, kwargs))
         if adopted == (args, kwargs):
             raise
         return _checked(args, kwargs, _run(function, *adopted), outs)
 
 
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, Spec)
-
-
 def _specs_in(*values: Any) -> list[Spec]:
-    return [value for value in pytree.tree_leaves(values, is_leaf=_is_spec) if isinstance(value, Spec)]
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, Spec)]
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -130,7 +126,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         # Selective checkpoints and counters of users, which are dispatch modes, would take these operators for theirs.
         with out_of_sight(), warnings.catch_warnings(), communication("forbid"), torch.no_grad():
             warnings.simplefilter("ignore")
-            given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)), is_leaf=_is_spec)
+            given, named = pytree.tree_map(shadow, (tuple(args), dict(kwargs)))
             return [out for out in pytree.tree_leaves(function(*given, **named)) if isinstance(out, Tensor)]
     except Exception as error:  # of any type: what the function says of DTensors is the reason
         raise UnknownLayoutError(str(error).partition("\n")[0]) from error
@@ -140,12 +136,12 @@ def _checked(args: Any, kwargs: Any, results: Sequence[Any], outs: Sequence[Tens
     """The results' specs, where every rank's shards are what its own call returned."""
     if len(results) != len(outs) or not all(isinstance(result, DTensor) for result in results):
         raise UnknownLayoutError("it returns something else for DTensors")
-    given, specs = _specs_in(args, kwargs), []
+    inputs, specs = _specs_in(args, kwargs), []
     for result, out in zip(results, outs, strict=True):
         spec = result.spec
         if spec.partials:
             raise UnknownLayoutError("ranks hold summands of it")
-        if any(p.is_shard() and not _like_some(spec, axis, given) for axis, p in enumerate(spec.placements)):
+        if any(p.is_shard() and not _like_some(spec, axis, inputs) for axis, p in enumerate(spec.placements)):
             raise UnknownLayoutError("it takes a part of a sharded dim")
         if spec.local_shape != out.shape:
             raise UnknownLayoutError(f"its shape {tuple(out.shape)} is not that of a shard of {spec}")
@@ -153,12 +149,12 @@ def _checked(args: Any, kwargs: Any, results: Sequence[Any], outs: Sequence[Tens
     return specs
 
 
-def _like_some(spec: Spec, axis: int, given: Sequence[Spec]) -> bool:
+def _like_some(spec: Spec, axis: int, inputs: Sequence[Spec]) -> bool:
     """Whether ranks along an axis hold the same fractions as of some input: not so if a function took a part of it."""
-    own = extents(spec, axis)
+    sizes = extents(spec, axis)
     return any(
-        all(a * sum(other) == b * sum(own) for a, b in zip(own, other, strict=True))
-        for other in (extents(each, axis) for each in given if each.placements[axis].is_shard())
+        all(a * sum(others) == b * sum(sizes) for a, b in zip(sizes, others, strict=True))
+        for others in (extents(each, axis) for each in inputs if each.placements[axis].is_shard())
     )
 
 
@@ -258,30 +254,22 @@ def _expanded(spec: Any, out: Tensor) -> list[int]:
     return [*out.shape[:before], *kept]
 
 
-def _adopting(args: Any, kwargs: Any) -> Callable[[Any], Any]:
-    """For plain tensors whose sizes are those of shards: the spec of the tensor beside which they stand."""
-    given = _specs_in(args, kwargs)
-
-    def adopt(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        for spec in given:
-            skip = spec.ndim - value.ndim
-            fits = skip >= 0 and all(n in (1, spec.local_shape[skip + d]) for d, n in enumerate(value.shape))
-            sharded = [p.dim for p in spec.placements if isinstance(p, Shard)]
-            if not fits or not any(d >= skip and value.shape[d - skip] != 1 for d in sharded):
-                continue
-            if any(d >= skip and value.shape[d - skip] == 1 != spec.local_shape[d] for d in sharded):
-                continue
-            shape = [spec.shape[skip + d] if skip + d in sharded else n for d, n in enumerate(value.shape)]
-            placements = [
-                p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate()
-                for p in spec.placements
-            ]
-            return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
-        return value
-
-    return adopt
+def _adopted(specs: Sequence[Spec], value: Any) -> Any:
+    """For a plain tensor whose sizes are those of shards: the spec of the tensor beside which it stands."""
+    for spec in specs if isinstance(value, Tensor) else ():
+        skip = spec.ndim - value.ndim
+        fits = skip >= 0 and all(n in (1, spec.local_shape[skip + d]) for d, n in enumerate(value.shape))
+        sharded = [p.dim for p in spec.placements if isinstance(p, Shard)]
+        if not fits or not any(d >= skip and value.shape[d - skip] != 1 for d in sharded):
+            continue
+        if any(d >= skip and value.shape[d - skip] == 1 != spec.local_shape[d] for d in sharded):
+            continue
+        shape = [spec.shape[skip + d] if skip + d in sharded else n for d, n in enumerate(value.shape)]
+        placements = [
+            p.on_dim(p.dim - skip) if isinstance(p, Shard) and p.dim >= skip else Replicate() for p in spec.placements
+        ]
+        return Spec(spec.mesh, placements, shape, global_stride(value, shape), value.dtype)
+    return value
 
 
 def replicated(mesh: DeviceMesh, tensor: Tensor) -> Spec:
@@ -292,9 +280,7 @@ def replicated(mesh: DeviceMesh, tensor: Tensor) -> Spec:
 def _describe(value: Any, key: list[Any]) -> None:
     """Append to a key all that a layout can depend on."""
     if isinstance(value, Tensor):
-        layout = layout_of(value)
-        spec = None if layout is None else layout.spec
-        key.append((value.shape, value.stride(), value.dtype) if spec is None else spec)
+        key.append(spec_of(value) or (value.shape, value.stride(), value.dtype))
     elif type(value) in (tuple, list):
         key.append(len(value))
         for item in value:
@@ -307,12 +293,6 @@ def _describe(value: Any, key: list[Any]) -> None:
         key.append((value.start, value.stop, value.step))
     else:
         key.append((type(value), value))
-
-
-def _spec_or_value(value: Any) -> Any:
-    """The spec of a tensor that has one, any other value as it is."""
-    layout = layout_of(value) if isinstance(value, Tensor) else None
-    return value if layout is None or layout.spec is None else layout.spec
 
 
 def _taken_blocks(source: Tensor, layout: LocalLayout, outs: Sequence[Tensor]) -> list[LocalLayout]:

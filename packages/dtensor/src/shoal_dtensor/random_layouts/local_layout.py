@@ -69,6 +69,12 @@ def layout_of(tensor: Tensor) -> LocalLayout | None:
     return layout if hasattr(tensor, "device_mesh") else LocalLayout(unknown="its shape was changed in place")
 
 
+def spec_of(value: Any) -> Spec | None:
+    """The spec of the global tensor of which a local one is known to be a shard; None of anything else."""
+    layout = layout_of(value) if isinstance(value, Tensor) else None
+    return None if layout is None else layout.spec
+
+
 def note_layout(tensor: Tensor, layout: LocalLayout) -> None:
     """Leave a layout on a tensor."""
     setattr(tensor, _ATTRIBUTE, layout)

@@ -11,7 +11,7 @@ not.  What a function does to layouts is worked out once per function and layout
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ from ..tensor.dtensor import DTensor
 from ..tensor.shard_access import local_shard
 from .functions import active, drawers_of, draws, name_of
 from .layouts import WAY_OUT, extents, followed, replicated
-from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, tensors_in
+from .local_layout import PLAIN, LocalLayout, global_stride, layout_of, note_layout, spec_of, tensors_in
+
+_Sharding = tuple[int, Sequence[int] | None]
+"""The dim that an axis shards, and the sizes of its shards; None for equal ones."""
 
 
 class Watch(FunctionMode):
@@ -86,17 +89,17 @@ class Watch(FunctionMode):
         rows = [len(tensor) if tensor.ndim and type(tensor) is Tensor else -1 for tensor in tensors]
         if max(rows, default=-1) < 0:
             return
-        own, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
-        held = [rows] * comm.size if "fake" in comm.backend else all_gather(own, comm).tolist()
-        first = next(i for i, n in enumerate(rows) if n >= 0)
-        sizes = [of_rank[first] for of_rank in held]
-        for i, tensor in enumerate(tensors):
-            if rows[i] >= 0 and [of_rank[i] for of_rank in held] == sizes:
+        local, comm = torch.tensor([rows], device=axes.device_type), axes.comm(tuple(range(axes.ndim)))
+        of_ranks = [rows] * comm.size if "fake" in comm.backend else all_gather(local, comm).tolist()
+        of_tensors = [list(column) for column in zip(*of_ranks, strict=True)]
+        sizes = next(column for column, n in zip(of_tensors, rows, strict=True) if n >= 0)
+        for tensor, n, column in zip(tensors, rows, of_tensors, strict=True):
+            if n >= 0 and column == sizes:
                 self._note_rows(tensor, axes, sizes)
 
     def _note_rows(self, tensor: Tensor, axes: DeviceMesh, sizes: Sequence[int]) -> None:
-        known = layout_of(tensor)
-        if known is not None and (known.spec is None or known.spec.mesh != self.mesh):
+        layout = layout_of(tensor)
+        if layout is not None and (layout.spec is None or layout.spec.mesh != self.mesh):
             note_layout(tensor, PLAIN)  # of another watch
         even = len({*sizes}) == 1
         for axis, mesh in ((self.axes[mesh], mesh) for mesh in self.axes if {*mesh.axis_names} <= {*axes.axis_names}):
@@ -127,9 +130,8 @@ class Watch(FunctionMode):
 
     def written(self, name: str, target: Tensor, sources: Sequence[Any]) -> None:
         """A function wrote to a tensor; if that was not known to be sharded, it is not known to be anything now."""
-        own = layout_of(target)
         others = [layout_of(each) for each in sources if isinstance(each, Tensor) and each is not target]
-        if (own is None or own.spec is None) and any(layout and layout is not PLAIN for layout in others):
+        if spec_of(target) is None and any(layout and layout is not PLAIN for layout in others):
             note_layout(target, LocalLayout(unknown=f"{name} wrote shards to it"))
 
     # --- modules -----------------------------------------------------------------------------------------------------
@@ -137,28 +139,20 @@ class Watch(FunctionMode):
     def call(self, forward: ModuleForward, *args: Any, **kwargs: Any) -> Any:
         """What a module with a style returns, with its layout; only functions of the module's own code are watched."""
         source = next(tensors_in((*args, *kwargs.values())), None)
-        watched = forward.sampling == "watched"
         with unwatched_functions():
             for value, layout in zip(args, forward.input_layouts(), strict=False):
                 self._refuse_drawn(value, layout, forward)
             self._refuse_drawing(forward, source)
-            if not watched:
-                out = forward(*args, **kwargs)
-        if watched:
+        with nullcontext() if forward.sampling == "watched" else unwatched_functions():
             out = forward(*args, **kwargs)
         with unwatched_functions():
-            self._place_all(forward, out, source)
+            results = out if isinstance(out, tuple | list) else (out,)
+            for index, (result, layout) in enumerate(zip(results, forward.output_layouts(), strict=False)):
+                if isinstance(result, DTensor) and layout is not None and result is not source:
+                    self.note_spec(result, result.spec, source)
+                elif isinstance(result, Tensor) and layout is not None and result is not source:
+                    self._place(forward, result, index, layout, source)
         return out
-
-    def _place_all(self, forward: ModuleForward, out: Any, source: Tensor | None) -> None:
-        results = out if isinstance(out, tuple | list) else (out,)
-        for index, (result, layout) in enumerate(zip(results, forward.output_layouts(), strict=False)):
-            if layout is None or result is source or not isinstance(result, Tensor):
-                continue
-            if isinstance(result, DTensor):
-                self.note_spec(result, result.spec, source)
-            else:
-                self._place(forward, result, index, layout, source)
 
     def _refuse_drawn(self, value: Any, arrives: Placement | None, forward: ModuleForward) -> None:
         layout = layout_of(value) if type(value) is Tensor else None
@@ -178,7 +172,7 @@ class Watch(FunctionMode):
                 f"{forward.title}: the experts of {type(forward.module).__name__} drop or draw by themselves, "
                 "on rows that one device has in another order. Drop behind the experts, or set the probability to 0"
             )
-        spec = self._spec_of(source)
+        spec = spec_of(source)
         if not forward.one_axis or spec is None or not active(forward.module):
             return
         if any(p.is_shard() for axis, p in enumerate(spec.placements) if axis != self.axes[forward.mesh]):
@@ -204,7 +198,7 @@ class Watch(FunctionMode):
     ) -> None:
         """Note the layout of a module's plain output."""
         axis, noted, blocks = self.axes[forward.mesh], layout_of(result), forward.output_blocks()
-        shard: tuple[int, Sequence[int] | None] | None = None
+        shard: _Sharding | None = None
         if blocks is not None:
             note_layout(result, self._fused(forward, blocks, result, source))
             return
@@ -214,7 +208,7 @@ class Watch(FunctionMode):
         elif isinstance(layout, Shard):
             dim = layout.dim % result.ndim
             sizes = layout.sizes or forward.output_sizes(index, result.shape[dim])
-            spec = self._spec_of(source)
+            spec = spec_of(source)
             if not sizes and spec is not None and getattr(spec.placements[axis], "dim", None) == dim:
                 sizes = extents(spec, axis)  # of the module's first input, if they may be its output's
                 sizes = sizes if sizes[forward.mesh.comm(0).rank] == result.shape[dim] else None
@@ -238,14 +232,9 @@ class Watch(FunctionMode):
             return LocalLayout(specs[0])
         return LocalLayout(unknown="it holds shards of several blocks; split them first", blocks=tuple(specs))
 
-    def placed(
-        self, local: Tensor, axis: int, shard: tuple[int, Sequence[int] | None] | None, source: Tensor | None
-    ) -> LocalLayout:
-        """The layout of a local tensor that one axis shards as `(dim, sizes)`, and the others as they do `source`.
-
-        Without sizes every rank is taken to hold a shard of the same size.
-        """
-        shards: dict[int, tuple[int, Sequence[int] | None]] = {} if shard is None else {axis: shard}
+    def placed(self, local: Tensor, axis: int, shard: _Sharding | None, source: Tensor | None) -> LocalLayout:
+        """The layout of a local tensor that one axis shards as `(dim, sizes)`, and the others as they do `source`."""
+        shards: dict[int, _Sharding] = {} if shard is None else {axis: shard}
         around = layout_of(source) if source is not None else None
         if around is not None and around.unknown and self.mesh.ndim > 1:
             return around
@@ -262,9 +251,7 @@ class Watch(FunctionMode):
             return LocalLayout(replicated(self.mesh, local), drawn=True) if drawn else PLAIN
         return self._sharded(local, shards, drawn)
 
-    def _sharded(
-        self, local: Tensor, shards: Mapping[int, tuple[int, Sequence[int] | None]], drawn: bool
-    ) -> LocalLayout:
+    def _sharded(self, local: Tensor, shards: Mapping[int, _Sharding], drawn: bool) -> LocalLayout:
         placements: list[Placement] = [Replicate()] * self.mesh.ndim
         shape = [*local.shape]
         for axis, (dim, sizes) in shards.items():
@@ -280,11 +267,6 @@ class Watch(FunctionMode):
         if spec.local_shape != local.shape:
             return LocalLayout(unknown=f"a shard of shape {tuple(local.shape)} is none of {spec}")
         return LocalLayout(spec, drawn=drawn)
-
-    @staticmethod
-    def _spec_of(tensor: Tensor | None) -> Spec | None:
-        layout = layout_of(tensor) if tensor is not None else None
-        return layout.spec if layout is not None else None
 
     # --- draws -------------------------------------------------------------------------------------------------------
 
@@ -335,7 +317,7 @@ class Watch(FunctionMode):
         why = layout.unknown if layout is not None else ""
         passed_by = layout is None and tensor.requires_grad and not tensor.is_leaf
         if isinstance(tensor, DTensor):
-            spec = self._spec_of(tensor)
+            spec = spec_of(tensor)
             passed_by = self.mesh.ndim > 1 and tensor.spec.mesh != self.mesh and (spec is None or not spec.replicated)
         if passed_by:
             why = "it comes from code that is not a torch function, or from a DTensor of some of the axes"
@@ -350,7 +332,7 @@ class Watch(FunctionMode):
             return type(value)(map(self._as_dtensor, value))
         if type(value) is not Tensor:
             return value
-        spec = self._spec_of(value)
+        spec = spec_of(value)
         if spec is None:
             if value.requires_grad:
                 raise LayoutError(
