@@ -184,7 +184,21 @@ def check_attention(  # noqa: PLR0913  # those of scaled_dot_product_attention
     options: ContextOptions,
 ) -> SequenceLayout:
     """The layout of the sequence; raises what is wrong with arguments, which may differ by rank. Nothing is sent."""
-    _check(query, key, value, enable_gqa)
+    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
+    fits = (
+        query.ndim == key.ndim == value.ndim >= 3
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[:-3] == key.shape[:-3]
+        and query.shape[-2:] == key.shape[-2:]
+        and (heads == shared or (enable_gqa and shared > 0 and heads % shared == 0))
+    )
+    if not fits:
+        raise LayoutError(
+            "attention of a sharded sequence takes query, key and value of (..., heads, local length, width) with one "
+            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor of them; got "
+            f"{shapes[0]}, {shapes[1]}, {shapes[2]}{'' if enable_gqa else ' without enable_gqa'}"
+        )
     layout = options.layout_of(query.shape[-2], comm)
     if attn_mask is not None:
         _check_mask(attn_mask, query.shape[-2], layout, options.method)
@@ -200,24 +214,6 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
     keys, values = (x.reshape(x.shape[0] * heads, 1, *x.shape[2:]) for x in (k, v))
     queries = q.reshape(q.shape[0] * heads, group, *q.shape[2:]).contiguous()
     return rotated_attention(queries, keys, values, task).reshape(*q.shape[:-1], v.shape[-1])
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
-    heads, shared = (x.shape[-3] if x.ndim >= 3 else 0 for x in (query, key))
-    fits = (
-        query.ndim == key.ndim == value.ndim >= 3
-        and key.shape[:-1] == value.shape[:-1]
-        and query.shape[:-3] == key.shape[:-3]
-        and query.shape[-2:] == key.shape[-2:]
-    )
-    grouped = heads == shared or (enable_gqa and shared > 0 and heads % shared == 0)
-    if not (fits and grouped):
-        raise LayoutError(
-            "attention of a sharded sequence takes query, key and value of (..., heads, local length, width) with one "
-            "length and batch, as many heads of keys as of queries, or with enable_gqa a divisor of them; got "
-            f"{shapes[0]}, {shapes[1]}, {shapes[2]}{'' if enable_gqa else ' without enable_gqa'}"
-        )
 
 
 def _check_mask(mask: Tensor, rows: int, layout: SequenceLayout, method: Method) -> None:

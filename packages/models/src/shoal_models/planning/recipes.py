@@ -137,13 +137,19 @@ class _Blocks:
         found.update(own)
         if vocabulary:
             found["vocabulary"] = [vocabulary]
-        known = {path for options in found.values() for entries in options for path in entries}
-        for path in self.modules:  # what has no role
-            if path in known or _below(path, inside) or not self._gathers(path) or not self._is_large(path):
+        with_role = {path for options in found.values() for entries in options for path in entries}
+        for path, module in self.modules.items():
+            if path in with_role or _below(path, inside) or not self._gathers(path):
+                continue
+            size = sum(param.numel() for param in module._parameters.values() if param is not None)
+            if size * self.layers[path] < SMALL * self.total:
                 continue
             if not read_above(path, self.modules.get(path.rpartition(".")[0])):
                 found[path] = [{path: GATHERED}]
-        return {block: [*_distinct(options)] for block, options in found.items()}
+        return {
+            block: [entries for i, entries in enumerate(options) if entries and entries not in options[:i]]
+            for block, options in found.items()
+        }
 
     def _block(self, path: str) -> str:
         above = path.rpartition(".")[0]
@@ -260,10 +266,6 @@ class _Blocks:
     def _gathers(self, path: str) -> bool:
         return any(kind in COLWISE for kind in kinds_of(self.modules[path]))
 
-    def _is_large(self, path: str) -> bool:
-        size = sum(param.numel() for param in self.modules[path]._parameters.values() if param is not None)
-        return bool(size * self.layers[path] >= SMALL * self.total)
-
 
 def _role(path: str, module: nn.Module) -> str:
     if isinstance(module, nn.Embedding):
@@ -305,11 +307,3 @@ def _below(path: str, roots: list[str]) -> bool:
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _distinct(options: list[Entries]) -> Iterator[Entries]:
-    seen: list[Entries] = []
-    for entries in options:
-        if entries and entries not in seen:
-            seen.append(entries)
-            yield entries

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +182,12 @@ class StepFingerprints:
         for name, module in model.named_modules():
             lowered = styled(module)
             if lowered is not None:
-                module.register_forward_hook(self._hook(name or "model", lowered))
+                module.register_forward_hook(partial(self._record_output, name or "model", lowered))
 
-    def _hook(self, name: str, lowered: Lowered) -> Any:
-        def record(module: nn.Module, _: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.ndim:
-                part = part_of_output(output.detach(), lowered, self.batch)
-                self._record(f"output of {name} ({type(module).__name__})", part)
-
-        return record
+    def _record_output(self, name: str, lowered: Lowered, module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.ndim:
+            part = part_of_output(output.detach(), lowered, self.batch)
+            self._record(f"output of {name} ({type(module).__name__})", part)
 
     def _record(self, name: str, part: GlobalPart) -> None:
         self._seen[numbered(name, self._times)] = part.meshes, (part.digest(),)
