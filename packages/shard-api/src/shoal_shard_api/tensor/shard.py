@@ -17,7 +17,7 @@ from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, expect_all, expect_plain
 from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError
-from ..ranks.process_groups import agree_on, members
+from ..ranks.process_groups import agree_on, members, resolve
 from ..spec.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
@@ -252,7 +252,7 @@ def _concatenated(
 
 
 def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) -> ShardedTensorMetadata:
-    """The metadata, if its shards are on ranks of the group and cover its size exactly, else a ShardingSpecError."""
+    """The metadata of dense shards that are on ranks of the group and cover its size; else a ShardingSpecError."""
     expect("ShardedTensor", "metadata", metadata, ShardedTensorMetadata)  # a spec of a user's own returns anything
     allowed = members(group)
     for index, shard in enumerate(metadata.shards_metadata):
@@ -263,16 +263,13 @@ def checked_metadata(metadata: ShardedTensorMetadata, group: dist.ProcessGroup) 
             )
     validate_non_overlapping_shards_metadata(metadata.shards_metadata)
     check_tensor(metadata.shards_metadata, metadata.size)
-    return replace(metadata, size=torch.Size(metadata.size))
-
-
-def check_layout(properties: TensorProperties) -> None:
-    """Raise ShardingSpecError unless the shards are strided and contiguous."""
+    properties = metadata.tensor_properties
     if properties.layout != torch.strided or properties.memory_format != torch.contiguous_format:
         raise ShardingSpecError(
             "shards are torch.strided and torch.contiguous_format, asked for "
             f"{properties.layout} and {properties.memory_format}"
         )
+    return replace(metadata, size=torch.Size(metadata.size))
 
 
 def empty_local_tensors(metadata: ShardedTensorMetadata) -> list[torch.Tensor]:
@@ -305,7 +302,8 @@ def device_of(shard: ShardMetadata) -> torch.device:
     return shard.placement.device()
 
 
-def refuse_rrefs(init_rrefs: bool) -> None:
-    """Raise UnsupportedOpError for ``init_rrefs=True``: remote references are not supported (docs/adr/0010)."""
+def group_of(process_group: dist.ProcessGroup | None, init_rrefs: bool) -> dist.ProcessGroup:
+    """The group of a new tensor; UnsupportedOpError for ``init_rrefs=True``, remote references (docs/adr/0010)."""
     if init_rrefs:
         raise UnsupportedOpError("init_rrefs: remote references over RPC are not supported; use gather or reshard")
+    return resolve(process_group)

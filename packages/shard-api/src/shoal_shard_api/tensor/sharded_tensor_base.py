@@ -18,15 +18,14 @@ from ..spec.metadata import Layout, ShardedTensorMetadata, TensorProperties
 from ..spec.specs import ShardingSpec, _infer_sharding_spec_from_shards_metadata
 from .shard import (
     Shard,
-    check_layout,
     checked_metadata,
     describe,
     empty_local_tensors,
+    group_of,
     known_size,
     on_placements,
     ordered_for,
     own_shards,
-    refuse_rrefs,
 )
 
 
@@ -224,10 +223,8 @@ class ShardedTensorConstructors(ShardedTensorBase):
         **properties: Any,
     ) -> Self:
         """See ShardedTensor."""
-        refuse_rrefs(init_rrefs)
-        group = resolve(process_group)
+        group = group_of(process_group, init_rrefs)
         metadata = checked_metadata(ShardedTensorBase(sharding_spec, *size, **properties)._metadata, group)
-        check_layout(metadata.tensor_properties)
         return cls._wrap(sharding_spec, metadata, [], group)
 
     @classmethod
@@ -239,8 +236,7 @@ class ShardedTensorConstructors(ShardedTensorBase):
         init_rrefs: bool = False,
     ) -> Self:
         """Local shards -> sharded: as ``init_from_local_shards``, which describes the arguments and errors."""
-        refuse_rrefs(init_rrefs)
-        group = resolve(process_group)
+        group = group_of(process_group, init_rrefs)
         metadata, shards = describe(local_shards, global_size, group)
         spec = _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
@@ -267,10 +263,9 @@ class ShardedTensorConstructors(ShardedTensorBase):
                 contiguous; or this rank has several shards.
             ShardingSpecError: The spec does not fit the size or the group.
         """
-        refuse_rrefs(init_rrefs)
+        group = group_of(process_group, init_rrefs)
         expect_plain("_init_from_local_tensor", "local_tensor", local_tensor)
         expect("_init_from_local_tensor", "sharding_spec", sharding_spec, ShardingSpec)
-        group = resolve(process_group)
         properties = TensorProperties.create_from_tensor(local_tensor)
         metadata = checked_metadata(sharding_spec.build_metadata(known_size(global_size), properties), group)
         own = own_shards(metadata)
@@ -301,13 +296,11 @@ class ShardedTensorConstructors(ShardedTensorBase):
             LocalShardError: The local shards are not those that the metadata place on this rank.
             ShardingSpecError: The metadata overlap, leave a gap, or place shards outside the group.
         """
-        refuse_rrefs(init_rrefs)
+        group = group_of(process_group, init_rrefs)
         call = "_init_from_local_shards_and_global_metadata"
         expect_all(call, "local_shards", local_shards, Shard)
         expect(call, "sharding_spec", sharding_spec, ShardingSpec, optional=True)
-        group = resolve(process_group)
         metadata = checked_metadata(sharded_tensor_metadata, group)
-        check_layout(metadata.tensor_properties)
         shards = ordered_for(local_shards, metadata)
         spec = sharding_spec or _infer_sharding_spec_from_shards_metadata(metadata.shards_metadata)
         return cls._wrap(spec, metadata, [shard.tensor for shard in shards], group)
