@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from sharding_cases import placements
 from shoal_shard_api import (
     ChunkShardingSpec,
     TensorProperties,
@@ -18,13 +19,9 @@ from shoal_shard_api.errors import ShardingSpecError
 PLAIN = TensorProperties()
 
 
-def ranks(*order: int) -> list[str]:
-    return [f"rank:{rank}/cpu" for rank in order]
-
-
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
-    spec = ChunkShardingSpec(0, ranks(*range(chunks)))
+    spec = ChunkShardingSpec(0, placements(*range(chunks)))
     sizes = [each.shard_sizes[0] for each in spec.build_metadata(torch.Size([size, 2]), PLAIN).shards_metadata]
     expected = [len(chunk) for chunk in torch.empty(size).chunk(chunks)] if size else []
     assert [n for n in sizes if n] == [n for n in expected if n]
@@ -34,14 +31,14 @@ def test_chunks_are_those_of_torch(size: int, chunks: int) -> None:
 
 
 def test_an_empty_chunk_begins_where_the_tensor_ends() -> None:
-    last = ChunkShardingSpec(1, ranks(0, 1, 2, 3)).build_metadata(torch.Size([2, 5]), PLAIN).shards_metadata[-1]
+    last = ChunkShardingSpec(1, placements(0, 1, 2, 3)).build_metadata(torch.Size([2, 5]), PLAIN).shards_metadata[-1]
     assert (last.shard_offsets, last.shard_sizes) == ([0, 5], [2, 0])
 
 
 def test_placements_may_be_in_any_order() -> None:
-    shards = ChunkShardingSpec(-1, ranks(2, 0, 1)).build_metadata(torch.Size([2, 6]), PLAIN).shards_metadata
+    shards = ChunkShardingSpec(-1, placements(2, 0, 1)).build_metadata(torch.Size([2, 6]), PLAIN).shards_metadata
     assert [(each.rank, each.shard_offsets) for each in shards] == [(2, [0, 0]), (0, [0, 2]), (1, [0, 4])]
-    spec = ChunkShardingSpec(1, ranks(2, 0, 1))
+    spec = ChunkShardingSpec(1, placements(2, 0, 1))
     assert get_chunk_sharding_params(6, 3, spec, 0) == (2, 2)
     with pytest.raises(ShardingSpecError, match="rank 7 holds no chunk"):
         get_chunk_sharding_params(6, 3, spec, 7)
@@ -50,12 +47,12 @@ def test_placements_may_be_in_any_order() -> None:
 @pytest.mark.parametrize("dim", [2.0, None, True])
 def test_a_dim_that_is_no_integer_is_refused(dim: object) -> None:
     with pytest.raises(ShardingSpecError, match="dim must be int or str, got"):
-        ChunkShardingSpec(dim, ranks(0))  # type: ignore[arg-type]  # the mistake under test
+        ChunkShardingSpec(dim, placements(0))  # type: ignore[arg-type]  # the mistake under test
 
 
 def test_a_dim_by_name() -> None:
-    spec = ChunkShardingSpec("rows", ranks(0, 1))
-    assert spec.on_names(("batch", "rows")) == ChunkShardingSpec(1, ranks(0, 1))
+    spec = ChunkShardingSpec("rows", placements(0, 1))
+    assert spec.on_names(("batch", "rows")) == ChunkShardingSpec(1, placements(0, 1))
     with pytest.raises(ShardingSpecError, match=r"no dim 'rows'.*'batch', 'columns'"):
         spec.on_names(("batch", "columns"))
     with pytest.raises(ShardingSpecError, match="is a name"):
@@ -65,7 +62,7 @@ def test_a_dim_by_name() -> None:
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dim_the_tensor_does_not_have(dim: int) -> None:
     with pytest.raises(ShardingSpecError, match=rf"dim {dim} .*\(4, 4\)"):
-        ChunkShardingSpec(dim, ranks(0)).build_metadata(torch.Size([4, 4]), PLAIN)
+        ChunkShardingSpec(dim, placements(0)).build_metadata(torch.Size([4, 4]), PLAIN)
 
 
 def test_no_placements() -> None:

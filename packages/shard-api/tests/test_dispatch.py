@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding_cases import chunk, enumerable
+from sharding_cases import BRICKS, chunk
 from shoal_mesh.testing import fake_world, on_ranks
 from shoal_shard_api import (
     ChunkShardingSpec,
@@ -21,9 +21,6 @@ from shoal_shard_api import (
 from shoal_shard_api.errors import UnsupportedOpError
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
-
-
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
 
 
 @on_ranks(4)

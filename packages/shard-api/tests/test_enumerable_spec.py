@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from sharding_cases import placements, shard
 from shoal_shard_api import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -20,14 +21,6 @@ from shoal_shard_api import (
 from shoal_shard_api.errors import ShardingSpecError
 
 PLAIN = TensorProperties()
-
-
-def ranks(*order: int) -> list[str]:
-    return [f"rank:{rank}/cpu" for rank in order]
-
-
-def shard(offsets: list[int], sizes: list[int], rank: int = 0) -> ShardMetadata:
-    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
 
 
 def test_overlapping_shards_are_named() -> None:
@@ -59,7 +52,7 @@ def test_an_enumerable_spec_without_shards() -> None:
 
 @given(st.integers(1, 30), st.permutations([0, 1, 2, 3]), st.integers(0, 1), st.randoms())
 def test_a_chunk_spec_is_inferred_from_its_shards(size, order, dim, random) -> None:  # type: ignore[no-untyped-def]  # hypothesis
-    spec = ChunkShardingSpec(dim, ranks(*order))
+    spec = ChunkShardingSpec(dim, placements(*order))
     shape = torch.Size([size, 7] if dim == 0 else [7, size])
     shards = list(spec.build_metadata(shape, PLAIN).shards_metadata)
     random.shuffle(shards)
@@ -82,14 +75,14 @@ def test_other_shards_give_an_enumerable_spec(shards: list[ShardMetadata]) -> No
 
 
 def test_one_shard_is_a_chunk_spec() -> None:
-    assert _infer_sharding_spec_from_shards_metadata([shard([0, 0], [3, 4])]) == ChunkShardingSpec(0, ranks(0))
+    assert _infer_sharding_spec_from_shards_metadata([shard([0, 0], [3, 4])]) == ChunkShardingSpec(0, placements(0))
 
 
 def test_specs_are_values() -> None:
-    spec = ChunkShardingSpec(0, ranks(0, 1))
+    spec = ChunkShardingSpec(0, placements(0, 1))
     assert spec == pickle.loads(pickle.dumps(spec))
-    assert hash(spec) == hash(ChunkShardingSpec(0, ranks(0, 1)))
-    assert spec != ChunkShardingSpec(0, ranks(1, 0))
+    assert hash(spec) == hash(ChunkShardingSpec(0, placements(0, 1)))
+    assert spec != ChunkShardingSpec(0, placements(1, 0))
     cells = EnumerableShardingSpec([shard([0], [1])])
     assert cells == pickle.loads(pickle.dumps(cells))
     assert len({cells, spec}) == 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sharding_cases import FULL, chunk, enumerable, sharded
+from sharding_cases import FULL, bricks, chunk, sharded
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import zeros
 from shoal_shard_api.errors import LocalShardError
 
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [6, 2], 1), ([2, 0], [4, 3], 3))
+BRICKS = bricks(6, 5)
 
 
 @on_ranks(4)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sharded_modules import FULL, model, save_model
-from sharding_cases import chunk, enumerable
+from sharding_cases import bricks, chunk
 from shoal_mesh.testing import rank_pool
 from shoal_shard_api import ShardedOptimizer, zeros
 from shoal_shard_api.checkpoint import load
@@ -21,7 +21,7 @@ from shoal_shard_api.errors import CheckpointError
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # torch's own, on saving
 
 
-BRICKS = enumerable(([0, 0], [4, 3], 3), ([0, 3], [10, 3], 1), ([4, 0], [6, 3], 3))
+BRICKS = bricks(10, 6, 4)
 
 
 def load_model(where: str, spec: Any) -> None:

@@ -12,14 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sharded_modules import MLP, Doubled, megatron, snapshot
-from sharding_cases import chunk
+from sharding_cases import chunk, on_rank
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import Sharder, ShardingPlan, ShardingPlanner, shard_module
 from shoal_shard_api.errors import PlanConflictError, PlanTypeError, SharderPathError, ShardingSpecError
-
-
-def _on(rank: int, there: Any, elsewhere: Any) -> Any:
-    return there if dist.get_rank() == rank else elsewhere
 
 
 class _Raises(Sharder):
@@ -64,19 +60,23 @@ MODULE_FAILURES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such output": (lambda: _plan({}, output_plan={"middle": chunk(0)}), AttributeError, "output_plan.*'middle'"),
     "no such local": (lambda: _plan({}, return_local_tensor=["middle"]), AttributeError, "'middle'"),
     "an error on one rank": (
-        lambda: _plan(_on(1, {"up.weight": chunk(7)}, {"up.weight": chunk(0)})),
+        lambda: _plan(on_rank(1, {"up.weight": chunk(7)}, {"up.weight": chunk(0)})),
         ValueError,
         r"^rank 1: up.weight: dim 7",
     ),
-    "different entries": (lambda: _plan(_on(3, {}, {"up.weight": chunk(0)})), ValueError, r"plan entries=.*rank: 3"),
+    "different entries": (
+        lambda: _plan(on_rank(3, {}, {"up.weight": chunk(0)})),
+        ValueError,
+        r"plan entries=.*rank: 3",
+    ),
     "different specs": (
-        lambda: _plan({"up.weight": _on(3, chunk(1), chunk(0))}),
+        lambda: _plan({"up.weight": on_rank(3, chunk(1), chunk(0))}),
         ValueError,
         "sharding_spec of up.weight=.*dim=0.*dim=1.*rank: 3",
     ),
-    "different outputs": (lambda: _plan({}, output_plan=_on(1, {"": chunk(0)}, None)), ValueError, "output_plan="),
+    "different outputs": (lambda: _plan({}, output_plan=on_rank(1, {"": chunk(0)}, None)), ValueError, "output_plan="),
     "different Sharders": (
-        lambda: _plan({"down": _on(1, _Nothing(), Doubled())}),
+        lambda: _plan({"down": on_rank(1, _Nothing(), Doubled())}),
         ValueError,
         "Sharder of down=.*Doubled.*_Nothing",
     ),

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sharding_cases import enumerable
+from sharding_cases import BRICKS, backward, full_of
 from shoal_mesh.testing import observed, on_ranks
-from shoal_shard_api import ShardedTensor, _shard_tensor
+from shoal_shard_api import _shard_tensor
 
 FULL = torch.linspace(-2, 2, 48).reshape(8, 6)
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
 
 
 OPS: dict[str, Callable[[Any], Any]] = {
@@ -28,14 +27,6 @@ OPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def backward(loss: Any) -> None:
-    loss.backward()
-
-
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
-
-
 @on_ranks(4)
 def test_pointwise_functions_work_on_any_layout_without_communication() -> None:
     tensor = _shard_tensor(FULL, BRICKS)
@@ -46,7 +37,7 @@ def test_pointwise_functions_work_on_any_layout_without_communication() -> None:
     assert [event.op for event in events] == []
     for name, got in results.items():
         assert got._layout == tensor._layout
-        torch.testing.assert_close(full(got), OPS[name](FULL))
+        torch.testing.assert_close(full_of(got), OPS[name](FULL))
     assert tensor.mul_(2) is tensor
     assert torch.equal(tensor, FULL * 2)
 
@@ -58,4 +49,4 @@ def test_gradients_of_pointwise_functions_on_any_layout() -> None:
     result.full_tensor().sum().backward()
     plain = FULL.clone().requires_grad_()
     backward((plain * FULL).tanh().sum())
-    torch.testing.assert_close(full(tensor.grad), plain.grad)
+    torch.testing.assert_close(full_of(tensor.grad), plain.grad)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding_cases import KINDS, random_spec
+from sharding_cases import KINDS, full_of, random_spec
 from shoal_mesh.testing import rank_pool
-from shoal_shard_api import NotExpressibleError, ShardedTensor, _shard_tensor, implicit_reshard
+from shoal_shard_api import NotExpressibleError, _shard_tensor, implicit_reshard
 
 OPS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
@@ -42,10 +42,6 @@ REFUSED = {(name, False) for name in OPS} | {(name, True) for name in ACROSS}
 
 def shapes(random: Random) -> Sequence[int]:
     return [random.randint(2, 9) for _ in range(random.choice((2, 2, 3)))]
-
-
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
 
 
 def moves(seed: int, count: int) -> int:
@@ -98,13 +94,13 @@ def operations(seed: int, count: int) -> list[tuple[str, bool]]:
             with implicit_reshard():
                 got = OPS[name](*sharded)
         where = f"{name} of {shape} in {specs}"
-        torch.testing.assert_close(full(got), wanted, msg=where)
+        torch.testing.assert_close(full_of(got), wanted, msg=where)
         weights: Any = torch.randn_like(wanted)
-        (full(got) * weights).sum().backward()
+        (full_of(got) * weights).sum().backward()
         (wanted * weights).sum().backward()
         for a, b in zip(sharded, plain, strict=True):
             if b.grad is not None:
-                torch.testing.assert_close(full(a.grad), b.grad, msg=f"gradient of {where}")
+                torch.testing.assert_close(full_of(a.grad), b.grad, msg=f"gradient of {where}")
     return sorted(refused)
 
 

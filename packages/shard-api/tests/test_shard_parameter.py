@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sharded_modules import snapshot
-from sharding_cases import chunk, enumerable
+from sharding_cases import chunk, enumerable, on_rank
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import ShardedTensor, _shard_tensor, shard_parameter
 from shoal_shard_api.errors import MissingParameterError, ParameterError, ProcessGroupError, RankMismatchError
@@ -51,21 +51,17 @@ def test_what_is_no_parameter_stays_what_it_is() -> None:
     assert not frozen.weight.requires_grad
 
 
-def _on(rank: int, there: Any, elsewhere: Any) -> Any:
-    return there if dist.get_rank() == rank else elsewhere
-
-
 PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "no attribute": (lambda m: ("absent", chunk(0)), AttributeError, "Linear has no attribute 'absent'"),
     "no attribute on one rank": (
-        lambda m: (_on(2, "absent", "weight"), chunk(0)),
+        lambda m: (on_rank(2, "absent", "weight"), chunk(0)),
         AttributeError,
         r"^rank 2: .*'absent'",
     ),
     "no tensor": (lambda m: ("in_features", chunk(0)), ValueError, "in_features must be a Tensor, got int"),
     "not contiguous": (lambda m: ("turned", chunk(0)), ValueError, r"turned is not contiguous: size \(8, 16\)"),
     "not contiguous on one rank": (
-        lambda m: (_on(3, "turned", "weight"), chunk(0)),
+        lambda m: (on_rank(3, "turned", "weight"), chunk(0)),
         ValueError,
         r"^rank 3: .*not contiguous",
     ),
@@ -78,17 +74,21 @@ PARAMETER_FAILURES: dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         r"no shard holds .*\[0:8, 8:16\]",
     ),
     "different specs": (
-        lambda m: ("weight", _on(1, chunk(1), chunk(0))),
+        lambda m: ("weight", on_rank(1, chunk(1), chunk(0))),
         ValueError,
         r"sharding_spec=.*dim=0.* on rank: 0 does not match with sharding_spec=.*dim=1.* on rank: 1",
     ),
     "different sources": (
-        lambda m: ("weight", chunk(0), _on(2, 1, 0)),
+        lambda m: ("weight", chunk(0), on_rank(2, 1, 0)),
         ValueError,
         "src_rank=0 on rank: 0 .* src_rank=1 on rank: 2",
     ),
     "no such source": (lambda m: ("weight", chunk(0), 4), RuntimeError, "src_rank=4 is not a rank .* of 4"),
-    "different sizes": (lambda m: (_on(1, "bias", "weight"), chunk(0)), ValueError, r"size=\(8, 16\) .*size=\(8,\)"),
+    "different sizes": (
+        lambda m: (on_rank(1, "bias", "weight"), chunk(0)),
+        ValueError,
+        r"size=\(8, 16\) .*size=\(8,\)",
+    ),
 }
 
 

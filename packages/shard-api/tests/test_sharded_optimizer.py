@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sharding_cases import chunk, enumerable
+from sharding_cases import bricks, chunk
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import (
     ShardedOptimizer,
@@ -20,7 +20,7 @@ from shoal_shard_api import (
 )
 from shoal_shard_api.errors import CheckpointError, UnsupportedOpError
 
-BRICKS = enumerable(([0, 0], [4, 3], 3), ([0, 3], [8, 3], 1), ([4, 0], [4, 3], 3))
+BRICKS = bricks(8, 6, 4)
 SPECS = {"rows": chunk(0), "two ranks": chunk(1, (3, 1)), "several": BRICKS}
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sharded_modules import FULL as WEIGHT, save_model
-from sharding_cases import FULL, chunk, enumerable, sharded
+from sharding_cases import FULL, bricks, chunk, sharded
 from shoal_mesh.testing import observed, on_ranks, rank_pool
 from shoal_shard_api import ChunkShardingSpec, ShardedTensor, narrow_tensor, zeros
 from shoal_shard_api.errors import (
@@ -25,7 +25,7 @@ from shoal_shard_api.errors import (
     UnsupportedOpError,
 )
 
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [6, 2], 1), ([2, 0], [4, 3], 3))
+BRICKS = bricks(6, 5)
 
 
 @on_ranks(4)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sharding_cases import placements, shard
 from shoal_shard_api import (
     ChunkShardingSpec,
     ShardedTensorMetadata,
     ShardingSpec,
-    ShardMetadata,
     TensorProperties,
     _dispatch_custom_op,
     _has_custom_op,
@@ -17,14 +17,6 @@ from shoal_shard_api import (
     custom_sharding_spec_op,
 )
 from shoal_shard_api.errors import ShardingSpecError, UnsupportedOpError
-
-
-def ranks(*order: int) -> list[str]:
-    return [f"rank:{rank}/cpu" for rank in order]
-
-
-def shard(offsets: list[int], sizes: list[int], rank: int = 0) -> ShardMetadata:
-    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
 
 
 def test_a_shard_that_reaches_beyond_the_tensor_is_named() -> None:
@@ -51,7 +43,7 @@ def test_ops_overridden_for_a_kind_of_spec() -> None:
         return "overridden"
 
     assert _has_custom_op(_OnRankZero(), torch.lgamma)
-    assert not _has_custom_op(ChunkShardingSpec(0, ranks(0)), torch.lgamma)
+    assert not _has_custom_op(ChunkShardingSpec(0, placements(0)), torch.lgamma)
     assert _dispatch_custom_op(_OnRankZero(), torch.lgamma, (), (), {}, None) == "overridden"  # type: ignore[arg-type]  # unused
     with pytest.raises(UnsupportedOpError, match="not overridden for _OnRankZero"):
         _dispatch_custom_op(_OnRankZero(), torch.relu, (), (), {}, None)  # type: ignore[arg-type]  # unused

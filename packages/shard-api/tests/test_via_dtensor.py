@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sharding_cases import BRICKS, SPECS, chunk
+from sharding_cases import BRICKS, SPECS, backward, chunk, full_of
 from shoal_mesh.testing import on_ranks
 from shoal_shard_api import NotExpressibleError, ShardedTensor, _shard_tensor, implicit_reshard
 from shoal_shard_api.errors import UnsupportedOpError
@@ -54,14 +54,6 @@ OPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def backward(loss: Any) -> None:
-    loss.backward()
-
-
-def full(value: Any) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, ShardedTensor) else value
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("op", OPS)
@@ -69,7 +61,7 @@ def test_an_op_equals_the_plain_one(op: str, spec: str) -> None:
     got = OPS[op](_shard_tensor(FULL, SPECS[spec]))
     wanted = OPS[op](FULL)
     assert isinstance(got, ShardedTensor) is (wanted.dim() > 0)
-    torch.testing.assert_close(full(got), wanted)
+    torch.testing.assert_close(full_of(got), wanted)
 
 
 @on_ranks(4)
@@ -93,7 +85,7 @@ def test_gradients(spec: str) -> None:
             result = OPS[name](leaf)
             backward((result * result).sum())
         assert plain.grad is not None
-        torch.testing.assert_close(full(tensor.grad), plain.grad, msg=name)
+        torch.testing.assert_close(full_of(tensor.grad), plain.grad, msg=name)
 
 
 @on_ranks(4)
@@ -129,8 +121,8 @@ def test_tensors_in_different_layouts_are_brought_together() -> None:
     for left in SPECS.values():
         for right in SPECS.values():
             a, b = _shard_tensor(FULL, left), _shard_tensor(FULL.exp(), right)
-            torch.testing.assert_close(full(a + b), FULL + FULL.exp())
-            torch.testing.assert_close(full(a @ b.t()), FULL @ FULL.exp().t())
+            torch.testing.assert_close(full_of(a + b), FULL + FULL.exp())
+            torch.testing.assert_close(full_of(a @ b.t()), FULL @ FULL.exp().t())
 
 
 @on_ranks(4)
@@ -140,14 +132,14 @@ def test_writing_in_place() -> None:
             a, b = _shard_tensor(FULL, left), _shard_tensor(FULL.exp(), right)
             pointer = a._local_tensors[0].data_ptr()
             assert a.add_(b) is a
-            torch.testing.assert_close(full(a), FULL + FULL.exp())
+            torch.testing.assert_close(full_of(a), FULL + FULL.exp())
             assert a._local_tensors[0].data_ptr() == pointer
     tensor, plain = _shard_tensor(FULL, chunk(0)), FULL.clone()
     for each in (tensor, plain):
         each[2:4] = 7
         each[:, 1] *= 2
         each.mul_(0.5).relu_()
-    torch.testing.assert_close(full(tensor), plain)
+    torch.testing.assert_close(full_of(tensor), plain)
 
 
 @on_ranks(4)
@@ -157,12 +149,12 @@ def test_in_place_ops_keep_the_history() -> None:
         value = leaf * 1
         value.mul_(leaf).add_(1)
         backward(value.sum())
-    torch.testing.assert_close(full(tensor.grad), plain.grad)
+    torch.testing.assert_close(full_of(tensor.grad), plain.grad)
     with pytest.raises(UnsupportedOpError, match=r"mul_: a leaf ShardedTensor that requires grad"):
         tensor.mul_(2)
     with torch.no_grad():
         tensor.mul_(2)
-    torch.testing.assert_close(full(tensor.detach()), FULL * 2)
+    torch.testing.assert_close(full_of(tensor.detach()), FULL * 2)
 
 
 @on_ranks(4)
@@ -177,7 +169,7 @@ def test_optimizers_step_sharded_parameters() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         for a, b in zip(sharded, plain, strict=True):
-            torch.testing.assert_close(full(a.detach()), b.detach())
+            torch.testing.assert_close(full_of(a.detach()), b.detach())
 
 
 @on_ranks(4)
@@ -187,8 +179,8 @@ def test_clip_grad_norm() -> None:
     for parameter in (sharded, plain):
         backward((parameter * parameter).sum())
         norms.append(torch.nn.utils.clip_grad_norm_([parameter], 1.0))
-    torch.testing.assert_close(full(norms[0]), norms[1])
-    torch.testing.assert_close(full(sharded.grad), plain.grad)
+    torch.testing.assert_close(full_of(norms[0]), norms[1])
+    torch.testing.assert_close(full_of(sharded.grad), plain.grad)
 
 
 @on_ranks(4)
@@ -198,15 +190,15 @@ def test_other_functions_are_refused_there_unless_moving_is_allowed() -> None:
         with pytest.raises(NotExpressibleError, match=r"ranks \[3\] hold several shards.*ChunkShardingSpec"):
             OPS[name](tensor)
         with implicit_reshard():
-            torch.testing.assert_close(full(OPS[name](tensor)), OPS[name](FULL))
+            torch.testing.assert_close(full_of(OPS[name](tensor)), OPS[name](FULL))
     with implicit_reshard():
         torch.nn.init.normal_(tensor)
-        a = full(tensor)
+        a = full_of(tensor)
         torch.manual_seed(3)
         torch.nn.init.normal_(tensor)
     torch.manual_seed(3)
-    assert torch.equal(full(tensor), torch.empty(8, 6).normal_())
-    assert not torch.equal(a, full(tensor))
+    assert torch.equal(full_of(tensor), torch.empty(8, 6).normal_())
+    assert not torch.equal(a, full_of(tensor))
 
 
 @on_ranks(4)
@@ -226,4 +218,4 @@ def test_initializers_draw_what_one_device_draws(spec: str) -> None:
         init(plain)
         torch.manual_seed(1)
         assert init(tensor) is tensor
-        assert torch.equal(full(tensor.detach()), plain)
+        assert torch.equal(full_of(tensor.detach()), plain)

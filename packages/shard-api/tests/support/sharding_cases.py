@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shoal_shard_api import (
     ChunkShardingSpec,
@@ -24,14 +26,29 @@ KINDS = ("chunk", "uneven", "grid", "several", "bricks")
 rank; shards in no grid, one per rank."""
 
 
+def placements(*ranks: int) -> list[str]:
+    """The CPUs of ranks."""
+    return [f"rank:{rank}/cpu" for rank in ranks]
+
+
+def shard(offsets: Sequence[int], sizes: Sequence[int], rank: int = 0) -> ShardMetadata:
+    """A shard on the CPU of a rank."""
+    return ShardMetadata(offsets, sizes, f"rank:{rank}/cpu")
+
+
 def chunk(dim: int, ranks: Sequence[int] = WORLD) -> ChunkShardingSpec:
     """One dim sharded into one chunk per rank, on CPU."""
-    return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in ranks])
+    return ChunkShardingSpec(dim, placements(*ranks))
 
 
 def enumerable(*shards: tuple[Sequence[int], Sequence[int], int]) -> EnumerableShardingSpec:
     """Shards as (offsets, sizes, rank)."""
-    return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{rank}/cpu") for o, s, rank in shards])
+    return EnumerableShardingSpec([shard(*each) for each in shards])
+
+
+def bricks(rows: int, columns: int, first: int = 2) -> EnumerableShardingSpec:
+    """Three columns on rank 3, in two shards, and the others on rank 1: what no DTensor can express."""
+    return enumerable(([0, 0], [first, 3], 3), ([0, 3], [rows, columns - 3], 1), ([first, 0], [rows - first, 3], 3))
 
 
 def random_spec(random: Random, kind: str, shape: Sequence[int], ranks: Sequence[int] = WORLD) -> ShardingSpec:
@@ -86,7 +103,22 @@ def sharded(spec: ChunkShardingSpec | EnumerableShardingSpec, full: torch.Tensor
     return _shard_tensor(full, spec)
 
 
-# Of a tensor of 8 x 6; the last one no DTensor can express.
+def full_of(value: Any) -> torch.Tensor:
+    """The global tensor of a result, which may be plain."""
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value
+
+
+def backward(loss: Any) -> None:
+    """`loss.backward()`, which torch leaves untyped."""
+    loss.backward()
+
+
+def on_rank(rank: int, there: Any, elsewhere: Any) -> Any:
+    """A value on one rank, another one on all others."""
+    return there if dist.get_rank() == rank else elsewhere
+
+
+# Of a tensor of 8 x 6.
 SPECS = {
     "rows": chunk(0),
     "columns, any order": chunk(1, (2, 0, 3, 1)),
@@ -94,5 +126,4 @@ SPECS = {
     "grid": enumerable(([0, 0], [3, 4], 1), ([0, 4], [3, 2], 0), ([3, 0], [5, 4], 2), ([3, 4], [5, 2], 3)),
 }
 
-
-BRICKS = enumerable(([0, 0], [2, 3], 3), ([0, 3], [8, 3], 1), ([2, 0], [6, 3], 3))
+BRICKS = bricks(8, 6)
