@@ -6,21 +6,19 @@ Run by `nox -s hugging_face`, where peft is installed.
 from __future__ import annotations
 
 import copy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hf_models import build_model, needs_hf, save_plain, token_batch
-from shoal_dtensor import DTensor
+from hf_models import assert_same_values, build_model, needs_hf, needs_peft, save_plain, token_batch
 from shoal_mesh.testing import on_ranks
 from shoal_models import hf
 from shoal_tp_styles import UnsupportedModuleError, parallelize_module
 from shoal_tp_styles.testing import all_ranks
 
-pytestmark = [needs_hf, pytest.mark.skipif(find_spec("peft") is None, reason="peft: run by nox -s hugging_face")]
+pytestmark = [needs_hf, needs_peft]
 TARGETS = ["q_proj", "o_proj", "down_proj"]
 
 
@@ -40,13 +38,6 @@ def train(model: Any) -> None:
         optimizer.zero_grad()
 
 
-def assert_same(module: Any, single: Any) -> None:
-    expected = dict(single.named_parameters())
-    for name, param in module.named_parameters():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
-        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-10)
-
-
 @on_ranks(2, timeout=200)
 @pytest.mark.parametrize("first", ["mesh", "peft"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -63,7 +54,7 @@ def test_training_is_that_of_one_process(first: str, dropout: float) -> None:
     hf.parallelize_adapters(module)
     train(single)
     train(module)
-    assert_same(module, single)
+    assert_same_values(module, single, atol=1e-10)
     single.eval(), module.eval()
     expected = single(token_batch()).logits
     assert (expected - plain(token_batch()).logits).abs().max() > 1e-3

@@ -7,7 +7,6 @@ are equal, with and without sequence parallelism, with even and uneven heads, an
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_models import tensor_axis
 from shoal_dtensor import DTensor, Replicate, Shard
-from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import load_sharded
 from shoal_tp_styles import (
@@ -37,12 +36,6 @@ DIM, HEAD, VOCAB, INNER = 12, 4, 29, 22  # neither the vocabulary nor the inner 
 WAYS = pytest.mark.parametrize("ways", [2, 4])
 SEQUENCE = pytest.mark.parametrize("sequence", [False, True])
 HEADS = pytest.mark.parametrize("heads", [8, 6])  # six heads on four ranks: 2, 2, 1, 1
-
-
-@functools.cache
-def mesh(ways: int) -> Any:
-    """So many neighbouring ranks of four."""
-    return init_device_mesh("cpu", (4 // ways, ways), mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def build(make: Callable[[], nn.Module]) -> Any:
@@ -166,7 +159,9 @@ def t5_plan(heads: int, sequence: bool) -> dict[str, Any]:
 @HEADS
 def test_t5(ways: int, sequence: bool, heads: int) -> None:
     single = build(lambda: T5(heads))
-    module = parallelize_module(copy.deepcopy(single), mesh(ways), t5_plan(heads, sequence), on_unmatched="error")
+    module = parallelize_module(
+        copy.deepcopy(single), tensor_axis(ways), t5_plan(heads, sequence), on_unmatched="error"
+    )
     source, target = torch.randint(VOCAB, (3, 8)), torch.randint(VOCAB, (3, 4))
     assert_same(module, single, module(source, target), single(source, target))
 
@@ -256,7 +251,7 @@ def bert_plan(heads: int, sequence: bool) -> dict[str, Any]:
 def test_bert(ways: int, sequence: bool, heads: int) -> None:
     single = build(lambda: Bert(heads))
     module: Any = parallelize_module(
-        copy.deepcopy(single), mesh(ways), bert_plan(heads, sequence), on_unmatched="error"
+        copy.deepcopy(single), tensor_axis(ways), bert_plan(heads, sequence), on_unmatched="error"
     )
     assert module.decoder.weight is module.words.weight and isinstance(module.decoder.bias, DTensor)
     tokens, types = torch.randint(VOCAB, (3, 8)), torch.randint(2, (3, 8))
@@ -345,7 +340,7 @@ def gpt_plan(heads: int, sequence: bool) -> dict[str, Any]:
 def test_gpt2(ways: int, sequence: bool, heads: int) -> None:
     single = build(lambda: Gpt2(heads))
     module: Any = copy.deepcopy(single)
-    parallelize_module(module, mesh(ways), gpt_plan(heads, sequence), on_unmatched="error")
+    parallelize_module(module, tensor_axis(ways), gpt_plan(heads, sequence), on_unmatched="error")
     tokens = torch.randint(VOCAB, (3, 8))
     logits, expected = module(tokens), single(tokens)
     torch.testing.assert_close(logits.full_tensor(), expected)
@@ -363,7 +358,7 @@ def test_transposed_weights_are_loaded_in_every_way() -> None:
         for param in other.parameters():
             param.add_(0.1)
         expected = other(tokens)
-    module: Any = parallelize_module(single, mesh(4), gpt_plan(6, sequence=False))
+    module: Any = parallelize_module(single, tensor_axis(4), gpt_plan(6, sequence=False))
     assert module.h[0].c_attn.weight.shape == (DIM, 18 * HEAD)
     before = module(tokens).full_tensor()
     module.h[0].c_attn.load_state_dict(other.h[0].c_attn.state_dict())  # plain entries
@@ -372,7 +367,7 @@ def test_transposed_weights_are_loaded_in_every_way() -> None:
     torch.testing.assert_close(module(tokens).full_tensor(), expected)
     with torch.device("meta"):
         empty: Any = Gpt2(6).double()
-    parallelize_module(empty, mesh(4), gpt_plan(6, sequence=False), src_data_rank=None)
+    parallelize_module(empty, tensor_axis(4), gpt_plan(6, sequence=False), src_data_rank=None)
     load_sharded(empty, other.state_dict())
     torch.testing.assert_close(empty(tokens).full_tensor(), expected)
     torch.testing.assert_close(unparallelize_module(module).state_dict(), other.state_dict())
@@ -403,7 +398,7 @@ class Stack(nn.Module):
 @WAYS
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_gated_stack(ways: int, dim: int | None) -> None:
-    axis = mesh(ways)
+    axis = tensor_axis(ways)
     layout = Replicate() if dim is None else Shard(dim)
     columns = ColwiseParallel(input_layouts=layout)
     plan: dict[str, Any] = {"gates.*": columns, "ups.*": columns, "downs.*": RowwiseParallel(output_layouts=layout)}

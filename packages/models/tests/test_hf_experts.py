@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_models import naming
+from hf_models import naming, tensor_axis
 from shoal_dtensor import DTensor
-from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_tp_styles import UnmatchedPlanWarning, parallelize_module
 
@@ -46,12 +44,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def mesh(ways: int) -> Any:
-    """So many neighbouring ranks of four."""
-    return init_device_mesh("cpu", (4 // ways, ways), mesh_dim_names=("dp", "tp"))["tp"]
-
-
 def build(family: str) -> Any:
     """A causal language model of a family, in float64."""
     import transformers
@@ -76,7 +68,7 @@ def test_a_mixture_by_its_own_plan(family: str, experts: bool, ways: int) -> Non
     plan = {**single.tp_plan, **(single.ep_plan if experts else {})}
     with warnings.catch_warnings():  # plans name projections that a configuration may lack
         warnings.simplefilter("ignore", UnmatchedPlanWarning)
-        parallelize_module(module, mesh(ways), plan)
+        parallelize_module(module, tensor_axis(ways), plan)
     tokens = torch.randint(3, 67, (2, 7))
     expected, got = (model(tokens, labels=tokens) for model in (single, module))
     torch.testing.assert_close(got.logits, expected.logits)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import functools
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from hf_models import SIZES, naming
+from hf_models import SIZES, naming, tensor_axis
 from shoal_dtensor import DTensor
-from shoal_mesh import abstract_mesh, init_device_mesh
+from shoal_mesh import abstract_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_models import auto_plan
 from shoal_tp_styles import SequenceParallel, parallelize_module, verify
@@ -23,12 +22,6 @@ pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="trans
 # Family -> what its configuration needs beyond the sizes; the norms of Qwen3's heads, Phi-3's fused and gathered
 # projections and OLMo 2's gathered ones each take other names of the plans.
 FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {"head_dim": 4}, "Phi3": {}, "Olmo2": {}}
-
-
-@functools.cache
-def mesh(ways: int) -> Any:
-    """So many neighbouring ranks of four."""
-    return init_device_mesh("cpu", (4 // ways, ways), mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -62,7 +55,7 @@ def assert_same(module: Any, single: Any) -> None:
 def test_a_model_by_its_own_plan(family: str, ways: int) -> None:
     single = build(family)
     module = copy.deepcopy(single)
-    parallelize_module(module, mesh(ways), dict(single.tp_plan), on_unmatched="error")
+    parallelize_module(module, tensor_axis(ways), dict(single.tp_plan), on_unmatched="error")
     assert isinstance(module.lm_head.weight, DTensor)
     assert_same(module, single)
 
@@ -75,7 +68,7 @@ def test_tied_embeddings_stay_tied() -> None:
     for given in (plan, without):
         single.zero_grad()
         module = copy.deepcopy(single)
-        parallelize_module(module, mesh(4), given)
+        parallelize_module(module, tensor_axis(4), given)
         assert module.lm_head.weight is module.model.embed_tokens.weight
         assert_same(module, single)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_models import build_model, needs_hf, save_plain, token_batch
+from hf_models import build_model, needs_hf, save_plain, shared_directory, token_batch
 from shoal_dtensor import DTensor, Partial, Shard, communication, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -22,13 +22,6 @@ from shoal_tp_styles import Heads, PackedColwiseParallel, parallelize_module, un
 from shoal_tp_styles.testing import all_ranks
 
 pytestmark = needs_hf
-
-
-def shared(tmp_path: Path) -> Path:
-    """One directory for all ranks."""
-    where = [str(tmp_path)]
-    dist.broadcast_object_list(where)
-    return Path(where[0])
 
 
 def values(home: Path) -> dict[str, Any]:
@@ -55,7 +48,7 @@ PLANS: dict[str, Any] = {
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_files_are_those_of_the_plain_module(plan: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    home = shared(tmp_path) / "saved"
+    home = shared_directory(tmp_path) / "saved"
     single = linear().to(dtype)
     expected = {name: value.clone() for name, value in single.state_dict().items()}
     module = parallelize_module(single, all_ranks(), PLANS[plan])
@@ -87,7 +80,7 @@ def test_plain_transformers_loads_it_and_so_do_other_degrees(case: str, tmp_path
 
 @on_ranks(2, timeout=200)
 def test_resume(tmp_path: Path) -> None:
-    home = shared(tmp_path) / "saved"
+    home = shared_directory(tmp_path) / "saved"
     module = parallelize_module(linear(), all_ranks(), "colwise")
     save_sharded(module, home)
     other = parallelize_module(linear(1), all_ranks(), "rowwise")
@@ -97,7 +90,7 @@ def test_resume(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=200)
 def test_errors_are_raised_on_all_ranks_and_leave_the_old_files(tmp_path: Path, monkeypatch: Any) -> None:
-    home = shared(tmp_path) / "saved"
+    home = shared_directory(tmp_path) / "saved"
     module = parallelize_module(linear(), all_ranks(), "colwise")
     save_sharded(module, home)
     (home / "notes.txt").write_text("kept") if dist.get_rank() == 0 else None
@@ -159,7 +152,7 @@ def test_a_crash_leaves_the_old_checkpoint_or_the_new(
 
 @on_ranks(2, timeout=200)
 def test_what_files_cannot_hold(tmp_path: Path) -> None:
-    home, mesh = shared(tmp_path) / "saved", all_ranks()
+    home, mesh = shared_directory(tmp_path) / "saved", all_ranks()
     for value, message in (
         (DTensor.from_local(torch.ones(2), mesh, [Partial()]), "redistribute partial tensors"),
         (distribute_tensor(torch.ones(2, dtype=torch.complex64), mesh, [Shard(0)]), "complex64, which safetensors"),

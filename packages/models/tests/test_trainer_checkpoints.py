@@ -6,15 +6,20 @@ Run by `nox -s hugging_face`, where accelerate is installed.
 from __future__ import annotations
 
 import copy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 
-from hf_models import build_model, needs_hf, save_plain
+from hf_models import (
+    assert_same_values,
+    build_model,
+    needs_accelerate,
+    needs_hf,
+    needs_peft,
+    save_plain,
+    shared_directory,
+)
 from shoal_dtensor import DTensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -22,7 +27,6 @@ from shoal_models import hf
 from shoal_tp_styles import parallelize_module, unparallelize_module
 from shoal_tp_styles.testing import all_ranks
 
-needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate: run by nox -s hugging_face")
 pytestmark = [needs_hf, needs_accelerate]
 
 
@@ -40,23 +44,9 @@ def trainer_of(model: Any, home: Path, **options: Any) -> Any:
     return hf.prepare_trainer(trainer)
 
 
-def assert_same(module: Any, single: Any) -> None:
-    expected = dict(single.named_parameters())
-    for name, param in module.named_parameters():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
-        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-12)
-
-
-def shared(tmp_path: Path) -> Path:
-    """The directory of rank 0, on every rank."""
-    found = [tmp_path]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
 @on_ranks(4, timeout=200)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
-    home, plain = shared(tmp_path), build_model().train()
+    home, plain = shared_directory(tmp_path), build_model().train()
     plan = dict(plain.tp_plan)
     straight = copy.deepcopy(plain)
     trainer_of(parallelize_module(straight, all_ranks(), plan), home / "no", save_strategy="no").train()
@@ -69,33 +59,33 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(home / "run" / "checkpoint-3"))
     assert trainer.state.global_step == 4
     unparallelize_module(straight)
-    assert_same(first, straight)
-    assert_same(resumed, straight)
+    assert_same_values(first, straight)
+    assert_same_values(resumed, straight)
 
 
 @on_ranks(2, timeout=200)
 def test_the_best_model_is_that_of_one_process(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    home = shared(tmp_path)
+    home = shared_directory(tmp_path)
     model = hf.from_pretrained(save_plain(build_model(), home), all_ranks()).train()
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     trainer = trainer_of(model, home / "run", load_best_model_at_end=True, save_total_limit=1, **options)
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.exists() and (best / "trainer_state.json").exists()
-    assert_same(model, AutoModelForCausalLM.from_pretrained(best))
+    assert_same_values(model, AutoModelForCausalLM.from_pretrained(best))
     trainer.save_model(str(home / "final"))
     assert (home / "final" / "training_args.bin").exists()
-    assert_same(model, AutoModelForCausalLM.from_pretrained(home / "final"))
+    assert_same_values(model, AutoModelForCausalLM.from_pretrained(home / "final"))
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft: run by nox -s hugging_face")
+@needs_peft
 @on_ranks(4, timeout=200)
 def test_adapters_go_on_from_a_checkpoint_on_other_ranks(tmp_path: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    home = shared(tmp_path)
+    home = shared_directory(tmp_path)
 
     def adapted(mesh: Any) -> Any:
         model = parallelize_module(build_model().train(), mesh, dict(build_model().tp_plan))

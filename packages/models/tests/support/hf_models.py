@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["SIZES", "build_model", "naming", "needs_hf", "save_plain", "token_batch"]
+from shoal_dtensor import DTensor
+from shoal_mesh import init_device_mesh
+
+__all__ = [
+    "SIZES",
+    "assert_same_values",
+    "build_model",
+    "naming",
+    "needs_accelerate",
+    "needs_hf",
+    "needs_peft",
+    "save_plain",
+    "shared_directory",
+    "tensor_axis",
+    "token_batch",
+]
 
 needs_hf = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("safetensors") is None,
     reason="transformers or safetensors is not installed",
+)
+needs_accelerate, needs_peft = (
+    pytest.mark.skipif(find_spec(name) is None, reason=f"{name}: run by nox -s hugging_face")
+    for name in ("accelerate", "peft")
 )
 
 SIZES = {
@@ -52,6 +72,27 @@ def save_plain(model: Any, home: Path, **options: Any) -> Path:
         model.save_pretrained(where[0], **options)
     dist.barrier()
     return Path(where[0])
+
+
+def shared_directory(home: Path) -> Path:
+    """The directory of rank 0, on every rank."""
+    where = [home]
+    dist.broadcast_object_list(where)
+    return where[0]
+
+
+@cache
+def tensor_axis(ranks: int) -> Any:
+    """So many neighbouring ranks of four."""
+    return init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def assert_same_values(module: Any, single: Any, atol: float = 1e-12) -> None:
+    """Parameters are those of the model of one process."""
+    expected = dict(single.named_parameters())
+    for name, param in module.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=atol, msg=naming(name))
 
 
 def token_batch(rows: int = 2, length: int = 7) -> torch.Tensor:
