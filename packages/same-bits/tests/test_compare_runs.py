@@ -10,34 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sequence_parallel_mlp import PLAN, NormMLP
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
 from shoal_same_bits import RunRecord, compare_runs, record_run
 from shoal_same_bits.__main__ import main
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, StyleError, parallelize_module
-
-PLAN = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-}
+from shoal_tp_styles import ColwiseParallel, RowwiseParallel, StyleError, parallelize_module
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 30), nn.Linear(30, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(self.norm(x)).relu())
-        return out
-
-
-def _model() -> Model:
+def _model() -> NormMLP:
     torch.manual_seed(0)
-    return Model().double()
+    return NormMLP(30).double()
 
 
 def _inputs() -> Tensor:
@@ -79,7 +64,7 @@ def test_the_first_operator_that_differs_is_named() -> None:
 
 
 def test_an_operator_inside_a_module_is_found() -> None:
-    class Scaled(Model):
+    class Scaled(NormMLP):
         wrong = False
 
         def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +72,7 @@ def test_an_operator_inside_a_module_is_found() -> None:
             return (y + (1e-3 if self.wrong else 0.0)).log()
 
     torch.manual_seed(0)
-    model, x = Scaled().double(), _inputs()
+    model, x = Scaled(30).double(), _inputs()
     one = _run(model, x)
     model.wrong = True
     found = compare_runs(one, _run(model, x))

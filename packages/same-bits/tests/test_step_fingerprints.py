@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from sequence_parallel_mlp import PLAN, NormMLP
 from shoal_data_parallel import fully_shard, replicate
 from shoal_dtensor import Partial, Replicate, Shard, StridedShard, distribute_tensor
 from shoal_mesh import DeviceMesh, all_reduce, init_device_mesh
@@ -17,32 +18,17 @@ from shoal_mesh.testing import on_ranks
 from shoal_same_bits import StepFingerprints, invariant_arithmetic
 from shoal_same_bits.__main__ import main
 from shoal_same_bits.runs.fingerprints import first_difference, part_of_tensor
-from shoal_tp_styles import ColwiseParallel, RowwiseParallel, SequenceParallel, StyleError, parallelize_module
+from shoal_tp_styles import StyleError, parallelize_module
 
 NAMES = ("data", "tensor")
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(self.norm(x)).relu())
-        return out
 
 
 def run(path: Path, mesh: DeviceMesh, *, sharded: bool = False, change: str = "") -> None:
     """Three steps; before the second, one element of a parameter is changed."""
     torch.manual_seed(0)
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
     x = torch.randn(8, 8, 16, generator=torch.Generator().manual_seed(1)).chunk(mesh.size(0))[mesh.get_local_rank(0)]
     with invariant_arithmetic():
-        model: Any = parallelize_module(Model(), mesh["tensor"], plan)
+        model: Any = parallelize_module(NormMLP(32), mesh["tensor"], PLAN)
         model = fully_shard(model, mesh["data"]) if sharded else replicate(model, mesh["data"])
         seen = StepFingerprints(path, model, mesh["data"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
