@@ -46,6 +46,7 @@ _UNCHANGED = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wra
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec
+    from .decision import MovingDecision
 
 
 def collective_on_shards(op: OpOverload) -> Callable[..., Any]:
@@ -154,17 +155,11 @@ BY_STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_str
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
-def must_run_sequentially(moved: Sequence[tuple[Any, Any]], written: Sequence[int | str], args: Sequence[Any]) -> bool:
-    """Whether a `foreach` call must take its elements one by one, because one writes what is redistributed for another.
-
-    Args:
-        moved: what is redistributed: each a list and the index in it, or all arguments and a position.
-        written: the positions of the lists that are written to; args: the arguments.
-    """
-    count = len(args[0])
-    targets = [tensor for place in written if isinstance(place, int) for tensor in args[place]]
-    tensors = [container[at] for container, at in moved]
-    return count > 1 and (
+def must_run_sequentially(decision: MovingDecision, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a `foreach` call must take its elements one by one: one writes what is redistributed for another."""
+    targets = [tensor for place in decision.unreported_writes if isinstance(place, int) for tensor in args[place]]
+    tensors = [container[at] for container, at in [move.within(args, kwargs) for move in decision.moves]]
+    return len(args[0]) > 1 and (
         len({*map(id, targets)}) < len(targets)
         or any(one is not other and shares_memory(one, other) for one in tensors for other in targets)
     )

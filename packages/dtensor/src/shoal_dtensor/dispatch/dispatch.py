@@ -250,7 +250,6 @@ def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any
 def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision that is not simple; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
-    assert isinstance(decision, CompositeDecision | MovingDecision), "simple decisions are run by dispatch itself"
     if decision.verifies_plain and first is None:
         _verify_plain(call, candidates=True)
     if isinstance(decision, CompositeDecision):
@@ -259,8 +258,7 @@ def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple
     if decision.notice:
         warn(decision.notice, stacklevel=2)
     if decision.moves:
-        moved = [move.within(args, kwargs) for move in decision.moves]
-        if decision.foreach and must_run_sequentially(moved, decision.unreported_writes, args):
+        if decision.foreach and must_run_sequentially(decision, args, kwargs):
             return run_sequentially(op, args, kwargs)
         local, named = _moved(call, decision)
     with watched(decision.watched) if decision.watched else nullcontext():
