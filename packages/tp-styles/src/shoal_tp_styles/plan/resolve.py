@@ -117,9 +117,10 @@ class Resolved:
 
         Those that an earlier call has sharded are compared with their layout when the styles are applied.
         """
-        asked = {key: layout for use in self.uses for key, layout in _layouts(use)}
+        shared = shared_parameters(self.root)
+        asked = {key: layout for use in self.uses for key, layout in _layouts(use)} if shared else {}
         problems = []
-        for names in shared_parameters(self.root):
+        for names in shared:
             if isinstance(self.root.get_parameter(next(iter(names.values()))), DTensor):
                 continue
             known = {path: asked.get(key) for key, path in names.items()}
@@ -172,12 +173,12 @@ def apply_plan(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> None:
 _Owned = tuple[int, str]  # id of the module that holds a parameter, and the parameter's name there
 
 
-def _owned_parameters(module: nn.Module, *, own: bool = False) -> Iterator[tuple[_Owned, str]]:
+def _owned_parameters(module: nn.Module, *, own: bool = False) -> Iterator[tuple[_Owned, str, nn.Parameter]]:
     """Every parameter of a module and (unless `own`) of its children, with its path; a shared child has one."""
     for prefix, owner in [("", module)] if own else module.named_modules():
         for name, param in owner._parameters.items():
             if param is not None:
-                yield (id(owner), name), f"{prefix}.{name}" if prefix else name
+                yield (id(owner), name), f"{prefix}.{name}" if prefix else name, param
 
 
 def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
@@ -187,28 +188,22 @@ def _wrapped(use: Use) -> Iterator[tuple[int, str]]:
         return
     yield id(use.module), ""
     own = use.sharding is not None and use.sharding.own_parameters
-    yield from (key for key, _ in _owned_parameters(use.module, own=own))
+    yield from (key for key, _, _ in _owned_parameters(use.module, own=own))
 
 
 def _layouts(use: Use) -> Iterator[tuple[_Owned, tuple[ParameterPlacement, ParameterPlacement | None, object]]]:
     if use.sharding is not None and use.sharding.distributes:
-        for key, path in _owned_parameters(use.module, own=use.sharding.own_parameters):
-            second = use.sharding.second_axis
-            yield (
-                key,
-                (
-                    use.sharding.parameters.get(path, Replicate()),
-                    None if second is None else second.get(path, Replicate()),
-                    use.style.axis,
-                ),
-            )
+        first, second = use.sharding.parameters, use.sharding.second_axis
+        for key, path, _ in _owned_parameters(use.module, own=use.sharding.own_parameters):
+            other = None if second is None else second.get(path, Replicate())
+            yield key, (first.get(path, Replicate()), other, use.style.axis)
 
 
 def shared_parameters(root: nn.Module) -> list[dict[_Owned, str]]:
     """Parameters that several modules hold: the owners of each, with its path there."""
     owners: dict[int, dict[_Owned, str]] = {}
-    for key, path in _owned_parameters(root):
-        owners.setdefault(id(root.get_parameter(path)), {})[key] = path
+    for key, path, param in _owned_parameters(root):
+        owners.setdefault(id(param), {})[key] = path
     return [names for names in owners.values() if len(names) > 1]
 
 
@@ -261,8 +256,9 @@ def _of_tied(root: nn.Module, uses: Sequence[Use]) -> Iterator[Use]:
     """Styles of modules that the plan leaves out, but that hold a weight which it shards in another module."""
     from ..styles.linear import style_of_tied  # above the styles, most of which a plan may not need
 
-    asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)}
-    for names in shared_parameters(root):
+    shared = shared_parameters(root)
+    asked = {key: (use, layout) for use in uses for key, layout in _layouts(use)} if shared else {}
+    for names in shared:
         styled = [asked[key] for key in names if key in asked]
         if not styled or isinstance(root.get_parameter(next(iter(names.values()))), DTensor):
             continue
