@@ -221,10 +221,10 @@ def _is_around(blocks: Blocks, order: Sequence[int], own: int) -> bool:
     Rows of a matrix, say, of which this rank keeps some in the middle: one view has all, and no buffer is needed.
     """
     others = list(chain.from_iterable(blocks[i] for i in order if i != own))
-    if _as_one(others) is not None or _as_one(list(chain.from_iterable(blocks[i] for i in order))) is None:
-        return False
     sent, kept = _counts([others, blocks[own]])
-    return kept <= sent
+    if kept > sent or _as_one(others) is not None:
+        return False
+    return _as_one(list(chain.from_iterable(blocks[i] for i in order))) is not None
 
 
 def _as_one(blocks: Sequence[Tensor]) -> Tensor | None:
