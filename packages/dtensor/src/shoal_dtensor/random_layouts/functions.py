@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dis import get_instructions
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -129,7 +129,7 @@ def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]
             continue
         seen.add(code)
         codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
-        if any(name in _CALLED or "drop" in name.lower() for name in _names(code, children)):
+        if _names_a_draw(code, children):
             return True
         named = [function.__globals__.get(name) for name in code.co_names]
         if _of_user(function.__globals__.get("__name__", "")):
@@ -145,6 +145,11 @@ def _draws(function: FunctionType, children: frozenset[str], seen: set[CodeType]
 def _of_user(module: str) -> bool:
     root = module.partition(".")[0]
     return root != "torch" and root not in sys.stdlib_module_names
+
+
+@lru_cache(maxsize=1024)  # the layers of a model share their code
+def _names_a_draw(code: CodeType, children: frozenset[str]) -> bool:
+    return any(name in _CALLED or "drop" in name.lower() for name in _names(code, children))
 
 
 def _names(code: CodeType, children: frozenset[str]) -> Iterator[str]:
