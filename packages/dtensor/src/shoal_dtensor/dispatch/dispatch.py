@@ -44,6 +44,7 @@ from .results import count_writes, follow, in_order, is_out_of_order, mapped, wi
 MAX_DECISIONS = 4096
 
 _NOTHING: frozenset[int] = frozenset()
+_SlowDecision = CompositeDecision | MovingDecision
 _ONE, _FIRST, _LIST, _NONE = ResultKind.ONE, ResultKind.FIRST, ResultKind.LIST, ResultKind.NONE
 
 
@@ -250,6 +251,7 @@ def _wrapped(cls: Any, result: Any, decision: SimpleDecision, args: Sequence[Any
 def _run_slow_path(call: _Call, decision: Decision, first: tuple[_OpCache, tuple[Any, ...]] | None = None) -> Any:
     """Run a decision that is not simple; `first` is where it is kept, if its first result is still to be seen."""
     cls, op, args, kwargs, local, named = call
+    assert isinstance(decision, _SlowDecision), "simple decisions are run by dispatch itself"
     if decision.verifies_plain and first is None:
         _verify_plain(call, candidates=True)
     if isinstance(decision, CompositeDecision):
