@@ -18,9 +18,10 @@ from torch import Tensor
 from .._torch import functional, has_tangent, is_compiling, is_exporting, is_traced
 from ..errors import CollectiveError
 from ..groups.process_groups import Comm
-from ..shared_memory.channel import channel_of
+from ..shared_memory.channel import channel_of, ranks_per_host
 from ..shared_memory.exchange import SharedMemoryTransport
 from ..transport import Handle, Receive, Transport
+from .across_hosts import AcrossHosts
 from .c10d_transport import C10dTransport
 from .calls import Pending
 from .graph_dependences import NAMESPACE, distinct, in_its_pass
@@ -41,6 +42,8 @@ def carrier_of(comm: Comm, tensor: Tensor, op: str = "", background: bool = Fals
         transport = C10dTransport(comm, channel)
         if channel is not None:
             transport = SharedMemoryTransport(channel, transport)
+        elif per_host := ranks_per_host(group):
+            transport = AcrossHosts(comm, per_host, C10dTransport)
         if tensor.is_cpu or not comm.on_gloo:  # else the ranks have not yet been asked whether they share memory
             comm.transport = transport
     return transport.carrier(tensor, op, background, uneven)

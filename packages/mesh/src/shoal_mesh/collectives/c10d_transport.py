@@ -51,12 +51,18 @@ def _from(root: int) -> BroadcastOptions:
 
 
 class C10dTransport:
-    """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete."""
+    """The backend of a group. gloo's work is watched on CPU tensors alone: that on meta tensors is never complete.
 
-    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_name", "_size")
+    Args:
+        comm: the communicator.
+        channel: of its ranks; or of those of one host, which make the same calls, each of a group of its own.
+        part_of: the name of the group that all of these are parts of.
+    """
 
-    def __init__(self, comm: Comm, channel: Channel | None) -> None:
-        self._group, self._name, self._channel = comm.group, comm.name, channel
+    __slots__ = ("_backends", "_channel", "_fake", "_gloo", "_group", "_name", "_part_of", "_size")
+
+    def __init__(self, comm: Comm, channel: Channel | None, part_of: str = "") -> None:
+        self._group, self._name, self._channel, self._part_of = comm.group, comm.name, channel, part_of
         self._gloo, self._fake = comm.on_gloo, "fake" in comm.backend
         self._backends, self._size = comm.backend, comm.size
 
@@ -71,7 +77,8 @@ class C10dTransport:
             self._channel.peers.announce(kind, tensor.dtype, count, op, root)
 
     def _watched(self, work: Work, tensor: Tensor) -> Handle:
-        return BackendWork(work, self._group, self._channel) if self._gloo and tensor.is_cpu else work
+        watched = self._gloo and tensor.is_cpu
+        return BackendWork(work, self._group, self._channel, self._part_of) if watched else work
 
     def carrier(self, tensor: Tensor, op: str, background: bool, uneven: bool) -> Transport:
         return self

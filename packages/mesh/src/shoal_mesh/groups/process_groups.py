@@ -281,9 +281,14 @@ def comm_of_threads(comm: Comm) -> Comm | None:
     if comm._place is None:
         return None
     if comm._of_threads is None:
-        choice, ranks = BackendChoice(tag="threads"), sorted(comm.line)
-        comm._of_threads = Comm.over(find_or_create(ranks, choice, "threads"), ("threads",), ranks, choice)
+        comm._of_threads = comm_for("threads", sorted(comm.line))
     return comm._of_threads
+
+
+def comm_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> Comm:
+    """The communicator over global ranks whose group serves one purpose alone; called by all of them."""
+    choice = BackendChoice(backend, tag=purpose)
+    return Comm.over(find_or_create(ranks, choice, purpose), (purpose,), ranks, choice)
 
 
 def _renew(comm: Comm) -> None:

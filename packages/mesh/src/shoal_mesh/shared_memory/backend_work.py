@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from .. import _torch
-from .._torch import ProcessGroup, Work
+from .._torch import ProcessGroup, Store, Work
 from ..errors import PeerError
 from .channel import Channel, machine, processes_of
 from .peers import different_collectives, minority, state_of, written_down
@@ -19,7 +22,7 @@ _CHECK_SECONDS = 0.02  # how often a sleeping rank looks at the others
 _DEATH_SECONDS = 0.5  # how long the end of a process may show up after that of its connections
 _ROLL_CALL_SECONDS = 3.0  # how long other ranks may take to report the same failure
 
-
+T = TypeVar("T")
 _ABANDONED: list[Work] = []  # declared mutable state: works of gloo that a rank has left before they were complete
 
 
@@ -40,14 +43,20 @@ def settle(timeout: float) -> None:
 class BackendWork:
     """The work of a collective of gloo. It stands where c10d's Work does.
 
+    Args:
+        work: what the backend has started.
+        group: whose it is.
+        channel: of ranks that are watched meanwhile, and hear of a failure.
+        part_of: name of the group whose ranks, of which these are some, raise one failure.
+
     Raises from `wait`:
         PeerError: a rank has ended, given up or does something else, or the timeout is over.
     """
 
-    __slots__ = ("_channel", "_group", "_work")
+    __slots__ = ("_channel", "_group", "_part_of", "_work")
 
-    def __init__(self, work: Work, group: ProcessGroup, channel: Channel | None) -> None:
-        self._work, self._group, self._channel = work, group, channel
+    def __init__(self, work: Work, group: ProcessGroup, channel: Channel | None, part_of: str = "") -> None:
+        self._work, self._group, self._channel, self._part_of = work, group, channel, part_of
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
@@ -64,7 +73,7 @@ class BackendWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _explained(self._group, str(error), self._channel) from error
+            raise _explained(self._group, str(error), self._channel, self._part_of) from error
 
     def _watch(self, channel: Channel) -> None:
         """Until the work is complete or another rank is seen to fail."""
@@ -82,7 +91,7 @@ class BackendWork:
                 channel.peers.check_others()
 
 
-def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerError:
+def _explained(group: ProcessGroup, said: str, channel: Channel | None, part_of: str) -> PeerError:
     """The error that names who is at fault: processes of this machine are looked at, all others asked to report."""
     said = said.partition("] ")[2].partition(". This is typically")[0] or said
     if not _torch.is_live(group):
@@ -92,9 +101,18 @@ def _explained(group: ProcessGroup, said: str, channel: Channel | None) -> PeerE
     me = ranks[group.rank()]
     text, culprits = _who(group, ranks, me)
     error = f"a collective of gloo failed on rank {me}: {text} ({said})"
+    if part_of:
+        error, culprits = first_failure(part_of, error, culprits)
     if channel is None:
         return PeerError(error + written_down(me, error, culprits, {}), culprits)
-    return channel.peers.fail(error, [positions[rank] for rank in culprits])
+    return channel.peers.fail(error, culprits)
+
+
+def first_failure(name: str, text: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """What a group has failed with first, of which its ranks see different ends, and who is at fault: else this."""
+    own = json.dumps([text, ranks])
+    text, ranks = json.loads(_answer(lambda store: store.compare_set(f"shoal_failed/{name}", "", own), 0) or own)
+    return text, tuple(ranks)
 
 
 def _who(group: ProcessGroup, ranks: list[int], me: int) -> tuple[str, tuple[int, ...]]:
@@ -133,10 +151,9 @@ def lost_ranks(group: ProcessGroup, ranks: list[int]) -> dict[int, str]:
 
 def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -> dict[int, str] | None:
     """What those of some ranks that report a failure of the group have started last; None if the store is silent."""
-    answer: list[dict[int, str]] = []
 
-    def ask() -> None:
-        store, name = _torch.default_store(), _torch.group_name(group)
+    def ask(store: Store) -> dict[int, str]:
+        name = _torch.group_name(group)
         keys = {rank: f"shoal_failed/{name}/{rank}" for rank in ranks}
         store.set(keys[me], last_of_backend(name))
         deadline = time.monotonic() + seconds
@@ -144,11 +161,18 @@ def _roll_call(group: ProcessGroup, ranks: list[int], me: int, seconds: float) -
             time.sleep(0.05)
         came = [rank for rank in ranks if store.check([keys[rank]])]
         said = store.multi_get([keys[rank] for rank in came])
-        answer.append({rank: text.decode() for rank, text in zip(came, said, strict=True)})
+        return {rank: text.decode() for rank, text in zip(came, said, strict=True)}
+
+    return _answer(ask, seconds)
+
+
+def _answer(ask: Callable[[Store], T], seconds: float) -> T | None:
+    """What a function gets from the store of the default group in so many seconds; None if it is silent."""
+    answer: list[T] = []
 
     def quietly() -> None:
         with suppress(RuntimeError):  # the store is gone
-            ask()
+            answer.append(ask(_torch.default_store()))
 
     thread = threading.Thread(target=quietly, daemon=True)  # a store that is out of reach blocks for minutes
     thread.start()

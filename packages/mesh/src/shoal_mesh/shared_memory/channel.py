@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from .. import _torch
 from .._torch import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, on_plain_kernels
 from .peers import ANNOUNCED, LINE, REASON_BYTES, Peers
 from .stream import Stream
@@ -103,7 +104,8 @@ def give_up(reason: str) -> None:
     for channel in list(_CHANNELS.values()):
         if channel is not None:
             peers = channel.peers
-            peers.fail(f"rank {peers.ranks[peers.rank]} {reason}", [peers.rank])
+            own = peers.ranks[peers.rank]
+            peers.fail(f"rank {own} {reason}", [own])
 
 
 def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
@@ -124,7 +126,7 @@ def map_segment(group: ProcessGroup, nbytes: int) -> mmap.mmap | None:
         if hosts[0] and len(set(hosts)) == 1 and files[0] >= 0:
             path = f"/proc/{pids[0]}/fd/{files[0]}"
             memory = _map(path, nbytes, tokens[0])
-        return memory if _all_have(memory, group) else None
+        return memory if all_have(memory, group) else None
     finally:
         if own >= 0:
             os.close(own)
@@ -158,8 +160,9 @@ def _map(path: str, nbytes: int, token: int) -> mmap.mmap | None:
     return memory if memory[:8] == token.to_bytes(8, sys.byteorder) else None
 
 
-def _all_have(memory: mmap.mmap | None, group: ProcessGroup) -> bool:
-    have = torch.tensor([int(memory is not None)])
+def all_have(this: object, group: ProcessGroup) -> bool:
+    """Whether no rank of the group has None here."""
+    have = torch.tensor([int(this is not None)])
     options = AllreduceOptions()
     options.reduceOp = ReduceOp.MIN  # type: ignore[assignment]  # the stub wants the class around the enum
     group.allreduce([have], options).wait()
@@ -169,6 +172,14 @@ def _all_have(memory: mmap.mmap | None, group: ProcessGroup) -> bool:
 def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
     """(machine, process id) of the ranks of a group, in its order; () before its first collective on CPU tensors."""
     return _PROCESSES.get(group, ())
+
+
+def ranks_per_host(group: ProcessGroup) -> int:
+    """How many ranks each of several hosts has, which follow one another in a group; 0 if that is not so, or one."""
+    machines, positions = [machine for machine, _ in processes_of(group)], list(_torch.group_ranks(group).items())
+    count = machines.count(machines[0]) if machines and all(machines) and sorted(positions) == positions else 0
+    by_host = [machine for machine in dict.fromkeys(machines) for _ in range(count)]
+    return count if 1 < count < len(machines) and machines == by_host else 0
 
 
 def _host() -> int:

@@ -74,14 +74,13 @@ class Peers:
 
         Args:
             text: what it says here.
-            ranks: positions in the group of those who are at fault.
+            ranks: those who are at fault, by their global numbers; they may be in other groups.
             reason: what the others repeat, if not the text.
             kind: the class of the error; the others raise a LockstepError as it is.
         """
         if self._failure is None:
-            culprits = tuple(self.ranks[rank] for rank in ranks)
             seen = {self.ranks[rank]: said for rank, said in self.last_seen().items()}
-            self._failure = kind(text + written_down(self.ranks[self.rank], text, culprits, seen), culprits)
+            self._failure = kind(text + written_down(self.ranks[self.rank], text, ranks, seen), tuple(ranks))
             said, as_it_is = reason or text, kind is LockstepError
             kept = json.dumps([said, list(ranks), as_it_is]).encode()
             if len(kept) > REASON_BYTES - 2:
@@ -95,13 +94,13 @@ class Peers:
 
     def fail_with(self, error: PeerError) -> PeerError:
         """`fail` with the text and the ranks of an error."""
-        return self.fail(str(error), [self.ranks.index(rank) for rank in error.ranks], kind=type(error))
+        return self.fail(str(error), error.ranks, kind=type(error))
 
     def heard(self, rank: int) -> PeerError:
         """The error for a rank of the group that has given up; it says why."""
         start = rank * REASON_BYTES
         length = int.from_bytes(self._reasons[start : start + 2], "little")
-        reason, ranks, as_it_is = "see its error", [rank], False
+        reason, ranks, as_it_is = "see its error", [self.ranks[rank]], False
         if length:
             reason, ranks, as_it_is = json.loads(bytes(self._reasons[start + 2 : start + 2 + length]))
         if as_it_is:
@@ -136,7 +135,7 @@ class Peers:
         said = {rank: call for rank in range(self.size) if (call := self._said(rank)) is not None}
         if len(set(said.values())) > 1:
             words = {self.ranks[rank]: describe(call) for rank, call in said.items()}
-            raise self.fail(different_collectives(words), minority(said))
+            raise self.fail(different_collectives(words), minority(words))
 
     def check_others(self) -> None:
         """Raise if a rank has given up, or is seen to do something else, while this one waits for its backend."""
@@ -147,7 +146,9 @@ class Peers:
             # A rank that has started the collective may return before it is complete.
             late = self._announced and self.words[self._announced[rank]] < self._calls
             if late and state_of(self._pids[rank]) == "returned":
-                raise self.fail(f"{self._name(rank)} has returned, and others wait for it in a collective", [rank])
+                raise self.fail(
+                    f"{self._name(rank)} has returned, and others wait for it in a collective", [self.ranks[rank]]
+                )
         self._check_calls()
 
     def wait(self, word: int, value: int, rank: int) -> None:
@@ -169,7 +170,8 @@ class Peers:
     def _sleep(self, word: int, value: int, rank: int) -> None:
         """Wait in steps that grow with the time waited, to 1 ms; now and then see whether the rank is still there."""
         start = checked = time.monotonic()
-        me, stopped = f"rank {self.ranks[self.rank]}", 0
+        own, other, name, stopped = self.ranks[self.rank], self.ranks[rank], self._name(rank), 0
+        me = f"rank {own}"
         while self.words[word] < value:
             now = time.monotonic()
             time.sleep(min(1e-3, 5e-5 + (now - start) / 16))
@@ -177,26 +179,27 @@ class Peers:
                 continue
             checked, group, state = now, self._group(), state_of(self._pids[rank])
             if group is None or not _torch.is_live(group):
-                raise self.fail("the process group was destroyed while one of its collectives waited", [self.rank])
+                raise self.fail("the process group was destroyed while one of its collectives waited", [own])
             if self.words[word] >= value:
                 return
             if state in ("ended", "returned"):
-                raise self.fail(f"{self._name(rank)} has {state} while {me} waited for it in a collective", [rank])
+                raise self.fail(f"{name} has {state} while {me} waited for it in a collective", [other])
             if self._announced and self.words[self._announced[rank]] > self._calls:
                 raise self.fail(
-                    f"{self._name(rank)} started another collective than the one in which {me} waits for it", [rank]
+                    f"{name} started another collective than the one in which {me} waits for it",
+                    [other],
                 )
             # Counted, not timed: a job that is stopped as a whole and goes on has waited for nobody.
             stopped = stopped + 1 if state == "stopped" else 0
             timeout = _torch.timeout_of(group)  # now: it may be set after the first steps, which are slow
             if now - start > timeout or stopped > _STOPPED_CHECKS:
-                why = f", the timeout of the process group, for {self._name(rank)}" if now - start > timeout else ""
+                why = f", the timeout of the process group, for {name}" if now - start > timeout else ""
                 raise self.fail(
-                    f"{me} waited {now - start:.0f} s{why} in a collective, and {self._name(rank)} is stopped (SIGSTOP)"
+                    f"{me} waited {now - start:.0f} s{why} in a collective, and {name} is stopped (SIGSTOP)"
                     if stopped
                     else f"{me} waited {timeout:.0f} s{why} in a collective: ranks start the same ones in one order, "
                     "with one async_op",
-                    [rank],
+                    [other],
                 )
 
     def differ(self, flags: Sequence[int], requests: Sequence[int]) -> PeerError:
@@ -205,7 +208,7 @@ class Peers:
             if rank != self.rank and self.words[flag] == BROKEN:
                 return self.heard(rank)
         words = {rank: describe(other) for rank, other in zip(self.ranks, requests, strict=True)}
-        return self.fail(different_collectives(words), minority(dict(enumerate(requests))))
+        return self.fail(different_collectives(words), minority(words))
 
     def _name(self, rank: int) -> str:
         return f"rank {self.ranks[rank]} (process {self._pids[rank]})"

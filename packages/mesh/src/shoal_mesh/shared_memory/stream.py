@@ -181,7 +181,8 @@ class Underway:
             following = _torch.on_plain_kernels(next, self._steps, None)
         except BaseException as error:
             if not isinstance(error, CollectiveError):
-                stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [stream.rank])
+                own = stream.peers.ranks[stream.rank]
+                stream.peers.fail(f"it broke off a collective in shared memory: {error!r}", [own])
             raise
         if following is None or following == FREE:
             stream.has_read()
