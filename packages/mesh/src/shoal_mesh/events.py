@@ -3,7 +3,7 @@
 CommDebugMode, `lockstep` and profiler annotations are observers. They hear of each collective once, however many calls
 of the backend it takes: what runs inside of an observed collective is not reported again (`in_observed`).
 
-May import: _torch, argument_types, errors, shared_memory, values.
+May import: _torch, argument_types, errors, shared_memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
@@ -23,7 +23,6 @@ from ._torch import is_compiling
 from .argument_types import kind_of, require
 from .errors import CollectiveError, CollectiveTypeError
 from .shared_memory.recorder import PURPOSES, Text
-from .values import dataclass
 
 R = TypeVar("R")
 

@@ -3,8 +3,11 @@
 They may change with any release; all packages are released together.
 
 May import: _torch, accelerator, argument_types, collectives, events, facades, groups, observers, shared_memory,
-topology, values.
+topology.
 """
+
+from dataclasses import dataclass as dataclass
+from functools import cached_property as cached_property
 
 from ._torch import constant_when_compiled as constant_when_compiled
 from .accelerator import accelerator as accelerator, module_of as module_of, own_device as own_device
@@ -33,4 +36,3 @@ from .groups.world import agree as agree
 from .observers.lockstep import in_lockstep as in_lockstep
 from .shared_memory.recorder import note as note
 from .topology import Topology as Topology, topology_version as topology_version
-from .values import cached_property as cached_property, dataclass as dataclass

@@ -3,7 +3,7 @@
 The numbers are those that the user set for the mesh (`set_topology`, for instance what `measure` returned), else
 defaults by device type and by whether the axis crosses hosts. All ranks get the same numbers.
 
-May import: accelerator, argument_types, collectives, errors, groups, mesh, values.
+May import: accelerator, argument_types, collectives, errors, groups, mesh.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +22,6 @@ from .collectives import even
 from .errors import AxisError, MeshError
 from .groups.process_groups import Comm
 from .mesh.device_mesh import DeviceMesh
-from .values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

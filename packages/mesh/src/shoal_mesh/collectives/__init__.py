@@ -1,4 +1,4 @@
 """Collectives over one or several mesh axes: any dtype, any sizes, called straight on the process group.
 
-May import: _torch, argument_types, errors, events, groups, mesh, shared_memory, transport, values.
+May import: _torch, argument_types, errors, events, groups, mesh, shared_memory, transport.
 """

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from .._torch import ReduceOp, is_compiling
 from ..argument_types import require
 from ..errors import CollectiveError, CollectiveTypeError
-from ..values import dataclass
 
 REDUCE = {
     "sum": ReduceOp.SUM,

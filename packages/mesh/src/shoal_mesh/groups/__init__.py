@@ -1,4 +1,4 @@
 """Process groups: who makes them, who looks them up, and what the default group agrees on.
 
-May import: _torch, accelerator, argument_types, errors, shared_memory, transport, values.
+May import: _torch, accelerator, argument_types, errors, shared_memory, transport.
 """

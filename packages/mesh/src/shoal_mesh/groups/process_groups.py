@@ -12,7 +12,7 @@ import datetime as dt
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from threading import Lock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ClassVar
@@ -23,7 +23,6 @@ from .._torch import WORLDS, ProcessGroup, constant_when_compiled
 from ..argument_types import require, require_each
 from ..errors import BackendError, MeshError, NoGroupError
 from ..transport import Transport
-from ..values import dataclass
 from .world import require_world, world_place
 
 

@@ -17,13 +17,13 @@ import reprlib
 import signal
 import sys
 import traceback
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Client, Connection
 from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
-from ..values import dataclass
 from .pickle_functions import dump
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from operator import index
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from ..argument_types import kind_of
 from ..errors import AxisError, MeshError, MeshTypeError
-from ..values import cached_property, dataclass
 
 if TYPE_CHECKING:
     from ..groups.process_groups import BackendChoice, Comm

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
 
@@ -17,7 +18,6 @@ import torch
 from .._torch import ProcessGroup
 from ..groups.world import all_gather_objects
 from ..shared_memory.backend_work import BackendWork
-from ..values import dataclass
 
 _BYTES = 1 << 20
 _REPEATS = 4  # there and back, the first of them connects; the fastest counts

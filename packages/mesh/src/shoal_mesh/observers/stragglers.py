@@ -6,14 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ..events import Event, observing
 from ..groups.world import all_gather_objects, require_world
 from ..shared_memory.channel import machine
-from ..values import dataclass
 from .lockstep import line_of_program
 
 _MEETINGS = 5  # at the beginning: ranks leave each at about the same moment, which relates the clocks of hosts
