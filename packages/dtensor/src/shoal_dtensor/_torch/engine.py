@@ -12,9 +12,8 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-
-from .compiling import eager_only, is_tracing
 
 # A block in which modes and subclasses do not see calls of torch functions.
 unwatched_functions: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
@@ -59,7 +58,7 @@ def thread_object(key: str) -> Any:
 
 def set_thread_object(key: str, value: Any) -> None:
     """Have this thread hold an object under a name."""
-    if is_tracing():  # the compiler would look into the object, all that it refers to, and this
+    if torch.compiler.is_dynamo_compiling():  # the compiler would look into the object, all that it refers to, and this
         _uncompiled(key, value)
         return
     if _stash_takes_over():
@@ -67,7 +66,7 @@ def set_thread_object(key: str, value: Any) -> None:
     torch._C._stash_obj_in_tls(key, value)
 
 
-_uncompiled: Callable[[str, Any], None] = eager_only(set_thread_object)
+_uncompiled: Callable[[str, Any], None] = _disable_dynamo(set_thread_object)
 
 
 @cache
