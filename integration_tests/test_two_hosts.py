@@ -74,7 +74,7 @@ def _train(what: str, folder: Path) -> list[float]:
 
 
 def _values(what: str, folder: Path) -> list[float]:
-    """Differences between collectives as they are and by gloo alone; how both hosts are told apart."""
+    """Differences between collectives as they are and by gloo alone; how both hosts are distinguished."""
     comm = comm_over((0, 1, 2, 3))
     x = torch.linspace(-1, 1, 1_000_004, dtype=torch.float64) * (1 + comm.rank)
 
