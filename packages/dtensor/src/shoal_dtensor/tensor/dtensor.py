@@ -287,9 +287,8 @@ class DTensor(torch.Tensor):
         slices, value = without_numbers(index, value, self.shape)
         if slices is not index and isinstance(value, DTensor) and shares_memory(value, self):
             value = value.clone()  # `x[0, 1:] += y` writes elements to themselves, seen in two ways: torch refuses
-        _ = (
-            self.grad_fn
-        )  # torch writes to a view itself where a slice is all of it, taking one with no history for a leaf
+        if torch.is_grad_enabled():
+            _ = self.grad_fn  # a slice that is all of a view is the view; torch takes it for a leaf until asked
         super().__setitem__(slices, value)
 
     def _with_lists(self, index: Any) -> Any:
