@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from shoal_dtensor.internal import pytree
 from shoal_mesh import all_reduce
 
-from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type, tree_leaves
+from .._torch import DisableTorchFunctionSubclass, has_compatible_shallow_copy_type
 from ..arguments import expect, expect_plain
 from ..errors import ArgumentTypeError, LocalShardError, UnsupportedOpError
 from ..spec.specs import ShardingSpec
@@ -80,7 +81,9 @@ def _two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, tuple
 
 def _on_shards(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The function on every shard; the tensor itself if the function returns its argument for each of them."""
-    return run_shardwise(func, args, kwargs, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)])
+    return run_shardwise(
+        func, args, kwargs, [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+    )
 
 
 def _type_as(cls: Any, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,7 +279,7 @@ def run(
         UnsupportedOpError: The function is not defined on a ShardedTensor, or its arguments are on several groups.
         NotExpressibleError: A layout has no placements, and the function is not pointwise.
     """
-    tensors = list({id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
+    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)}.values())
     if tensors:
         override = _OVERRIDES.get((None, func)) or _OVERRIDES.get((type(tensors[0].sharding_spec()), func))
         if override is not None:

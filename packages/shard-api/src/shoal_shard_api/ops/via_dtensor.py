@@ -15,10 +15,9 @@ from typing import Any, ClassVar
 import torch
 
 from shoal_dtensor import DTensor, Replicate, Shard, implicit_replication
-from shoal_dtensor.internal import Box
+from shoal_dtensor.internal import Box, TorchDispatchMode, pytree
 from shoal_mesh import DeviceMesh
 
-from .._torch import TorchDispatchMode, tree_leaves, tree_map
 from ..arguments import expect
 from ..errors import NotExpressibleError, UnsupportedOpError
 from ..ranks.process_groups import one_dim_mesh
@@ -124,17 +123,17 @@ class DTensorCall:
             return dtensor_conversion.from_dtensor(self.cls, leaf, like=self.tensors[0])
 
         with implicit_replication():  # plain tensors that the function creates
-            result = self.func(*tree_map(convert, args), **tree_map(convert, kwargs))
+            result = self.func(*pytree.tree_map(convert, args), **pytree.tree_map(convert, kwargs))
         for each in self.tensors:
             self._write_back(each, dtensors[id(each)], before[id(each)])
-        return tree_map(back, result)
+        return pytree.tree_map(back, result)
 
     def _refuse_leaf(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a write to a leaf that requires grad.  The op writes to a view of the shard, which torch allows."""
         if self.initializer or not torch.is_grad_enabled():
             return
         written = [args[0]] if self.in_place and args else []
-        written += tree_leaves(kwargs.get("out"))
+        written += pytree.tree_leaves(kwargs.get("out"))
         if any(isinstance(each, self.cls) and each.requires_grad and each.is_leaf for each in written):
             raise UnsupportedOpError(
                 f"{self.name}: a leaf ShardedTensor that requires grad cannot be written in place; use torch.no_grad()"
@@ -224,13 +223,13 @@ def is_pointwise(
             return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
         return leaf
 
-    meta_args, meta_kwargs = tree_map(to_meta, args), tree_map(to_meta, kwargs)
+    meta_args, meta_kwargs = pytree.tree_map(to_meta, args), pytree.tree_map(to_meta, kwargs)
     try:
         with torch.no_grad(), _OnlyPointwise():  # type: ignore[no-untyped-call]  # as above
             result = func(*meta_args, **meta_kwargs)
     except _NotPointwise:
         return False
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     return bool(outputs) and all(each.shape == first.shape for each in outputs)
 
 
@@ -250,10 +249,10 @@ def run_shardwise(
                 return leaf.new_empty(0) if box is None else block_for(leaf, box, tuple(first.shape))
             return leaf
 
-        results.append(func(*tree_map(local, args), **tree_map(local, kwargs)))
-    flat = [tree_leaves(result) for result in results]
+        results.append(func(*pytree.tree_map(local, args), **pytree.tree_map(local, kwargs)))
+    flat = [pytree.tree_leaves(result) for result in results]
     joined = iter([_joined(local_tensors, tensors) for local_tensors in zip(*flat, strict=True)])
-    return tree_map(lambda _: next(joined), results[0])
+    return pytree.tree_map(lambda _: next(joined), results[0])
 
 
 def _joined(local_tensors: Sequence[Any], tensors: Sequence[Any]) -> Any:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from shoal_mesh import Comm, DeviceMesh
 from shoal_mesh.internal import agree, dataclass, kind_of
 
-from .._torch import default_group
 from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError, RankMismatchError
 
@@ -25,7 +24,7 @@ def resolve(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself, or the default group for None; a typed error for one that this rank is not in."""
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError("no default process group: call torch.distributed.init_process_group first")
-    group = default_group() if process_group is None else process_group
+    group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, dist.ProcessGroup | int):  # c10d represents a group without this rank by an integer
         raise ArgumentTypeError(f"process_group must be a torch.distributed.ProcessGroup, got {kind_of(group)}")
     if isinstance(group, int) or dist.get_rank(group) < 0:

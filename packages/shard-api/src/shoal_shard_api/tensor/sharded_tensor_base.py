@@ -104,7 +104,13 @@ class ShardedTensorBase(torch.Tensor):
         device = local_tensors[0].device if local_tensors else torch.device("cpu")
         props = metadata.tensor_properties
         self: Self = make_wrapper(
-            cls, metadata.size, stride, props.dtype, device=device, layout=props.layout, pin_memory=props.pin_memory
+            cls,
+            metadata.size,
+            stride,
+            dtype=props.dtype,
+            layout=props.layout,
+            device=device,
+            pin_memory=props.pin_memory,
         )
         self._sharding_spec, self._metadata, self._process_group = spec, metadata, group
         self._layout = metadata.layout if group is not None else ()
