@@ -7,12 +7,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, which torch leaves untyped."""
-    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-
-
 Mask = torch.Tensor | None
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # Kernels of attention of (batch, heads, length, width), none of the tensors empty.  A forward takes queries, keys and

@@ -3,7 +3,7 @@
 With 8 query heads, 2 heads of keys and 4 ranks, rank 1 gets query heads 2 and 3 and head 0 of the keys, which rank 0
 gets too.  Heads that the ranks do not divide are shared out as `torch.chunk` does, so that some ranks may have none.
 
-May import: _torch, sequence_layout.
+May import: sequence_layout.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor.errors import SecondOrderError
-from shoal_dtensor.internal import unwatched
+from shoal_dtensor.internal import apply, unwatched
 from shoal_mesh import Comm, all_to_all_v, purpose
 
-from ._torch import apply
 from .sequence_layout import Range, SequenceLayout
 
 

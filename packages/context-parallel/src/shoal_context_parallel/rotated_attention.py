@@ -6,7 +6,7 @@ A block is one flat tensor: keys, then values, of one rank.  Blocks go around a 
 go back likewise.  Each generator of blocks yields the rank's own first and starts the next message before it does, so
 that blocks travel while the one before is computed.
 
-May import: _torch, attention_mask, block_attention, sequence_layout.
+May import: attention_mask, block_attention, sequence_layout.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor.errors import SecondOrderError
-from shoal_dtensor.internal import unwatched
+from shoal_dtensor.internal import apply, unwatched
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
 from shoal_mesh.internal import Pending, dataclass
 
-from ._torch import apply
 from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge
 from .sequence_layout import SequenceLayout

@@ -10,6 +10,7 @@ from ._torch import (
     FunctionMode as FunctionMode,
     ReplacedAttention as ReplacedAttention,
     TorchDispatchMode as TorchDispatchMode,
+    apply as apply,
     backward_number as backward_number,
     dispatch_modes as dispatch_modes,
     eager_only as eager_only,

@@ -1,4 +1,4 @@
 """Forms of modules whose bits do not depend on the number of ranks, in place of the lowerings of `modules`.
 
-May import: _torch, errors, row_attention.
+May import: errors, row_attention.
 """

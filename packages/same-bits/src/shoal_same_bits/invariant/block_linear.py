@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import backward_number, first_order_only, local_shard
+from shoal_dtensor.internal import apply, backward_number, first_order_only, local_shard
 from shoal_mesh import Comm
 from shoal_mesh.internal import all_reduce_
 from shoal_tp_styles.internal import (
@@ -35,7 +35,6 @@ from shoal_tp_styles.internal import (
     sharded_input,
 )
 
-from .._torch import apply
 from .block_sums import own_blocks
 from .norms_and_embeddings import Unstyled, add_bias
 from .products import bias_gradient, spread, summed, weight_gradient

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import UnsupportedModuleError
-from shoal_dtensor.internal import first_order_only
+from shoal_dtensor.internal import apply, first_order_only
 from shoal_mesh import Comm, all_reduce
 from shoal_mesh.internal import tree_sum
 from shoal_tp_styles import Collective, Lowered, ModuleCall
@@ -35,7 +35,6 @@ from shoal_tp_styles.internal import (
     replicated_input,
 )
 
-from .._torch import apply
 from .block_sums import Measured, contiguous_block, entered, tree_of
 
 Cells = tuple[Comm | None, int, int]
