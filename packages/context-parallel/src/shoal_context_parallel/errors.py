@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal_dtensor.errors import StyleError
 
-__all__ = ["UnsupportedAttentionError"]
-
 
 class UnsupportedAttentionError(StyleError, NotImplementedError):
     """Attention of a sharded sequence does not compute this; the message names what it does."""

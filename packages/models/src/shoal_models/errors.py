@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal_dtensor.errors import StyleError
 
-__all__ = ["CheckpointError"]
-
 
 class CheckpointError(StyleError, RuntimeError):
     """Files of a model cannot be written or read; the message says which, and what is as it was."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal_dtensor.errors import StyleError
 
-__all__ = ["VariantArithmeticError"]
-
 
 class VariantArithmeticError(StyleError, RuntimeError):
     """Operators of this device have other bits on other numbers of ranks; the message names them."""

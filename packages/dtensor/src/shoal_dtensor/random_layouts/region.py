@@ -131,7 +131,9 @@ class DrawRegion(ModuleForward):
 
         watch = Watch(joint, axes)
         if recomputes:
-            self.recall(args, kwargs)
+            for key, tensor in _named(args, kwargs):
+                if layout_of(tensor) is None and key in self.arrived:
+                    note_layout(tensor, self.arrived[key])
         elif self.batch is not None:
             watch.enter_batch([*tensors_in((*args, *kwargs.values()))], self.batch)
             self.remember(args, kwargs)
@@ -151,12 +153,6 @@ class DrawRegion(ModuleForward):
                 self.arrived[key] = LocalLayout(unknown="an input of a recomputed module has had several layouts")
         if len(self.arrived) > _MOST_SHAPES:
             self.arrived.clear()
-
-    def recall(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Give the inputs of a recomputation the layouts that those of the forward had."""
-        for key, tensor in _named(args, kwargs):
-            if layout_of(tensor) is None and key in self.arrived:
-                note_layout(tensor, self.arrived[key])
 
 
 # A watch follows single calls, so what it watches runs uncompiled.

@@ -133,9 +133,8 @@ def load_sharded(module: nn.Module, source: Source, *, strict: bool = True) -> L
             if id(entry.tensor) in filled:
                 entry.table[entry.name] = filled[id(entry.tensor)]
     for owner in module.modules():
-        for sharding, mesh in shardings_of(owner):
-            if sharding.fused is not None and sharding.fused.splits(mesh.size()):
-                make_adjacent(owner, sharding.fused)
+        for fused in _split_parameters(owner):
+            make_adjacent(owner, fused)
     return loaded
 
 
@@ -182,25 +181,26 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
     """Every parameter and persistent buffer of a parallel or plain module, with its entry in the plain one's files."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        fused = dict(_fused(owner))
+        blocks = {
+            name: (*rows, fused.transposed) for fused in _split_parameters(owner) for name, rows in block_rows(fused)
+        }
         tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None or name in owner._non_persistent_buffers_set:
                     continue
-                source, first, rows, transposed = fused.get(name, (name, 0, 0, False))
+                source, first, rows, transposed = blocks.get(name, (name, 0, 0, False))
                 shape = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
                 transposed = transposed and len(shape) == 2
                 in_source = shape[::-1] if transposed else shape
                 yield Entry(table, name, tensor, dot + source, first, in_source, transposed)
 
 
-def _fused(owner: nn.Module) -> Iterator[tuple[str, tuple[str, int, int, bool]]]:
-    """Parameter of a block -> (fused name, first row, rows of the fused parameter, whether that is transposed)."""
+def _split_parameters(owner: nn.Module) -> Iterator[Any]:
+    """The fused parameters of a module that its styles have split into one for each block."""
     for sharding, mesh in shardings_of(owner):
         if sharding.fused is not None and sharding.fused.splits(mesh.size()):
-            for name, where in block_rows(sharding.fused):
-                yield name, (*where, sharding.fused.transposed)
+            yield sharding.fused
 
 
 def _fill(entry: Entry, reader: Reader, loaded: Loaded, filled: dict[int, Tensor]) -> None:
