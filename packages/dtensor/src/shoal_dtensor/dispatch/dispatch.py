@@ -213,8 +213,7 @@ def _verify_plain(call: _Call, *, candidates: bool) -> None:
     """Refuse a call, on all ranks, whose plain tensors do not count as replicated."""
     values = values_read(call.op, call.args, call.kwargs)
     plain = [tensor for tensor in flatten(values) if not isinstance(tensor, call.cls) and tensor.ndim]
-    mesh = mesh_of(call.cls, call.args, call.kwargs)
-    verify_replicated(mesh, str(call.op), plain, candidates=candidates)
+    verify_replicated(mesh_of(call.cls, call.args, call.kwargs), str(call.op), plain, candidates=candidates)
 
 
 def _as_seen(call: _Call, decision: Any, result: Any, cache: _OpCache, key: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -181,6 +181,7 @@ class Plan:
             0.0 if nothing is known (between meshes, and where a strided dim is gathered first).
         collectives: number of steps that communicate.
         note: what its collectives are for, and their number, for the recorder; None if there are none.
+        example: not None where sizes are symbols (see `Spec`).
     """
 
     src: Spec
@@ -192,8 +193,10 @@ class Plan:
     floor: float = 0.0
     collectives: int = field(init=False, repr=False)
     note: tuple[str, int] | None = field(init=False, repr=False, compare=False)
+    example: Spec | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "example", self.src.example)
         object.__setattr__(self, "collectives", sum(step.communicates for step in self.steps))
         object.__setattr__(self, "note", None)
         if self.collectives:
@@ -203,11 +206,6 @@ class Plan:
     def purpose(self) -> str:
         """What its collectives are for, in words."""
         return self.note[0] if self.note else f"redistribute {self.src!r} -> {self.dst!r}"
-
-    @property
-    def example(self) -> Spec | None:
-        """Not None where sizes are symbols (see `Spec`)."""
-        return self.src.example
 
     @property
     def slices(self) -> bool:
