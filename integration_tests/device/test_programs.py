@@ -44,7 +44,6 @@ NEEDED: Waits = {
 NOT_YET: Waits = {
     "operators that need values: histc": {"D2H": 1},
     "operators that need values: one_hot": {"D2H": 1},
-    "redistribution: every pair": {"H2D": 1},
 }
 WAITS = ("H2D", "D2H", "SYNC")
 MISTAKES = ("RACE", "DROPPED", "P2P")

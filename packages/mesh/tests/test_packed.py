@@ -36,6 +36,17 @@ def values(lengths: Sequence[int], rank: int, dtype: torch.dtype) -> list[Tensor
     return [((torch.arange(n) * 3 + 5 * rank + i) % 7).to(dtype) for i, n in enumerate(lengths)]
 
 
+@on_ranks(4)
+def test_what_is_of_one_size_is_packed_where_it_arrives() -> None:
+    for comm in shared_and_gloo(4, 1 << 16):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+            for lengths in ((3, 0, 4), (5,), (0, 0)):
+                sent = values(lengths, comm.rank, dtype)
+                rows = got(all_gather_packed(sent, comm, [sum(lengths)] * 4))
+                for rank, row in enumerate(rows):
+                    assert torch.equal(row, torch.cat(values(lengths, rank, dtype)))
+
+
 @pytest.mark.parametrize("slot_bytes", [64 * 4, 1 << 16])
 @on_ranks(4)
 def test_as_one_tensor_through_gloo(slot_bytes: int) -> None:

@@ -91,14 +91,15 @@ def is_one_shot(tensor: Tensor, comm: Comm, op: str) -> bool:
     )
 
 
-def all_gather(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
-    """(m, ...) -> (size * m, ...)."""
+def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor | None = None) -> Pending:
+    """(m, ...) -> (size * m, ...); writes into `out` when there is one, of which `tensor` is this rank's block."""
     if is_traced(tensor):
         pending = _in_graph("all_gather_into_tensor", tensor.contiguous(), comm, comm.size)
     else:
         tensor = in_memory(tensor)
-        rows, *rest = tensor.shape
-        out = in_huge_pages(tensor.new_empty((comm.size * rows, *rest)))
+        if out is None:
+            rows, *rest = tensor.shape
+            out = in_huge_pages(tensor.new_empty((comm.size * rows, *rest)))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
     return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
 
@@ -193,14 +194,15 @@ def _in_index_order(gathered: Tensor, comm: Comm) -> Tensor:
     if comm.order is None or not gathered.numel():
         return gathered
     blocks = gathered.reshape(comm.size, -1, *gathered.shape[1:])
-    return blocks[list(comm.order)].flatten(0, 1)
+    return torch.cat([blocks[position] for position in comm.order])  # an index would be copied to the device
 
 
 def _in_group_order(tensor: Tensor, comm: Comm) -> Tensor:
     """Equal blocks along dim 0, from the order of the communicator to that of the group."""
     if not tensor.numel():
         return tensor
-    return tensor.reshape(comm.size, -1, *tensor.shape[1:])[group_to_index(comm)].flatten(0, 1)
+    blocks = tensor.reshape(comm.size, -1, *tensor.shape[1:])
+    return torch.cat([blocks[index] for index in group_to_index(comm)])
 
 
 def in_huge_pages(new: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .._torch import is_traced
 from ..errors import CollectiveError
 from ..events import observed
 from ..groups.process_groups import Comm
@@ -206,6 +207,10 @@ def start_message(
 def _in_one_tensor(
     kind: str, tensors: Sequence[Tensor], comm: Comm, sizes: Sequence[int], op: str, background: bool
 ) -> Pending:
+    if kind == "all_gather" and comm.size > 1 and comm.order is None and are_equal(sizes) and not is_traced(tensors[0]):
+        out = backend_calls.in_huge_pages(tensors[0].new_empty(comm.size * sizes[0]))  # packed where it is to arrive
+        own = torch.cat(list(tensors), out=out.narrow(0, comm.rank * sizes[0], sizes[0]))
+        return backend_calls.all_gather(own, comm, background, out)
     message = torch.cat(list(tensors), -1).view(-1) if len(tensors) > 1 else tensors[0].reshape(-1)
     arriving: Tensor | Pending
     if kind == "all_gather":
