@@ -65,6 +65,17 @@ def test_it_is_right_and_the_host_does_not_wait(name: str) -> None:
     assert {part: counts for part, counts in waits.items() if counts} == listed, f"the host waits at {lines}"
 
 
+# Bytes: which gradients this rank has travels with those of a unit.
+FLAGS = 512
+
+
+@pytest.mark.skipif(not is_registered(), reason="a real device's allocator rounds: nox -s device")
+@pytest.mark.parametrize("name", ["fully_shard", "fully_shard, uneven", "hybrid", "tensor parallel x fully_shard"])
+def test_the_peak_of_a_backward_is_not_above_torchs(name: str) -> None:
+    ours, theirs = (measures(name, library)[0]["backward"] for library in ("shoal", "torch"))
+    assert ours.peak <= theirs.peak + FLAGS
+
+
 # A collective of the transport whose wait is left out, and a program that reads what it has not written.
 LEFT_OUT = {
     "all_gather": "fully_shard",

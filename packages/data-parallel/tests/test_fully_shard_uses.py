@@ -40,6 +40,7 @@ from shoal_data_parallel import (
     register_fsdp_forward_method,
     replicate,
 )
+from shoal_data_parallel.unit_forward import state_of
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import local_shard
@@ -370,6 +371,27 @@ def test_a_unit_that_runs_twice_adds_to_kept_gradients(syncs: bool) -> None:
         backward_of_each(plain, model, mesh)
     model.reduce_gradients()
     same_gradients(plain, model)
+
+
+@on_ranks(4)
+def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_there() -> None:
+    mesh = mesh_of(4, 1)
+    plain, model = pair(mesh)
+    unit = state_of(model.blocks[0]).unit
+    seen: list[list[bool]] = []
+    with model.no_sync():
+        backward_of_each(plain, model, mesh, 0)
+    before = [unit.kept[i].clone() for i in unit.trained]
+    hook = model.blocks[0].up.register_full_backward_hook(
+        lambda *_: seen.append(
+            [not torch.equal(old, unit.kept[i]) for old, i in zip(before, unit.trained, strict=True)]
+        )
+    )
+    backward_of_each(plain, model, mesh, 1)
+    hook.remove()
+    same_gradients(plain, model)
+    assert any(seen[0])
+    assert not all(seen[0])
 
 
 @on_ranks(4)

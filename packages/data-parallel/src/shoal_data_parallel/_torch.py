@@ -15,3 +15,8 @@ def outer_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]
     """The functions (pack, unpack) for tensors that autograd saves now; None without hooks."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks  # type: ignore[no-any-return]  # of torch's C++
+
+
+def run_when_ready(node: Any) -> None:
+    """Have a backward run a node as soon as its gradient is complete, like those of leaves."""
+    node._set_sequence_nr(torch.iinfo(torch.int64).max)

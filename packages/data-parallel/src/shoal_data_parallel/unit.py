@@ -83,7 +83,7 @@ class Forward:
     Attributes:
         unit: the unit.
         gathered: the values that it used.
-        trained: indices of the parameters whose gradients are recorded.
+        trained: indices of the parameters whose gradients are recorded; `nodes` those that the gradients go to.
         before: the unit whose forward ended before, so that its backward begins next.
         units: all units of the same outermost module.
     """
@@ -91,12 +91,13 @@ class Forward:
     unit: Unit
     gathered: Gathered
     trained: list[int]
+    nodes: Sequence[Any] = ()
     before: Sequence[Unit] = ()
     units: Sequence[Unit] = ()
 
 
-Receive = Callable[[Forward, Sequence[Tensor | None], Sequence[Any]], list[Any]]
-"""What takes gradients in backward: their forward, the gradients, and the nodes that they go to."""
+Receive = Callable[[Forward, Sequence[Tensor | None]], list[Any]]
+"""What takes gradients in backward: their forward, and the gradients."""
 
 
 class Unit(Group):
@@ -231,6 +232,7 @@ class Unit(Group):
             recorded = _GatheredUnit.apply(
                 forward, [views[i] for i in self.trained], *[self.parameters[i].leaf for i in self.trained]
             )  # type: ignore[no-untyped-call]  # torch
+            forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
             for i, view in zip(self.trained, recorded, strict=True):
                 views[i] = view
         gathered.views, self.used = views, forward
@@ -287,5 +289,4 @@ class _GatheredUnit(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        nodes = [node for node, _ in ctx.next_functions[-len(grads) :]]
-        return (None, None, *ctx.used.unit.receive(ctx.used, grads, nodes))
+        return (None, None, *ctx.used.unit.receive(ctx.used, grads))

@@ -7,13 +7,13 @@ May import: reduction, unit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shoal_dtensor import DTensor
-from shoal_dtensor.internal import first_order_only, grad_hooked, grad_route, running_pass
+from shoal_dtensor.internal import GradRoute, first_order_only, grad_hooked, grad_route, running_pass
 
 from .reduction import GroupReduction, arrived, deliver
 from .unit import Forward, Unit
@@ -22,7 +22,7 @@ from .unit import Forward, Unit
 class UnitBackward:
     """What one backward pass has done to units, and has still to deliver."""
 
-    __slots__ = ("_adds", "_captures", "_expected", "_open", "_opened", "_reductions", "_units")
+    __slots__ = ("_adds", "_captures", "_expected", "_open", "_opened", "_reductions", "_routes", "_units")
 
     def __init__(self) -> None:
         self._units: dict[Unit, None] = {}  # all that belong together with those of the pass, in one order on all ranks
@@ -31,6 +31,7 @@ class UnitBackward:
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
         self._reductions: list[GroupReduction] = []
         self._adds: set[Unit] = set()  # to kept gradients of which the pass has added
+        self._routes: dict[Forward, tuple[dict[int, GradRoute], set[int]]] = {}
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
     def open(self, forward: Forward) -> None:
@@ -60,14 +61,34 @@ class UnitBackward:
         """Have a unit that is gathered stay so until its gradients have arrived, or the pass ends."""
         self._open.append(unit)
 
-    def receive(self, forward: Forward, grads: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Any]:
+    def _routes_of(self, forward: Forward) -> tuple[dict[int, GradRoute], set[int]]:
+        """Where the gradients of a forward go, by parameter; and those that torch.autograd.grad returns."""
+        if forward not in self._routes:
+            first_order_only()
+            leaves = {i: forward.unit.parameters[i].leaf for i in forward.trained}
+            routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}
+            captured = {i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)}
+            self._routes[forward] = routes, captured
+        return self._routes[forward]
+
+    def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
+        """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
+        unit, (routes, captured) = forward.unit, self._routes_of(forward)
+        # In place: what a pass that fails could give back would be held for all units until it is over.
+        adds = _stays(unit, captured) or (unit.kept and {*routes.values()} == {"accumulate"})
+        if grad is None or routes[i] == "unused" or not adds:
+            return False
+        unit.spoiled = True  # until the pass is finished
+        self._adds.add(unit)
+        local, _ = unit.parameters[i].gradient(grad)
+        # A copy: autograd may hand one tensor to several parameters, and it is added to in place.
+        unit.kept[i] = unit.kept[i].add_(local) if i in unit.kept else local.clone()
+        return True
+
+    def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
         """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
-        first_order_only()
-        unit = forward.unit
-        routes = {i: grad_route(n, unit.parameters[i].leaf) for i, n in zip(forward.trained, nodes, strict=True)}
-        wanted = {i: g for i, g in zip(forward.trained, grads, strict=True) if routes[i] != "unused"}
+        unit, (routes, captured) = forward.unit, self._routes_of(forward)
         returned = {i for i, route in routes.items() if route == "return"}
-        captured = {i for i in returned if not grad_hooked(unit.parameters[i].leaf)}
         self._expected.discard(unit)
         self._units.update(dict.fromkeys(forward.units))
         if forward in self._opened:
@@ -75,21 +96,16 @@ class UnitBackward:
             if not unit.open:
                 unit.leave()
         self._captures |= bool(captured)
-        stays = not unit.syncs and (unit.stands_in or not captured)
-        # In place: what a pass that fails could give back would be held for all units until it is over.
-        adds = stays or (bool(unit.kept) and all(route == "accumulate" for route in routes.values()))
-        if adds:
-            unit.spoiled = True  # until the pass is finished
-            self._adds.add(unit)
-            _keep(unit, wanted)
-            wanted = {}
-        if stays:
+        each = zip(forward.trained, grads, strict=True)
+        wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
+        if _stays(unit, captured):
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
         # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
         for reduction in self._reductions[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
-        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured, gives_back=not adds))
+        given_back = unit not in self._adds
+        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured, gives_back=given_back))
         given: dict[int, Any] = dict.fromkeys(forward.trained)
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
@@ -129,10 +145,6 @@ def running_backward() -> UnitBackward:
     return running_pass().part(UnitBackward)
 
 
-def _keep(unit: Unit, grads: Mapping[int, Tensor | None]) -> None:
-    """Add gradients to those that stay on this rank until a backward reduces them."""
-    for i, grad in grads.items():
-        if grad is not None:
-            local, _ = unit.parameters[i].gradient(grad)
-            # A copy: autograd may hand one tensor to several parameters, and it is added to in place.
-            unit.kept[i] = unit.kept[i].add_(local) if i in unit.kept else local.clone()
+def _stays(unit: Unit, captured: set[int]) -> bool:
+    """Whether this rank keeps the gradients of a unit, of which torch.autograd.grad returns some."""
+    return not unit.syncs and (unit.stands_in or not captured)

@@ -19,7 +19,7 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree, unwatched
 from shoal_mesh.internal import dataclass
 
-from ._torch import outer_saved_tensors_hooks
+from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .policies import MixedPrecisionPolicy
 from .unit import Forward, Unit
 from .unit_backward import running_backward
@@ -59,6 +59,8 @@ class Schedule:
         forward.units = self.units
         if recomputes:
             return forward
+        if forward.nodes and unit.kept:
+            _show_arriving(forward)
         self.order.append(unit)
         follows = self._previous[at + 1 : at + 2] if self._previous[at : at + 1] == [unit] else ()
         for ahead in follows if unit.next_forward is None else unit.next_forward:
@@ -212,8 +214,19 @@ def _prepare_backward(output: Any, forward: Forward) -> None:
             node.register_prehook(lambda grads: running_backward().open(forward))
 
 
-def _receive(forward: Forward, grads: Sequence[Tensor | None], nodes: Sequence[Any]) -> list[Any]:
-    return running_backward().receive(forward, grads, nodes)
+def _show_arriving(forward: Forward) -> None:
+    """Have the gradients of matrices added to kept ones as soon as they are there, not when all of the unit's are."""
+    views = [*forward.gathered.views]
+    for i in (i for i in forward.trained if views[i].ndim > 1):  # those of vectors are small
+        views[i] = views[i].view_as(views[i])
+        node: Any = views[i].grad_fn
+        run_when_ready(node)
+        node.register_hook(lambda grads, _, i=i: (None,) if running_backward().arrive(forward, i, *grads) else None)
+    forward.unit.show(views)
+
+
+def _receive(forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
+    return running_backward().receive(forward, grads)
 
 
 @dataclass(slots=True, eq=False)
