@@ -6,6 +6,7 @@ Covers: unit_forward.py, fsdp_module.py.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from shoal_data_parallel import (
     register_fsdp_forward_method,
     replicate,
 )
+from shoal_data_parallel.unit import Forward
 from shoal_data_parallel.unit_forward import state_of
 from shoal_dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from shoal_dtensor.errors import SecondOrderError
@@ -392,6 +394,18 @@ def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_th
     same_gradients(plain, model)
     assert any(seen[0])
     assert not all(seen[0])
+
+
+@on_ranks(2)
+def test_forwards_of_earlier_steps_are_freed() -> None:
+    model = fully_shard(nn.Linear(4, 4), mesh_of(2, 1)["data"])
+    counts = []
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        gc.collect()
+        counts.append(sum(type(each) is Forward for each in gc.get_objects()))
+    assert counts[0] == counts[-1]
 
 
 @on_ranks(4)

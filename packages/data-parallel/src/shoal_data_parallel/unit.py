@@ -235,6 +235,8 @@ class Unit(Group):
             forward.nodes = [node for node, _ in recorded[0].grad_fn.next_functions[-len(recorded) :]]
             for i, view in zip(self.trained, recorded, strict=True):
                 views[i] = view
+        if self.used is not None and self.used.gathered is not gathered:
+            self.used.gathered.views.clear()  # their graph holds the forward, and so them: nobody would collect it
         gathered.views, self.used = views, forward
         self.show(views)
         return forward
