@@ -27,7 +27,7 @@ from shoal_dtensor.internal import (
     watch_draws,
 )
 from shoal_mesh import DeviceMesh, init_device_mesh
-from shoal_mesh.internal import accelerator
+from shoal_mesh.internal import accelerator, dataclass
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -91,19 +91,13 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     _check_own(modules, [param for param, _ in source.own()])
     source.take()
     state.lead([inner for module in modules for inner in states_of(module)])
-    _attach(modules, state)
     for one in modules:
+        vars(one)[STATE] = state
+        refuse_save_pretrained(one)
+        kind: Any = type(one)
+        one.__class__ = extended(FSDPModule, kind)
         watch_draws(one, axes.mesh)
     return module
-
-
-def _attach(modules: Sequence[nn.Module], state: UnitState) -> None:
-    """Make modules those of a unit."""
-    for module in modules:
-        vars(module)[STATE] = state
-        refuse_save_pretrained(module)
-        kind: Any = type(module)
-        module.__class__ = extended(FSDPModule, kind)
 
 
 def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
@@ -153,6 +147,7 @@ def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> 
         )
 
 
+@dataclass(eq=False, repr=False)
 class UnitParameters:
     """Where a unit's parameters are from, and how they are sharded.
 
@@ -160,23 +155,15 @@ class UnitParameters:
         owner: the function that makes units, for messages.
         state: of the unit.
         axes: the data axes.
-        ignored: parameters that stay as they are.
+        ignored: parameters that stay as they are; of others `placement` and `policies` are as in `shard_parameter`.
     """
 
     owner = "fully_shard"
-
-    def __init__(
-        self,
-        state: UnitState,
-        axes: DataAxes,
-        ignored: Sequence[nn.Parameter],
-        placement: Callable[[nn.Parameter], Shard | None] | None,
-        policies: tuple[MixedPrecisionPolicy, OffloadPolicy],
-    ) -> None:
-        self.state = state
-        self.axes = axes
-        self.ignored = ignored
-        self._placement, self._policies = placement, policies
+    state: UnitState
+    axes: DataAxes
+    ignored: Sequence[nn.Parameter]
+    placement: Callable[[nn.Parameter], Shard | None] | None
+    policies: tuple[MixedPrecisionPolicy, OffloadPolicy]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy of the module."""
@@ -222,7 +209,7 @@ class UnitParameters:
     def take(self) -> None:
         """Shard the parameters that the modules hold now."""
         unit, owned = self.state.unit, self.own()
-        unit.parameters = [shard_parameter(p, sites, self.axes, self._placement, self._policies) for p, sites in owned]
+        unit.parameters = [shard_parameter(p, sites, self.axes, self.placement, self.policies) for p, sites in owned]
         for param, _ in owned:
             setattr(param, STATE, True)
         unit.reset()

@@ -96,15 +96,9 @@ def replicate(  # noqa: PLR0913  # options that exclude one another in no way
     state.check(module)
     _agree(module, state.axes)
     if src_data_rank is not None:
-        _broadcast(state.tensors(module), state.axes, src_data_rank)
+        _broadcast([*state.held(), *module.buffers()], state.axes, src_data_rank)
     if shard_optimizer:
         state.shard(module)
-    _install(state, module)
-    watch_draws(module, state.axes.mesh)
-    return module
-
-
-def _install(state: Replicas, module: nn.Module) -> None:
     complete_forms(state.axes.mesh, module, over_data=(None, state.dtype))
     register_owner(state)
     state.attach(module)
@@ -113,6 +107,8 @@ def _install(state: Replicas, module: nn.Module) -> None:
     module.__class__ = extended(ReplicateModule, kind)
     module.register_forward_pre_hook(state.before, prepend=True)
     module.register_forward_hook(state.after, always_call=True)
+    watch_draws(module, state.axes.mesh)
+    return module
 
 
 def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
@@ -226,11 +222,6 @@ class Replicas:
         """Replicate the parameters that the module holds now."""
         if self.shards:
             self.shard(self.module)
-
-    def tensors(self, module: nn.Module) -> Iterator[Tensor]:
-        """The parameters and buffers of a module that this replicates."""
-        yield from self._parameters(module)
-        yield from module.buffers()
 
     def _parameters(self, module: nn.Module) -> Iterator[nn.Parameter]:
         others = set(map(id, self.ignored))

@@ -96,10 +96,6 @@ class Forward:
     units: Sequence[Unit] = ()
 
 
-Receive = Callable[[Forward, Sequence[Tensor | None]], list[Any]]
-"""What takes gradients in backward: their forward, and the gradients."""
-
-
 class Unit(Group):
     """Parameters that are gathered together, and whose gradients travel together.
 
@@ -121,7 +117,7 @@ class Unit(Group):
 
     owner = "fully_shard"
     parameters: list[ShardedParameter]
-    receive: Receive
+    receive: Callable[[Forward, Sequence[Tensor | None]], list[Any]]
 
     def __init__(self, name: str, parameters: list[ShardedParameter], axes: DataAxes) -> None:
         super().__init__(name, axes)
@@ -244,16 +240,14 @@ class Unit(Group):
     def enter_again(self) -> Forward:
         """Have the modules see what the last forward gathered, as part of that forward if it is still there."""
         used = self.used
-        here = used is not None and used.gathered.filled and used.gathered.versions == self.versions
-        recorded = not torch.is_grad_enabled() or (used is not None and self._records(used))
-        if used is None or not here or not recorded:
+        if used is None or not used.gathered.filled or used.gathered.versions != self.versions:
             return self.enter()
-        self.show(used.gathered.views)
+        views = used.gathered.views
+        recorded = used.trained == self._trained() and all(views[i].requires_grad for i in used.trained)
+        if torch.is_grad_enabled() and not recorded:
+            return self.enter()
+        self.show(views)
         return used
-
-    def _records(self, forward: Forward) -> bool:
-        views = forward.gathered.views
-        return forward.trained == self._trained() and all(views[i].requires_grad for i in forward.trained)
 
     def show(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Have the modules see these tensors; the leaves when left out."""

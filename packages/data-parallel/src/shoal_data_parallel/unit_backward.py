@@ -31,7 +31,7 @@ class UnitBackward:
         self._expected: set[Unit] = set()  # those of the open units whose gradients have not arrived
         self._reductions: list[GroupReduction] = []
         self._adds: set[Unit] = set()  # to kept gradients of which the pass has added
-        self._routes: dict[Forward, tuple[dict[int, GradRoute], set[int]]] = {}
+        self._routes: dict[Forward, tuple[dict[int, GradRoute], set[int], bool]] = {}
         self._captures = False  # whether the pass is one of torch.autograd.grad
 
     def open(self, forward: Forward) -> None:
@@ -61,21 +61,21 @@ class UnitBackward:
         """Have a unit that is gathered stay so until its gradients have arrived, or the pass ends."""
         self._open.append(unit)
 
-    def _routes_of(self, forward: Forward) -> tuple[dict[int, GradRoute], set[int]]:
-        """Where the gradients of a forward go, by parameter; and those that torch.autograd.grad returns."""
+    def _routes_of(self, forward: Forward) -> tuple[dict[int, GradRoute], set[int], bool]:
+        """Where the gradients of a forward go; those that torch.autograd.grad returns; whether this rank keeps them."""
         if forward not in self._routes:
             first_order_only()
-            leaves = {i: forward.unit.parameters[i].leaf for i in forward.trained}
+            unit, leaves = forward.unit, {i: forward.unit.parameters[i].leaf for i in forward.trained}
             routes = {i: grad_route(n, leaf) for (i, leaf), n in zip(leaves.items(), forward.nodes, strict=True)}
             captured = {i for i, leaf in leaves.items() if routes[i] == "return" and not grad_hooked(leaf)}
-            self._routes[forward] = routes, captured
+            self._routes[forward] = routes, captured, not unit.syncs and (unit.stands_in or not captured)
         return self._routes[forward]
 
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
         """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
-        unit, (routes, captured) = forward.unit, self._routes_of(forward)
+        unit, (routes, _, stays) = forward.unit, self._routes_of(forward)
         # In place: what a pass that fails could give back would be held for all units until it is over.
-        adds = _stays(unit, captured) or (unit.kept and {*routes.values()} == {"accumulate"})
+        adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
         if grad is None or routes[i] == "unused" or not adds:
             return False
         unit.spoiled = True  # until the pass is finished
@@ -87,7 +87,7 @@ class UnitBackward:
 
     def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
         """Take the gradients of one forward of a unit; what autograd is to deliver at once."""
-        unit, (routes, captured) = forward.unit, self._routes_of(forward)
+        unit, (routes, captured, stays) = forward.unit, self._routes_of(forward)
         returned = {i for i, route in routes.items() if route == "return"}
         self._expected.discard(unit)
         self._units.update(dict.fromkeys(forward.units))
@@ -98,7 +98,7 @@ class UnitBackward:
         self._captures |= bool(captured)
         each = zip(forward.trained, grads, strict=True)
         wanted = {i: g for i, g in each if routes[i] != "unused" and not self.arrive(forward, i, g)}
-        if _stays(unit, captured):
+        if stays:
             return [unit.parameters[i].zeros() if i in captured else None for i in forward.trained]
         # At most one unit's gradients are on their way; behind them travels a shard of another's, to the replicas.
         for reduction in self._reductions[-2:]:
@@ -143,8 +143,3 @@ class UnitBackward:
 def running_backward() -> UnitBackward:
     """What the backward pass that is running does to units."""
     return running_pass().part(UnitBackward)
-
-
-def _stays(unit: Unit, captured: set[int]) -> bool:
-    """Whether this rank keeps the gradients of a unit, of which torch.autograd.grad returns some."""
-    return not unit.syncs and (unit.stands_in or not captured)
