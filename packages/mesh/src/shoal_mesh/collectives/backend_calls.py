@@ -101,13 +101,14 @@ def all_gather(tensor: Tensor, comm: Comm, background: bool = False, out: Tensor
             rows, *rest = tensor.shape
             out = in_huge_pages(tensor.new_empty((comm.size * rows, *rest)))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_gather(tensor, out))
-    return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
+    order = comm.order
+    return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
 
 def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False) -> Pending:
     """(size * m, ...) -> (m, ...)."""
     if comm.order is not None:
-        tensor = _in_group_order(tensor, comm)
+        tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
         return _in_graph("reduce_scatter_tensor", tensor.contiguous(), comm, op, comm.size)
     tensor = in_memory(tensor)
@@ -119,7 +120,7 @@ def reduce_scatter(tensor: Tensor, comm: Comm, op: str, background: bool = False
 def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
     """(size * m, ...) -> (size * m, ...): block j goes to rank j, block i comes from rank i."""
     if comm.order is not None:
-        tensor = _in_group_order(tensor, comm)
+        tensor = _reordered(tensor, group_to_index(comm))
     if is_traced(tensor):
         sizes = [tensor.shape[0] // comm.size] * comm.size
         pending = _in_graph("all_to_all_single", tensor.contiguous(), comm, sizes, sizes)
@@ -127,7 +128,8 @@ def all_to_all(tensor: Tensor, comm: Comm, background: bool = False) -> Pending:
         tensor = in_memory(tensor)
         out = in_huge_pages(torch.empty_like(tensor))
         pending = Pending(out, carrier_of(comm, tensor, "", background).all_to_all(tensor, out))
-    return pending if comm.order is None else pending.then(lambda out: _in_index_order(out, comm))
+    order = comm.order
+    return pending if order is None else pending.then(lambda out: _reordered(out, order))
 
 
 def all_to_all_v(
@@ -189,20 +191,12 @@ def group_to_index(comm: Comm) -> list[int]:
     return list(indices) if comm.order is None else sorted(indices, key=comm.order.__getitem__)
 
 
-def _in_index_order(gathered: Tensor, comm: Comm) -> Tensor:
-    """Equal blocks along dim 0, from the order of the group to that of the communicator."""
-    if comm.order is None or not gathered.numel():
-        return gathered
-    blocks = gathered.reshape(comm.size, -1, *gathered.shape[1:])
-    return torch.cat([blocks[position] for position in comm.order])  # an index would be copied to the device
-
-
-def _in_group_order(tensor: Tensor, comm: Comm) -> Tensor:
-    """Equal blocks along dim 0, from the order of the communicator to that of the group."""
+def _reordered(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """Equal blocks along dim 0 in another order; not by an index, which would be copied to the device."""
     if not tensor.numel():
         return tensor
-    blocks = tensor.reshape(comm.size, -1, *tensor.shape[1:])
-    return torch.cat([blocks[index] for index in group_to_index(comm)])
+    blocks = tensor.reshape(len(order), -1, *tensor.shape[1:])
+    return torch.cat([blocks[i] for i in order])
 
 
 def in_huge_pages(new: Tensor) -> Tensor:
