@@ -34,11 +34,11 @@ MEMORY = """
 KiB above what was there before the program: after the forward of the last microbatch, and at the peak of that backward,
 which adds to the gradients that an earlier one has kept. Where shoal's peak is the higher one:
 
-- `fully_shard`: the gradients of a unit arrive together, when its backward is over, so those of one unit are beside the
-  kept ones (torch adds each at once); and a gather's message is packed beside its result, which is a shard of a unit
-  more. Both are of one unit, however many there are.
+- `fully_shard` in bfloat16: kept gradients are in the dtype of the reduction, beside the packed message of a unit.
 - `replicate`: a backward that raises leaves kept gradients as they were, so they stay beside the sums until it is over;
   the message of a bucket is a copy. DDP has its buckets all the time: its live memory is the higher one.
+
+Up to half a KiB of each peak of `fully_shard` says which gradients a rank has.
 
 | training | shoal live | peak | torch live | peak |
 |---|---|---|---|---|
@@ -52,6 +52,9 @@ random operators on CUDA, which move the offset of their generator (all modes bu
 new in each step, unless the allocator of the graph holds them; a backward in which this rank has no gradient for a
 trained parameter, for it then reads whether others have one; `torch.autograd.grad` of parameters of `replicate`, for
 which the ranks agree; and the first attention of a `context_parallel` block, where they compare arguments.
+
+Whether work is done is asked on CPU ranks only, by `lockstep()`, and where a program calls `is_completed()` of a
+`Pending`; none of them belongs into a capture.
 
 | part | what | where |
 |---|---|---|
