@@ -179,11 +179,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise LayoutError(f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}")
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return as_forward(module, method, args, kwargs)
-
-    vars(module)[method_name] = forward
+    vars(module)[method_name] = lambda *args, **kwargs: as_forward(module, method, args, kwargs)
 
 
 def reduce_after_last_microbatch(stage: Any) -> None:

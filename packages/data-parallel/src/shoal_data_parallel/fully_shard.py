@@ -80,7 +80,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
         ...     layer.weight.placements, layer.weight.to_local().shape
         ((Shard(dim=0),), torch.Size([2, 8]))
     """
-    modules: list[nn.Module] = module if isinstance(module, list) else [module]
+    modules: list[Any] = module if isinstance(module, list) else [module]  # whose classes change
     _check(modules, reshard_after_forward)
     axes = _data_axes(mesh)
     complete_forms(axes.mesh, *modules, over_data=(mp_policy.param_dtype, mp_policy.reduce_dtype))
@@ -94,8 +94,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     for one in modules:
         vars(one)[STATE] = state
         refuse_save_pretrained(one)
-        kind: Any = type(one)
-        one.__class__ = extended(FSDPModule, kind)
+        one.__class__ = extended(FSDPModule, one.__class__)
         watch_draws(one, axes.mesh)
     return module
 
