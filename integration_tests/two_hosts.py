@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network, process and host-name spaces of their own, and a link that may be slow or go down.
+"""Two hosts on this machine: network, process and host-name spaces of their own, and a link that may be slow or down.
 
     python integration_tests/two_hosts.py [--per-host N] [--rate 1gbit] [KIB ...]
 

@@ -9,6 +9,7 @@ May import: sequence_layout.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -17,7 +18,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError
-from shoal_mesh.internal import dataclass
 
 from .sequence_layout import Range, SequenceLayout
 

@@ -10,12 +10,11 @@ May import: _torch, attention_mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from . import _torch
 from .attention_mask import Tile, TileKind

@@ -6,6 +6,7 @@ May import: attention_mask, block_attention, errors, head_exchange, rotated_atte
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import check_device_mesh
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .attention_mask import AttentionMask, Documents
 from .block_attention import BlockKernel, kernel_of

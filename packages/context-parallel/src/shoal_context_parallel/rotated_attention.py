@@ -12,6 +12,7 @@ May import: attention_mask, block_attention, sequence_layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd import Function
 from shoal_dtensor.errors import SecondOrderError
 from shoal_dtensor.internal import apply, unwatched
 from shoal_mesh import Comm, all_gather_v, all_to_all_v, purpose, reduce_scatter_v
-from shoal_mesh.internal import Pending, dataclass
+from shoal_mesh.internal import Pending
 
 from .attention_mask import AttentionMask, Tile, tiles
 from .block_attention import BlockKernel, merge

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError
-from shoal_mesh.internal import dataclass
 
 Range = tuple[int, int]  # first position, and the one behind the last
 

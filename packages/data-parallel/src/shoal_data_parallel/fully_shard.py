@@ -10,6 +10,7 @@ May import: fsdp_module, policies, sharded_parameters, unit, unit_forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from shoal_dtensor.internal import (
     watch_draws,
 )
 from shoal_mesh import DeviceMesh, init_device_mesh
-from shoal_mesh.internal import accelerator, dataclass
+from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
@@ -43,7 +44,7 @@ def fully_shard(  # noqa: PLR0913  # torch's signature
     *,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # an immutable value, as in torch's signature
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # an immutable value, as in torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # likewise
     ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:  # of the module's class and an `FSDPModule`, which no type says

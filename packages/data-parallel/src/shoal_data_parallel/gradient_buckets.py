@@ -11,6 +11,7 @@ May import: optimizer_shards, reduction, sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from shoal_dtensor import DTensor, Partial, Replicate, Spec
 from shoal_dtensor.errors import LayoutError, SecondOrderError, StyleError
 from shoal_dtensor.internal import backward_number, leaf_route, local_shard, running_pass
 from shoal_mesh import all_gather
-from shoal_mesh.internal import dataclass
 
 from .optimizer_shards import ShardedReplica
 from .reduction import Group, GroupReduction, deliver

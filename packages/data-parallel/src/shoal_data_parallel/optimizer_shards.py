@@ -14,7 +14,7 @@ May import: policies, sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from shoal_dtensor import DTensor, Spec
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import grad_hooked, in_groups, leaf_route, local_shard, redistribute_shards
 from shoal_mesh import purpose
-from shoal_mesh.internal import dataclass
 
 from .policies import MixedPrecisionPolicy, OffloadPolicy
 from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter, shards_of

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from shoal_mesh.internal import dataclass
+import torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ May import: policies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -34,7 +35,6 @@ from shoal_dtensor.internal import (
     upload_packed,
 )
 from shoal_mesh import DeviceMesh, purpose
-from shoal_mesh.internal import dataclass
 
 from .policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 

@@ -10,6 +10,7 @@ May import: _torch, reduction, sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -21,7 +22,6 @@ from torch.autograd import Function
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import ShardsInFlight, local_shard, redistribute_shards
 from shoal_mesh import purpose
-from shoal_mesh.internal import dataclass
 
 from ._torch import preserving_versions
 from .reduction import Group

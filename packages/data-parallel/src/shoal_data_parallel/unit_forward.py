@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import FakeTensor, eager_only, in_backward, is_compiling, local_shard, pytree, unwatched
-from shoal_mesh.internal import dataclass
 
 from ._torch import outer_saved_tensors_hooks, run_when_ready
 from .policies import MixedPrecisionPolicy

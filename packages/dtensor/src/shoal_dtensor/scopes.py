@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
-
-from shoal_mesh.internal import dataclass
 
 from .errors import ArgumentValueError
 from .scoped_value import ScopedValue

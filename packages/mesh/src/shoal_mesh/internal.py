@@ -6,9 +6,6 @@ May import: _torch, accelerator, argument_types, collectives, events, facades, g
 topology.
 """
 
-from dataclasses import dataclass as dataclass
-from functools import cached_property as cached_property
-
 from ._torch import constant_when_compiled as constant_when_compiled
 from .accelerator import accelerator as accelerator, module_of as module_of, own_device as own_device
 from .argument_types import kind_of as kind_of

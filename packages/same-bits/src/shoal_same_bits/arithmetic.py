@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +24,6 @@ from shoal_dtensor import Replicate
 from shoal_dtensor.errors import StyleError, TiedWeightError, UnsupportedModuleError
 from shoal_dtensor.internal import ReplacedAttention, arithmetic, set_forward, takes
 from shoal_mesh import DeviceMesh, sums_in_tree
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles import Lowered, ModuleSharding, Port
 from shoal_tp_styles.internal import (
     COMPLETION,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from shoal_dtensor import Replicate, Shard, distribute_tensor
-from shoal_mesh.internal import dataclass
 from shoal_mesh.testing import all_ranks
 
 from .plan.parallelize import unparallelize_module

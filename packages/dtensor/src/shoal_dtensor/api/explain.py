@@ -7,13 +7,13 @@ text, in the colours of a terminal, and matplotlib's; notebooks show a `Spec` by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
 from torch import Tensor
 
 from shoal_mesh.errors import MissingExtraError
-from shoal_mesh.internal import dataclass
 
 from ..argument_types import check_type
 from ..errors import PlacementError

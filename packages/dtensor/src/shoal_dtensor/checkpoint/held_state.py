@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal_mesh import comm_over, purpose
-from shoal_mesh.internal import agree, dataclass
+from shoal_mesh.internal import agree
 
 from ..argument_types import check_type
 from ..errors import CheckpointError

@@ -7,13 +7,13 @@ a list of tensors is not searched for numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .._torch import OpOverload, is_collective
 from ..layout.placements import Replicate

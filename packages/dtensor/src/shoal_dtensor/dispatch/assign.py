@@ -9,11 +9,11 @@ inputs' redistribution takes.  Where one exists for which nothing moves and noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, product, repeat
 from typing import NamedTuple
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..layout.dim_sharding import DimSharding, shard_dim
 from ..layout.placements import Partial, Placement, Replicate, Shard, norm_order

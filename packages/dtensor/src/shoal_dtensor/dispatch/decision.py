@@ -11,11 +11,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from warnings import warn
 
-from shoal_mesh.internal import Event, dataclass, observing
+from shoal_mesh.internal import Event, observing
 
 from ..errors import CommunicationForbiddenError
 from ..layout.tensor_meta import TensorMeta

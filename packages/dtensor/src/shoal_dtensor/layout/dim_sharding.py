@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from math import prod
 
-from shoal_mesh.internal import cached_property, constant_when_compiled, dataclass
+from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import PlacementError
 from .placements import Placement, Shard, StridedShard

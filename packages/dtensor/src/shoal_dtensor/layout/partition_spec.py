@@ -12,9 +12,10 @@ spelling, so equal layouts are equal specs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import constant_when_compiled, dataclass
+from shoal_mesh.internal import constant_when_compiled
 
 from ..errors import ArgumentTypeError, PlacementError, PlacementIndexError
 from .dim_sharding import DimSharding, ShardOrder, chunk_sizes

@@ -10,9 +10,9 @@ uneven and nested shardings fold as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-
-from shoal_mesh.internal import cached_property, dataclass
 
 from ..errors import PlacementError
 from .dim_sharding import DimSharding, ShardOrder, shard_dim

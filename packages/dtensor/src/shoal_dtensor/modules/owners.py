@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..errors import LayoutError, StyleError
 from ..tensor.dtensor import DTensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from math import inf, ldexp, sqrt
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal_mesh import all_reduce, purpose
-from shoal_mesh.internal import all_reduce_, dataclass, is_observed, sums_are_in_tree
+from shoal_mesh.internal import all_reduce_, is_observed, sums_are_in_tree
 
 from .._torch import is_tracing, whole_when_compiled
 from ..argument_types import check_type

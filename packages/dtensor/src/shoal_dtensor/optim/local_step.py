@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import dataclass
 
 from .._torch import adjusted_rate, count_write, orthogonalized, unwatched_by_subclasses
 from ..dispatch.results import wrap

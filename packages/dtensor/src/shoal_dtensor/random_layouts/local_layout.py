@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from .._torch import is_compiling
 from ..layout.spec import Spec

@@ -10,13 +10,13 @@ have comes from a rank that has it.  Where several do, they take turns, so that 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shoal_mesh import Comm, all_to_all_blocks
-from shoal_mesh.internal import dataclass
 
 from ..layout.boxes import Box, intersect, shape_of, slices_of, volume
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
 from shoal_mesh import purpose
-from shoal_mesh.internal import PackedPending, Pending, dataclass
+from shoal_mesh.internal import PackedPending, Pending
 
 from ..errors import RedistributeError
 from ..layout.spec import Spec

@@ -10,10 +10,8 @@ tenth of the time that importing this package takes.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-from shoal_mesh.internal import dataclass
 
 if TYPE_CHECKING:
     from ..layout.spec import Spec

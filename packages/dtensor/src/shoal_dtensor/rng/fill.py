@@ -5,12 +5,11 @@ Every random operator is in the end an in-place fill of fresh memory, so a fill 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from .state import generator_of
 

@@ -7,11 +7,10 @@ flat range; `stretches` says which parts of a stretch of it belong to a box.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from ..layout.boxes import Box
 from ..layout.spec import Spec

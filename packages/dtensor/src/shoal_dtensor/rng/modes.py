@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
-
-from shoal_mesh.internal import dataclass
 
 from .._torch import checkpoints, recomputed_in
 from ..scoped_value import ScopedValue

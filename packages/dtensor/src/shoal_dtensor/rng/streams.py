@@ -15,13 +15,12 @@ is what torch itself fills when the generator's offset is moved there.  Size and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from .fill import Fill
 from .memory_order import MemoryOrder, stretches

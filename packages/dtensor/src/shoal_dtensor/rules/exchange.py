@@ -28,6 +28,7 @@ May import: language.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -36,7 +37,6 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh, all_to_all_blocks
-from shoal_mesh.internal import dataclass
 
 from ..layout.dim_sharding import DimSharding
 from ..layout.spec import Spec

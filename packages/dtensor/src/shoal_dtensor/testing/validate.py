@@ -10,7 +10,7 @@ communicates over with what they declare.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .._torch import pytree
 from ..dispatch.assign import is_plain, placed, placements_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import ReplacedAttention, TorchDispatchMode, pytree, takes
 from shoal_mesh import DeviceMesh, abstract_mesh, all_reduce, topology_of
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles import preview
 from shoal_tp_styles.internal import Plan, StorageReference, apply_plan, format_bytes, to_meta
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.errors import PlanError
 from shoal_dtensor.internal import local_shard, slices_of, takes, whole_box
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles.internal import block_rows, make_adjacent, progress, shardings_of
 
 Slices = tuple[slice, ...]

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from os import PathLike
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import Box, in_groups, takes, volume
-from shoal_mesh.internal import agree, dataclass
+from shoal_mesh.internal import agree
 from shoal_tp_styles.internal import progress
 
 from ..errors import CheckpointError

@@ -9,6 +9,7 @@ if they have the same bits. Ranks need not choose alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import current_arithmetic as entered_arithmetic, unwatched, unwatched_functions
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles import Lowered
 
 Form = Callable[..., Tensor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from shoal_dtensor import DTensor, Partial, Replicate, Shard
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import local_shard
 from shoal_mesh import DeviceMesh, all_reduce
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles import Lowered
 from shoal_tp_styles.internal import COMPLETION, lowered_of
 

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,7 +25,6 @@ from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import TorchDispatchMode, backward_number, check_device_mesh, takes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 from shoal_tp_styles.internal import lowered_of
 
 from .fingerprints import GlobalPart, numbered, part_of_output, part_of_tensor, styled, totals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal_dtensor import DTensor
-from shoal_mesh.internal import dataclass, kind_of
+from shoal_mesh.internal import kind_of
 
 from ..arguments import expect, expect_all, is_plain
 from ..errors import MissingParameterError, ParameterError, PlanConflictError, PlanTypeError, SharderPathError

@@ -9,6 +9,7 @@ Both are a ``Grid``: a mesh of ranks, and for every mesh axis the tensor dim tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from shoal_dtensor import DTensor, Placement, Shard, Spec
 from shoal_dtensor.internal import format_box, grid, spans, volume
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..errors import NotExpressibleError

@@ -6,13 +6,14 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
 
 from shoal_mesh import Comm, DeviceMesh
-from shoal_mesh.internal import agree, dataclass, kind_of
+from shoal_mesh.internal import agree, kind_of
 
 from ..arguments import expect
 from ..errors import ArgumentTypeError, NotInGroupError, ProcessGroupError, RankMismatchError

@@ -7,14 +7,13 @@ No process group and no tensor data here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import torch
 
 from shoal_dtensor.internal import Box, box_at, format_box, gap, overlap
-from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all

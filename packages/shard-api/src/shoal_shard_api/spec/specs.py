@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from shoal_dtensor.internal import Box, shape_of, volume
-from shoal_mesh.internal import dataclass
 
 from .._torch import RemoteDevice
 from ..arguments import expect, expect_all

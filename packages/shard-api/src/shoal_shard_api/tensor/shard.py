@@ -6,14 +6,13 @@ Each rank checks its own shards first; then all ranks receive the errors, or the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal_dtensor.internal import format_box, slices_of
-from shoal_mesh.internal import dataclass
 
 from ..arguments import expect, expect_all, expect_plain
 from ..errors import ArgumentTypeError, LocalShardError, RankMismatchError, ShardingSpecError, UnsupportedOpError

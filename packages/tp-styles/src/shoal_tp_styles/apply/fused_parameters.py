@@ -8,6 +8,7 @@ equal, the fused parameter is one DTensor and keeps its name (see `FusedBlocks.s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from shoal_dtensor import DTensor, Replicate, Spec, distribute_tensor
 from shoal_dtensor.errors import LayoutError, TiedWeightError
 from shoal_dtensor.internal import carry_gradient, carry_over, has_hooks
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .._torch import split_sizes
 from ..sharding.dim_shards import Heads

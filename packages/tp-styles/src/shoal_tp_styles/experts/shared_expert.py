@@ -7,13 +7,13 @@ then calls it, it gets what was computed. In backward, gradients of the rows tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import eager_only, saving_state
-from shoal_mesh.internal import dataclass
 
 from ..lowering.boundary import Boundary
 from ..lowering.lowered import lowered_of

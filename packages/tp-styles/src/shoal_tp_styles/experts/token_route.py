@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.autograd import Function
 
 from shoal_dtensor.internal import first_order_only
 from shoal_mesh import Comm, all_to_all_v, differentiable
-from shoal_mesh.internal import Pending, dataclass
+from shoal_mesh.internal import Pending
 
 from .._torch import apply
 

@@ -7,6 +7,7 @@ Kept for backward are the operands and one number per row; backward computes the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd import Function
 from shoal_dtensor import DTensor, Partial, Replicate
 from shoal_dtensor.errors import LayoutError, SecondOrderError
 from shoal_mesh import all_reduce
-from shoal_mesh.internal import all_reduce_, dataclass
+from shoal_mesh.internal import all_reduce_
 
 from .._torch import apply, autocast_dtype
 from .functional import Reduction, of_labels, own_classes, pick, reduced

@@ -6,13 +6,15 @@ over rows are then summed over those axes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import current_arithmetic, shard_sizes
 from shoal_mesh import Comm, DeviceMesh, all_reduce, differentiable
-from shoal_mesh.internal import dataclass, tree_sum
+from shoal_mesh.internal import tree_sum
 
 Order = tuple[tuple[int, tuple[int, ...]], ...]
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ from shoal_dtensor.internal import (
     whole_when_compiled,
 )
 from shoal_mesh import Comm, all_gather, all_gather_v, all_reduce, reduce_scatter, reduce_scatter_v
-from shoal_mesh.internal import all_reduce_, dataclass, sums_are_in_tree
+from shoal_mesh.internal import all_reduce_, sums_are_in_tree
 
 from .._torch import apply, split_sizes
 

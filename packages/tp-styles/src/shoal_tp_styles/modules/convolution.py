@@ -11,6 +11,7 @@ ones among them, a rank holds complete groups: it reads their input channels and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import lcm
 from typing import Any, Self
 
@@ -21,7 +22,6 @@ from torch.nn import functional
 from shoal_dtensor import Shard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
-from shoal_mesh.internal import dataclass
 
 from ..lowering import ports
 from ..lowering.collective_functions import Sizes

@@ -7,7 +7,7 @@ rows      tokens: R -> y: R | S(d)       every rank looks up its own tokens, zer
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from shoal_dtensor.internal import (
     whole_when_compiled,
 )
 from shoal_mesh import all_gather, all_gather_v
-from shoal_mesh.internal import dataclass
 
 from .._torch import apply
 from ..lowering import ports

@@ -7,6 +7,7 @@ q, k, v: S(sequence) -> S(sequence)                         that of the attentio
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from shoal_context_parallel.internal import ContextOptions, RoutedAttention
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import eager_only
-from shoal_mesh.internal import dataclass
 
 from .._torch import watching_functions
 from ..lowering.boundary import Boundary

@@ -8,7 +8,7 @@ mesh may be an `abstract_mesh`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shoal_dtensor.internal import current_arithmetic, takes
 from shoal_mesh import DeviceMesh, Link, topology_of
-from shoal_mesh.internal import dataclass
 
 from ..lowering.boundary import Boundary
 from ..lowering.ports import nbytes as bytes_of

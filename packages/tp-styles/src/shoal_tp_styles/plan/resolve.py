@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import nn
@@ -12,7 +13,6 @@ from shoal_dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError, PlanError, StyleTypeError, TiedWeightError
 from shoal_dtensor.internal import check_device_mesh, check_styled, given_back, in_turns, shard_sizes, watch_draws
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..apply.apply import already_parallel, check_parameters, conflicting_style, note_undeclared
 from ..progress import progress

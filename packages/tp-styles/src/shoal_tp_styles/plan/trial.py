@@ -11,6 +11,7 @@ import copy
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from shoal_dtensor import DTensor
 from shoal_dtensor.internal import active, drawers_of
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..apply.apply import plain_module
 

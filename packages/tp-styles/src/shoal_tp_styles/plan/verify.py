@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,6 @@ from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor.errors import PlanError, StyleError
 from shoal_dtensor.internal import takes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from .resolve import Plan, Resolved, Use, apply_plan, axis_mesh, resolve, sharded_parameters
 from .trial import PlanTrial, try_plan

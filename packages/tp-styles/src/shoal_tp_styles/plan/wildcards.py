@@ -8,10 +8,8 @@ pattern is the root itself.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-
-from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.errors import LayoutError
 from shoal_dtensor.internal import shard_sizes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shoal_context_parallel.internal import ContextOptions
 from shoal_dtensor import Placement, Replicate, Shard, StridedShard
 from shoal_dtensor.internal import shard_sizes
-from shoal_mesh.internal import dataclass
 
 from .dim_shards import ExpertOwner, Heads, HeadShard, PackedShard
 

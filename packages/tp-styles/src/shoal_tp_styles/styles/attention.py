@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_mesh.internal import dataclass
 
 from ..modules.composed_linear import OWN_PROJECTIONS, AttentionHeads, LatentLinear
 from ..modules.wrapped_forward import LocalCounts, LocalForward

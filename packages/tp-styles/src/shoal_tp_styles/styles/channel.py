@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from shoal_dtensor import Placement, Shard
-from shoal_mesh.internal import dataclass
 
 from ..modules.convolution import ChannelsOfGroups, GroupedChannels
 from ..modules.norm import ChannelShards

@@ -7,11 +7,12 @@ Both go on the module that holds the experts and is called as `(hidden_states, t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError
-from shoal_mesh.internal import dataclass
 
 from ..experts.local_experts import DividedInput, SlicedExperts
 from ..experts.routed_experts import RoutedExperts

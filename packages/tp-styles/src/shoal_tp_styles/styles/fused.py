@@ -11,12 +11,12 @@ is split on loading.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
 from shoal_dtensor import Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_mesh.internal import dataclass
 
 from ..modules.composed_linear import FusedColumn
 from ..sharding.dim_shards import Heads

@@ -7,14 +7,13 @@ sharded features, and the lowering that computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from torch import nn
 
 from shoal_dtensor import Partial, Placement, Replicate, Shard
 from shoal_dtensor.errors import LayoutError, UnsupportedModuleError
-from shoal_mesh.internal import dataclass
 
 from ..apply.apply import TIED
 from ..lowering.lowered import Lowered

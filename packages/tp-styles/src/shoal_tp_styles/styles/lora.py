@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from shoal_dtensor import Replicate, Shard
 from shoal_dtensor.errors import UnsupportedModuleError
 from shoal_dtensor.internal import takes
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..apply.apply import shardings_of
 from ..modules.column_linear import ColumnLinear

@@ -6,12 +6,11 @@ They change no parameter, only the layouts of the tensors that enter and leave.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from shoal_dtensor import Placement
-from shoal_mesh.internal import dataclass
 
 from ..errors import LayoutCountError
 from ..sharding.module_sharding import ModuleSharding, Port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
@@ -9,7 +10,6 @@ from torch import nn
 from shoal_context_parallel import Documents, SequenceLayout
 from shoal_context_parallel.internal import ContextOptions, Method
 from shoal_dtensor import Placement, Shard
-from shoal_mesh.internal import dataclass
 
 from ..lowering.lowered import Lowered
 from ..modules.norm import TOKENWISE, SequenceDropout, Tokenwise, is_norm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from torch import nn
@@ -17,7 +17,6 @@ from torch import nn
 from shoal_dtensor import Placement
 from shoal_dtensor.errors import LayoutError, LayoutTypeError, StyleError, UnsupportedModuleError
 from shoal_mesh import DeviceMesh
-from shoal_mesh.internal import dataclass
 
 from ..apply.apply import apply_sharding
 from ..sharding.module_sharding import ModuleSharding

@@ -9,7 +9,7 @@ ranks (`shoal_dtensor.testing.simulate`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal_mesh.internal import bound, contribution, dataclass, pack_blocks, unpack_blocks
+from shoal_mesh.internal import bound, contribution, pack_blocks, unpack_blocks
 
 from ...layout.boxes import Box, intersect, shape_of, slices_of, volume
 from ...layout.placements import norm_order

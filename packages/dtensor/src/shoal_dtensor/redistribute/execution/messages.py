@@ -10,6 +10,7 @@ travels together follows from the plans alone, never from what this rank holds, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, zip_longest
 from math import prod
@@ -18,14 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import all_to_all_v
-from shoal_mesh.internal import (
-    PackedPending,
-    Pending,
-    all_gather_packed,
-    all_reduce_packed,
-    dataclass,
-    reduce_scatter_packed,
-)
+from shoal_mesh.internal import PackedPending, Pending, all_gather_packed, all_reduce_packed, reduce_scatter_packed
 
 from ..steps import AllToAll, Exchange, Plan, Reduction, Step, Transfer
 from .execute import Stage, bind, closing, comm_of, kernels_of, stage_of

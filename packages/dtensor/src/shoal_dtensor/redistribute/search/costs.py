@@ -8,10 +8,9 @@ too, at `COPY_SPEEDUP` times the fastest link, so that among equals the plan tha
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import inf
-
-from shoal_mesh.internal import cached_property, dataclass
 
 COPY_SPEEDUP = 10.0  # device memory against the fastest link: about 4.8 TB/s against 450 GB/s on an H200
 

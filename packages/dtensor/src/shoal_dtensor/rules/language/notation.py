@@ -10,10 +10,9 @@ two factors, the first varying slowest.  The notation is einsum's; the idea of f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-
-from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
 from ...layout.tensor_meta import TensorMeta

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from shoal_mesh.internal import cached_property, dataclass
 
 from ..._torch import OpOverload, unmarked_writes
 from ...layout.placements import REDUCE_OPS

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
-
-from shoal_mesh.internal import dataclass
 
 from ...errors import ShoalTensorError
 from ...layout.placements import Partial, Replicate

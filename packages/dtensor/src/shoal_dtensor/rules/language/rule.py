@@ -32,12 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-
-from shoal_mesh.internal import dataclass
 
 from ..._torch import OpOverload
 from ...errors import ShoalTensorError

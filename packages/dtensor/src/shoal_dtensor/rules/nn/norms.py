@@ -8,13 +8,12 @@ Gradients of weight and bias are partial sums where what they are summed over is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from ...layout.spec import Spec
 from ...layout.tensor_meta import TensorMeta

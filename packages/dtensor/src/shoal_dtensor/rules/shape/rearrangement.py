@@ -11,12 +11,11 @@ the rank whose rows and columns both have it: of a (4, 4) matrix on 2 x 2 ranks,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-
-from shoal_mesh.internal import dataclass
 
 from ...layout.dim_sharding import DimSharding
 from ..exchange import Relocation, Run, intervals

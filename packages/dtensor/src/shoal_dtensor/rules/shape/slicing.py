@@ -12,6 +12,7 @@ same mesh axes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal_mesh import broadcast
-from shoal_mesh.internal import bound, dataclass
+from shoal_mesh.internal import bound
 
 from ...layout.dim_sharding import DimSharding
 from ..language.local_ops import in_every_form
