@@ -42,10 +42,10 @@ def hosts() -> Iterator[Hosts]:
 
 def run(what: str, folder: str) -> None:
     """One rank: what it has seen goes to a file."""
-    rank = begin(TIMEOUT if what in {"kill", "unlink"} else 60)
-    seen = {"train": _train, "values": _values, "kill": _lose, "unlink": _lose}[what](what, Path(folder))
+    rank = begin(TIMEOUT if what in {"kill", "disconnect"} else 60)
+    seen = {"train": _train, "values": _values, "kill": _lose, "disconnect": _lose}[what](what, Path(folder))
     Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
-    if what in {"kill", "unlink"}:
+    if what in {"kill", "disconnect"}:
         time.sleep(TIMEOUT)  # the others hear of it though this process does not end
     else:
         dist.destroy_process_group()
@@ -74,7 +74,7 @@ def _train(what: str, folder: Path) -> list[float]:
 
 
 def _values(what: str, folder: Path) -> list[float]:
-    """Differences between collectives as they are and by gloo alone; how both hosts are distinguished."""
+    """Differences between collectives as they are and by gloo alone."""
     comm = comm_over((0, 1, 2, 3))
     x = torch.linspace(-1, 1, 1_000_004, dtype=torch.float64) * (1 + comm.rank)
 
@@ -94,9 +94,9 @@ def _lose(what: str, folder: Path) -> list[Any]:
     all_reduce(x, comm)
     if what == "kill" and comm.rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    if what == "unlink":
+    if what == "disconnect":
         (folder / f"ready{comm.rank}").touch()
-        while not (folder / "unlink").exists():
+        while not (folder / "disconnect").exists():
             time.sleep(0.02)
     start = time.monotonic()
     try:
@@ -129,12 +129,12 @@ def test_a_killed_rank_is_named_on_both_hosts(hosts: Hosts, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_lost_link_is_noticed_on_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    with hosts.running(JOB, 2, "unlink", str(tmp_path)) as processes:
+    with hosts.running(JOB, 2, "disconnect", str(tmp_path)) as processes:
         while sum((tmp_path / f"ready{rank}").exists() for rank in range(4)) < 4:
             assert all(process.poll() is None for process in processes)
             time.sleep(0.1)
-        hosts.unlink()
-        (tmp_path / "unlink").touch()
+        hosts.disconnect()
+        (tmp_path / "disconnect").touch()
         printed = "".join(process.communicate(timeout=90)[0] for process in processes)
     seen = _seen(tmp_path)
     assert sorted(seen) == [0, 1, 2, 3], printed

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network, process and host-name spaces of their own, and a link that may be slow or down.
+"""Two hosts on this machine: network, process and host-name spaces of their own, and a link that may be slow or lost.
 
     python integration_tests/two_hosts.py [--per-host N] [--rate 1gbit] [KIB ...]
 
@@ -40,7 +40,7 @@ class Hosts:
 
     names: tuple[str, str]
 
-    def unlink(self) -> None:
+    def disconnect(self) -> None:
         """Take the link away."""
         _do("ip", "-n", self.names[0], "link", "set", "eth0", "down")
 

@@ -74,7 +74,7 @@ class AcrossHosts:
         self._connected = True
 
     def _run(self, steps: Callable[..., None], kind: str, tensor: Tensor, *what: object) -> None:
-        """All steps, unseen by modes, as one collective. What a rank fails with first, all of the group raise.
+        """All steps, unseen by modes, as one collective. What fails inside a host, its partners on others repeat.
 
         Args:
             steps: get the transports inside the host and between hosts, and the number of hosts.
