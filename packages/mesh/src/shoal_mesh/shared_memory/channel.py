@@ -176,10 +176,12 @@ def processes_of(group: ProcessGroup) -> tuple[tuple[int, int], ...]:
 
 def ranks_per_host(group: ProcessGroup) -> int:
     """How many ranks each of several hosts has, which follow one another in a group; 0 if that is not so, or one."""
-    machines, positions = [machine for machine, _ in processes_of(group)], list(_torch.group_ranks(group).items())
-    count = machines.count(machines[0]) if machines and all(machines) and sorted(positions) == positions else 0
-    by_host = [machine for machine in dict.fromkeys(machines) for _ in range(count)]
-    return count if 1 < count < len(machines) and machines == by_host else 0
+    machines = [machine for machine, _ in processes_of(group)]
+    count = machines.count(machines[0]) if machines and all(machines) else 0
+    if not 1 < count < len(machines) or machines != [m for m in dict.fromkeys(machines) for _ in range(count)]:
+        return 0
+    positions = [*_torch.group_ranks(group).items()]
+    return count if sorted(positions) == positions else 0
 
 
 def _host() -> int:
