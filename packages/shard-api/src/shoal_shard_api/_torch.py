@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
 from torch.distributed.remote_device import _remote_device
 
 RemoteDevice = _remote_device  # the value of "rank:1/cuda:1"
 has_compatible_shallow_copy_type = torch._has_compatible_shallow_copy_type  # decides if a module changes data in place
-make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # a tensor of a class, without storage

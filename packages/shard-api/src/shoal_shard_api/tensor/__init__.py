@@ -1,4 +1,4 @@
 """The class ShardedTensor, its shards, and every way to construct one.
 
-May import: _torch, arguments, errors, ops, ranks, spec.
+May import: arguments, errors, ops, ranks, spec.
 """

@@ -9,7 +9,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from .._torch import make_wrapper
+from shoal_dtensor.internal import make_wrapper
+
 from ..arguments import expect, expect_all, expect_plain
 from ..errors import LocalShardError, UnsupportedOpError
 from ..ranks.process_groups import _get_current_process_group, check_rank, comm_of, resolve
