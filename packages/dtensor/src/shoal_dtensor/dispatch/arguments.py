@@ -141,7 +141,7 @@ def _reader_of_anything(cls: Any, *, by_value: bool) -> Reader:
             return local
         elif isinstance(arg, torch.Tensor):
             key.append(Plain(arg.shape, arg.stride(), arg.dtype, arg.numel() == 1 or is_candidate(cls, arg)))
-            if arg.requires_grad:
+            if arg.requires_grad and torch.is_grad_enabled():
                 keep_gradient_plain(arg)
             return arg.resolve_conj().resolve_neg()
         elif isinstance(arg, list | tuple):
