@@ -333,8 +333,8 @@ def reducible_later(rows: Iterable[Row], call: OpCall) -> list[Row]:
     1e9 + 1 and -1e9 comes 1, and 0 once both are float32.  Nor are those of integers widened: in int8, 100 + 100 wraps.
     No average of integers or truth values is left pending, for they can not hold n times a value on one of n ranks.
     """
-    sources, written = [meta.dtype for meta in call.tensors], call.outputs or [call.tensors[i] for i in call.written]
-    results = [meta.dtype for meta in written]
+    sources = [meta.dtype for meta in call.tensors]
+    results = [meta.dtype for meta in call.outputs] or [sources[i] for i in call.written]
     kinds = {*sources, *results}
     if len(kinds) == 1 and _has_fractions(*kinds):
         return [*rows]
