@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,12 @@ TIMEOUT = 5.0
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    try:
-        context = two_hosts("1gbit")
-        hosts = context.__enter__()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no namespaces: {getattr(error, 'stderr', '') or error}")
-    try:
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(two_hosts("1gbit"))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no namespaces: {getattr(error, 'stderr', '') or error}")
         yield hosts
-    finally:
-        context.__exit__(None, None, None)
 
 
 def run(what: str, folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -33,7 +32,6 @@ from shoal_mesh.collectives.across_hosts import AcrossHosts
 from shoal_mesh.collectives.c10d_transport import C10dTransport
 from shoal_mesh.errors import RankError
 from shoal_mesh.shared_memory import channel
-from shoal_mesh.testing import on_ranks
 
 
 def on_hosts(hosts: tuple[int, ...], timeout: float | None = None) -> Comm:
@@ -60,14 +58,12 @@ COLLECTIVES: dict[str, Callable[[Tensor, Comm], Tensor]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])
-@on_ranks(4)
 def test_values_are_those_of_gloo_alone(dtype: torch.dtype) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.callback(restart_world)  # for the tests behind this one: all on one host
-        _compare(on_hosts((7, 7, 9, 9)), dtype)
+    launch(_compare, 4, dtype)
 
 
-def _compare(everybody: Comm, dtype: torch.dtype) -> None:
+def _compare(dtype: torch.dtype) -> None:
+    everybody = on_hosts((7, 7, 9, 9))
     orders = [everybody, Comm.over(everybody.group, ("turned",), (2, 0, 3, 1))]
     generator = torch.Generator().manual_seed(dist.get_rank())
     for shape in ((4, 3), (8, 1), (4, 0), (4, 300_001)):
@@ -79,14 +75,12 @@ def _compare(everybody: Comm, dtype: torch.dtype) -> None:
                     torch.testing.assert_close(run(x, comm), plain, rtol=0, atol=0, msg=f"{name} {shape} {comm}")
 
 
-@on_ranks(4)
 def test_large_messages_in_the_foreground_take_it() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.callback(restart_world)  # likewise
-        _choose(on_hosts((7, 7, 9, 9)))
+    launch(_choose, 4)
 
 
-def _choose(comm: Comm) -> None:
+def _choose() -> None:
+    comm = on_hosts((7, 7, 9, 9))
     large, transport = torch.ones(1 << 16), comm.transport
     assert type(transport) is AcrossHosts
     carrier = transport.carrier
