@@ -35,8 +35,7 @@ KiB above what was there before the program: after the forward of the last micro
 which adds to the gradients that an earlier one has kept. Where shoal's peak is the higher one:
 
 - `fully_shard` in bfloat16: kept gradients are in the dtype of the reduction, beside the packed message of a unit.
-- `replicate`: a backward that raises leaves kept gradients as they were, so they stay beside the sums until it is over;
-  the message of a bucket is a copy. DDP has its buckets all the time: its live memory is the higher one.
+- `replicate` has no buckets between backwards; DDP has them all the time, and so the higher live memory.
 
 Up to half a KiB of each peak of `fully_shard` says which gradients a rank has.
 

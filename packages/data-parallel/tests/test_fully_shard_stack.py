@@ -1,6 +1,6 @@
 """`fully_shard` with the rest of a training stack: compiler, initialization, checkpoints, dtypes; on real gloo ranks.
 
-Covers: sharded_parameters.py.
+Covers: {reduction,sharded_parameters}.py.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data_parallel_checks import units_load_on_other_degrees, units_start_as_one_device
 from data_parallel_model import Model, batch, full, loss_of, mesh_of, own, same_gradients, units
 from shoal_data_parallel import StyleError, fully_shard, replicate
 from shoal_data_parallel.unit import Unit
 from shoal_data_parallel.unit_forward import state_of
+from shoal_dtensor import Placement, Replicate, Shard, distribute_tensor
 from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import init_device_mesh
 from shoal_mesh.testing import on_ranks
@@ -63,6 +64,44 @@ def test_checkpoints_are_loaded_on_other_degrees() -> None:
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "data"))
     others = [units(build(1), mesh_of(2, 2)["data"]), units(build(1), replicated), build(1)]
     units_load_on_other_degrees(units(build(), mesh["data"]), mesh, others)
+
+
+class TwoLinears(nn.Module):
+    """Two layers, of which a batch may leave out the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.second(self.first(x) if both else x)
+        return out
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@pytest.mark.parametrize(
+    "placed", [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Shard(0), Shard(1))], ids=str
+)
+@on_ranks(4)
+def test_gradients_that_inputs_leave_partial_or_sharded(placed: tuple[Placement, Placement], replicates: bool) -> None:
+    """Of parameters that are replicated along "tensor": kept ones, and those that only one data-parallel rank has."""
+    mesh = mesh_of(2, 2)
+    plain, model = TwoLinears(), TwoLinears()
+    for layer in (model.first, model.second):
+        for name, param in [*layer.named_parameters()]:
+            value = distribute_tensor(param.detach(), mesh["tensor"], [Replicate()])
+            setattr(layer, name, nn.Parameter(value))
+    parallel: Any = replicate(model, mesh["data"]) if replicates else fully_shard(model, mesh=mesh["data"])
+    rank, generator = mesh.get_local_rank("data"), torch.Generator().manual_seed(0)
+    for last, placement in enumerate(placed):
+        parts = torch.randn(8, 4, dtype=torch.float64, generator=generator).chunk(2)
+        for at, part in enumerate(parts):
+            plain(part, at == last).square().mean().div(2).backward()
+        parallel.set_requires_gradient_sync(bool(last))
+        rows = distribute_tensor(parts[rank], mesh["tensor"], [placement])
+        parallel(rows, rank == last).square().mean().backward()
+    same_gradients(plain, parallel)
 
 
 @on_ranks(4)

@@ -383,10 +383,10 @@ def test_a_gradient_is_added_to_the_kept_one_before_those_of_other_layers_are_th
     seen: list[list[bool]] = []
     with model.no_sync():
         backward_of_each(plain, model, mesh, 0)
-    before = [unit.kept[i].clone() for i in unit.trained]
+    before = [unit.kept[i][0].clone() for i in unit.trained]
     hook = model.blocks[0].up.register_full_backward_hook(
         lambda *_: seen.append(
-            [not torch.equal(old, unit.kept[i]) for old, i in zip(before, unit.trained, strict=True)]
+            [not torch.equal(old, unit.kept[i][0]) for old, i in zip(before, unit.trained, strict=True)]
         )
     )
     backward_of_each(plain, model, mesh, 1)

@@ -5,8 +5,8 @@ May import: reduction, unit, unit_forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,11 +14,12 @@ from torch import nn
 from shoal_dtensor.errors import LayoutError, StyleError
 from shoal_dtensor.internal import in_backward, submodule_of, takes
 
-from .reduction import GroupReduction, deliver
+from .reduction import GroupReduction, ReducingModule, deliver
 from .unit import Unit
 from .unit_forward import STATE, as_forward, state_of, states_of
 
 
+@dataclass(frozen=True, slots=True)
 class UnshardHandle:
     """Parameters that are being gathered; `wait()` returns when the module sees them.
 
@@ -26,17 +27,14 @@ class UnshardHandle:
         unit: the module's unit; `unshard(async_op=True)` of the module makes the handle.
     """
 
-    __slots__ = ("_unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    unit: Unit
 
     def wait(self) -> None:
         """Have the module see the gathered parameters."""
-        self._unit.enter()
+        self.unit.enter()
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(ReducingModule):
     """What `fully_shard` adds to a module's class: control over gathering and reducing, as torch names it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # no hooks: a module compiled in place would trace them
@@ -47,6 +45,9 @@ class FSDPModule(nn.Module):
     def extra_repr(self) -> str:
         """What the module shows of itself when it is printed."""
         return ", ".join(filter(None, [super().extra_repr(), "fully_shard"]))
+
+    def _reducers(self, recurse: bool = True) -> list[Unit]:
+        return [state.unit for state in states_of(self, recurse)]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters now, until `reshard()`; with `async_op`, only start to.
@@ -68,24 +69,6 @@ class FSDPModule(nn.Module):
         """
         state_of(self).unit.leave()
 
-    @takes(requires_gradient_sync=bool)
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
-        for state in states_of(self, recurse):
-            state.unit.syncs = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
-        units = [state.unit for state in states_of(self)]
-        before = [unit.syncs for unit in units]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for unit, syncs in zip(units, before, strict=True):
-                unit.syncs = syncs
-
     def reduce_gradients(self) -> None:
         """Reduce the gradients that were kept, without another backward.
 
@@ -94,17 +77,9 @@ class FSDPModule(nn.Module):
         """
         if in_backward():
             raise StyleError("reduce_gradients: a backward is running; it is to be called after it")
-        units = [state.unit for state in states_of(self)]
-        for unit in units:
+        for unit in self._reducers():
             unit.check_kept()
-        deliver([GroupReduction(unit, {}) for unit in units if unit.kept])
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, also those that were kept."""
-        super().zero_grad(set_to_none)
-        for state in states_of(self):
-            state.unit.kept.clear()
-            state.unit.spoiled = False
+        deliver([GroupReduction(unit, {}) for unit in self._reducers() if unit.kept])
 
     @takes(reshard_after_forward=bool)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

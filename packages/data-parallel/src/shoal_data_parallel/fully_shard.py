@@ -32,7 +32,7 @@ from shoal_mesh.internal import accelerator
 
 from .fsdp_module import FSDPModule
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, Site, check_plain_tensors, shard_parameter, whole_parameters
+from .sharded_parameters import DataAxes, Site, check_plain_tensors, make_whole, shard_parameter
 from .unit import Unit
 from .unit_forward import STATE, UnitState, states_of
 
@@ -119,16 +119,12 @@ def _check(modules: Sequence[nn.Module], reshard_after_forward: object) -> None:
 def _data_axes(mesh: DeviceMesh | None) -> DataAxes:
     if mesh is None:
         mesh = init_device_mesh(accelerator() or "cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("data",))
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(
-            f"fully_shard: expected a shoal_mesh.DeviceMesh of one or two data axes, got {type(mesh).__name__}; "
-            "shoal_dtensor.interop converts torch's"
-        )
+    axes = DataAxes(mesh)
     if mesh.ndim > 2:
         raise LayoutError(
             f"fully_shard: expected one or two data axes, got {mesh!r}; pass a slice such as mesh['data']"
         )
-    return DataAxes(mesh)
+    return axes
 
 
 def _check_own(modules: Sequence[nn.Module], params: Sequence[nn.Parameter]) -> None:
@@ -219,9 +215,6 @@ class UnitParameters:
         """Have the modules hold the parameters as they were before data axes sharded them."""
         unit = self.state.unit
         unit.leave()
-        for parameter in unit.parameters:
-            parameter.adopt()
-        for parameter, param in zip(unit.parameters, whole_parameters(unit.parameters), strict=True):
-            parameter.put(param)
+        make_whole(unit.parameters)
         unit.parameters = []
         unit.reset()

@@ -24,8 +24,8 @@ from shoal_dtensor.internal import backward_number, leaf_route, local_shard, run
 from shoal_mesh import all_gather
 
 from .optimizer_shards import ShardedReplica
-from .reduction import Group, GroupReduction, deliver
-from .sharded_parameters import DataAxes
+from .reduction import Group, GroupReduction, Reducer, deliver
+from .sharded_parameters import DataAxes, ShardedParameter, local_gradient
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +80,7 @@ class ReplicatedParameter:
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
         """The local gradient and its layout before the reduction; None counts as zeros."""
-        if grad is None:
-            grad = torch.zeros(self.partial.local_shape, dtype=self.partial.dtype, device=self.leaf.device)
-        elif grad.is_sparse:
-            raise LayoutError(
-                f"replicate: the gradient of a parameter of shape {tuple(self.leaf.shape)} is sparse; gradients are "
-                "averaged dense: make the embedding with sparse=False, or pass its weight in ignored_params"
-            )
-        local = local_shard(grad) if isinstance(grad, DTensor) else grad
-        return local.to(self.partial.dtype).contiguous(), self.partial
+        return local_gradient(grad, self.partial, self.leaf.device), self.partial
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
@@ -112,32 +104,37 @@ class ReplicatedParameter:
 Replica = ReplicatedParameter | ShardedReplica
 
 
+def reduced_of(replica: Replica) -> ReplicatedParameter | ShardedParameter:
+    """What the gradient of a replica is reduced to: the parameter, or the optimizer's shard."""
+    return replica.sharded if isinstance(replica, ShardedReplica) else replica
+
+
 class Bucket(Group):
-    """Parameters whose gradients are reduced together; all of them are `trained`."""
+    """Replicas whose gradients are reduced together; all of them are `trained`."""
 
     owner = "replicate"
-    parameters: Sequence[Replica]
 
-    def __init__(self, name: str, parameters: Sequence[Replica], axes: DataAxes) -> None:
+    def __init__(self, name: str, replicas: Sequence[Replica], axes: DataAxes) -> None:
         super().__init__(name, axes)
-        self.parameters = parameters
-        self.trained = list(range(len(parameters)))
+        self.replicas = replicas
+        self.parameters = [reduced_of(replica) for replica in replicas]
+        self.trained = list(range(len(replicas)))
 
-    def take(self) -> dict[int, Tensor | None]:
-        """The gradients that autograd has accumulated, taken away from the parameters."""
-        grads = {i: parameter.leaf.grad for i, parameter in enumerate(self.parameters)}
-        for parameter in self.parameters:
-            parameter.leaf.grad = None
-        return grads
+    def take(self, i: int) -> Tensor | None:
+        """The gradient that autograd has accumulated, taken away from a parameter."""
+        leaf = self.replicas[i].leaf
+        grad, leaf.grad = leaf.grad, None
+        return grad
 
-    def with_kept(self) -> dict[int, Tensor]:
-        """What stays on this rank after a pass that does not reduce: what was kept before, and accumulated since."""
-        kept = dict(self.kept)
-        for i, grad in self.take().items():
-            if grad is not None:
-                local, _ = self.parameters[i].gradient(grad)
-                kept[i] = kept[i] + local if i in kept else local
-        return kept
+    def keep(self, i: int) -> None:
+        """Keep the gradient that autograd has accumulated, in one tensor with what is kept already."""
+        grad = self.take(i)
+        if grad is None:
+            return
+        if i in self.kept:
+            self.add_to_kept(i, grad)
+        else:
+            self.kept[i] = self.parameters[i].gradient(grad)
 
 
 class GradientBuckets:
@@ -145,18 +142,17 @@ class GradientBuckets:
 
     Attributes:
         buckets: in the order in which they are reduced.
-        syncs: whether passes reduce gradients; otherwise this rank keeps them for the next pass that does.
+        owner: says whether passes reduce gradients.
         around: called when a pass begins (True) and when it is over, also by an error (False).
         held: the nodes of the parameters that optimizers see.
         running: whether a pass is.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], around: Callable[[bool], None] = lambda running: None) -> None:
+    def __init__(self, buckets: Sequence[Bucket], owner: Reducer, around: Callable[[bool], None]) -> None:
         self.buckets = buckets
-        self.syncs: bool = True
-        self.around = around
-        self.parameters: list[Replica] = [parameter for bucket in buckets for parameter in bucket.parameters]
-        self._bucket_of = {id(p.leaf): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
+        self.owner, self.around = owner, around
+        self.parameters: list[Replica] = [replica for bucket in buckets for replica in bucket.replicas]
+        self._place = {id(p.leaf): (at, i) for at, bucket in enumerate(buckets) for i, p in enumerate(bucket.replicas)}
         self.running: bool = False
         with torch.inference_mode(False), torch.enable_grad():  # a leaf's node lives no longer than somebody holds it
             self._nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p.leaf).node for p in self.parameters]
@@ -189,12 +185,14 @@ class GradientBuckets:
             return
         for parameter in self.parameters:
             parameter.check_hooks()
+        for bucket in self.buckets:
+            bucket.check_kept()
         self._number = backward_number()
         self._given: dict[int, tuple[Tensor, Tensor]] = {}  # gradients of this rank's rows, and what gets the means
         self._before = [parameter.leaf.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.leaf.grad = None
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._missing = [len(bucket.replicas) for bucket in self.buckets]
         self._late: set[int] = set()
         self._reductions: list[GroupReduction] = []  # of the first buckets, in order
         self.running = True
@@ -203,12 +201,14 @@ class GradientBuckets:
 
     def _arrived(self, leaf: Tensor) -> None:
         """Hook: a gradient has been accumulated; buckets are reduced in order as soon as they are complete."""
-        at = self._bucket_of[id(leaf)]
+        at, i = self._place[id(leaf)]
+        if i in self.buckets[at].kept:  # otherwise both were held until the pass is over
+            self.buckets[at].keep(i)
         self._missing[at] -= 1
         # Reentrant checkpointing runs passes inside of this one, each of which may bring a parameter's gradient.
         if at < len(self._reductions):
             self._late.add(at)
-        if not self.syncs or backward_number() != self._number:
+        if not self.owner.syncs or backward_number() != self._number:
             return
         while len(self._reductions) < len(self._missing) and self._missing[len(self._reductions)] <= 0:
             self._reduce(len(self._reductions))
@@ -244,7 +244,7 @@ class GradientBuckets:
                     "backward(), which gives all ranks the mean with zeros"
                 )
         bucket = Bucket("gradients that were asked for", [self.parameters[at] for at in asked], axes)
-        bucket.divisor = self.buckets[0].divisor
+        bucket.divisor = self.owner.divisor
         means = GroupReduction(bucket, {i: self._given[at][0] for i, at in enumerate(asked)}).gradients()
         for at, mean in zip(asked, means, strict=True):
             given: Any = self._given[at][1]
@@ -252,14 +252,15 @@ class GradientBuckets:
 
     def _reduce(self, at: int) -> None:
         bucket = self.buckets[at]
-        self._reductions.append(GroupReduction(bucket, bucket.take()))
+        bucket.divisor = self.owner.divisor
+        self._reductions.append(GroupReduction(bucket, {i: bucket.take(i) for i in bucket.trained}))
 
     def finish(self) -> None:
         """The pass is over: reduce what is left, also of parameters that this rank has not used, and deliver."""
         if self._given:
             self._fill()
             self._restore()
-        elif self.syncs:
+        elif self.owner.syncs:
             for at in (*range(len(self._reductions), len(self.buckets)), *sorted(self._late)):
                 self._reduce(at)
             for reduction in self._reductions:
@@ -268,12 +269,17 @@ class GradientBuckets:
             self._restore()
             deliver(reductions)
         else:
-            for bucket, kept in [(bucket, bucket.with_kept()) for bucket in self.buckets]:
-                bucket.kept = kept
+            for bucket in self.buckets:
+                bucket.spoiled = True  # until all are kept
+            for bucket in self.buckets:
+                for i in bucket.trained:
+                    bucket.keep(i)
             self._restore()
+        for bucket in self.buckets:
+            bucket.spoiled = False
 
     def fail(self) -> None:
-        """The pass has raised: nothing has changed, unless it was already delivering."""
+        """The pass has raised: no `.grad` has changed, unless it was already delivering."""
         if self.running:
             self._restore()
 

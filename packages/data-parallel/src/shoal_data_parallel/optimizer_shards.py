@@ -8,7 +8,7 @@ With data axes of 2 ranks, a Linear's weight of shape (8, 6):
 Gradients are reduced to the second layout.  A step of the optimizer writes to the rows of this rank; the next forward
 gathers the rows of the others, in one collective for each group of parameters.
 
-May import: policies, sharded_parameters.
+May import: _torch, policies, sharded_parameters.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shoal_dtensor import DTensor, Spec
+from shoal_dtensor import DTensor
 from shoal_dtensor.errors import StyleError
 from shoal_dtensor.internal import grad_hooked, in_groups, leaf_route, local_shard, redistribute_shards
 from shoal_mesh import purpose
 
+from ._torch import run_when_ready
 from .policies import MixedPrecisionPolicy, OffloadPolicy
-from .sharded_parameters import DataAxes, ShardedParameter, Site, shard_parameter, shards_of
+from .sharded_parameters import DataAxes, ShardedParameter, Site, local_bytes, shard_parameter, shards_of
 
 
 @dataclass(slots=True, eq=False)
@@ -63,21 +64,9 @@ class ShardedReplica:
 
     def ask(self, take: Callable[[Tensor], Tensor | None]) -> list[Any]:
         """Have the gradient of a pass that does not accumulate in the leaf taken; no handles."""
-        self.seen = _Seen.apply(self, take, self.leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+        self.seen = seen = _Seen.apply(self, take, self.leaf, self.held)  # type: ignore[no-untyped-call]  # torch
+        run_when_ready(seen.grad_fn)  # it is older than all forwards: its gradient would wait for the end of the pass
         return []
-
-    @property
-    def reduced(self) -> Spec:
-        """The layout in which gradients arrive."""
-        return self.sharded.reduced
-
-    def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient and its layout before the reduction; None counts as zeros."""
-        return self.sharded.gradient(grad)
-
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced local gradient to the shard's."""
-        self.sharded.accumulate(reduced)
 
     def check_hooks(self) -> None:
         """Raise StyleError if users' hooks would not see the reduced gradient."""
@@ -178,14 +167,10 @@ class OptimizerShards:
                 replica.fill(gathered)
 
     def _stale(self) -> list[list[ShardedReplica]]:
-        def received_bytes(replica: ShardedReplica) -> int:
-            gathered = replica.sharded.gathered
-            return gathered.dtype.itemsize * gathered.local_shape.numel()
-
         for replica in self.replicas:
             replica.adopt()
         stale = (replica for replica in self.replicas if replica.version != replica.sharded.version())
-        return in_groups(stale, received_bytes, self._bucket_bytes)
+        return in_groups(stale, lambda replica: local_bytes(replica.sharded.gathered), self._bucket_bytes)
 
     def _start(self, group: Sequence[ShardedReplica]) -> Any:
         with purpose("replicate gathers updated parameters"):

@@ -5,16 +5,18 @@ May import: sharded_parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal_dtensor import Partial, Replicate, Shard, Spec
-from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, redistribute_shards
+from shoal_dtensor.errors import StyleError
+from shoal_dtensor.internal import Download, FakeTensor, ShardsInFlight, redistribute_shards, takes
 from shoal_mesh import purpose
 
 from .sharded_parameters import DataAxes
@@ -24,9 +26,15 @@ class ReducedParameter(Protocol):
     """A parameter whose gradients are reduced.
 
     Attributes:
-        reduced: the layout and dtype in which its gradient arrives.
+        leaf: where the sum goes.
+        partial: the layout and dtype in which gradients are summed over the data axes: the same on all ranks.
+        reduced: those in which the sum arrives.
     """
 
+    leaf: nn.Parameter
+
+    @property
+    def partial(self) -> Spec: ...
     @property
     def reduced(self) -> Spec: ...
 
@@ -37,7 +45,22 @@ class ReducedParameter(Protocol):
         """Add a reduced local gradient to the leaf's."""
 
 
-class Group:
+class Reducer:
+    """What of a module reduces gradients.
+
+    Attributes:
+        syncs: whether backward does; otherwise this rank keeps them for the next backward that does.
+        divisor: what summed gradients are divided by: by default the number of ranks.
+    """
+
+    syncs: bool = True
+    divisor: float
+
+    def drop_kept(self) -> None:
+        """Drop kept gradients."""
+
+
+class Group(Reducer):
     """Parameters whose gradients travel together.
 
     Attributes:
@@ -45,8 +68,8 @@ class Group:
         name: of the group, likewise.
         parameters: the parameters; `trained` the indices of those that require gradients.
         axes: the data axes.
-        kept: local gradients of earlier passes, by parameter.
-        divisor: what summed gradients are divided by: by default the number of ranks.
+        kept: by parameter the local gradient of earlier passes, and its layout.
+        spoiled: whether a pass that added to the kept gradients was not finished.
     """
 
     owner: str
@@ -56,13 +79,66 @@ class Group:
     def __init__(self, name: str, axes: DataAxes) -> None:
         self.name = name
         self.axes = axes
-        self.kept: dict[int, Tensor] = {}
-        self.divisor: float = float(axes.mesh.size())
+        self.kept: dict[int, tuple[Tensor, Spec]] = {}
+        self.spoiled = False
+        self.divisor = float(axes.mesh.size())
 
-    @property
-    def on_host(self) -> bool:
-        """Whether leaves are in memory of the host, and their gradients are computed elsewhere."""
-        return False
+    def add_to_kept(self, i: int, grad: Tensor) -> None:
+        """Add a local gradient of the pass that is running to the kept one, in place, until that pass is finished.
+
+        A copy of it would be held for all groups until the pass is over, only to be given back if it fails.
+        """
+        self.spoiled = True
+        local, spec = self.parameters[i].gradient(grad)
+        if i in self.kept:
+            kept, layout = self.kept[i]
+            kept.add_(*_converted([local], [spec], [layout]))
+        else:  # a copy: autograd may hand one tensor to several parameters
+            self.kept[i] = local.clone(), spec
+
+    def check_kept(self) -> None:
+        """Refuse to use kept gradients to which a backward that raised has added.
+
+        Raises:
+            StyleError: if there may be some.
+        """
+        if self.spoiled:
+            raise StyleError(
+                f"{self.owner}: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
+                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
+            )
+
+    def drop_kept(self) -> None:
+        self.kept, self.spoiled = {}, False
+
+
+class ReducingModule(nn.Module):
+    """What is added to a module's class: control over the reduction of gradients, as torch names it."""
+
+    _reducers: Callable[..., Sequence[Reducer]]  # those of the module and, unless with `recurse=False`, of those in it
+
+    @takes(requires_gradient_sync=bool)
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
+        for reducer in self._reducers(recurse):
+            reducer.syncs = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
+        before = [(reducer, reducer.syncs) for reducer in self._reducers()]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for reducer, syncs in before:
+                reducer.syncs = syncs
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, also those that are kept for a pass that reduces."""
+        super().zero_grad(set_to_none)
+        for reducer in self._reducers():
+            reducer.drop_kept()
 
 
 class GroupReduction:
@@ -71,7 +147,6 @@ class GroupReduction:
     Args:
         grads: of this pass; taken out one by one, so that none is held beside its sum with a kept one.
         with_kept: whether what the group keeps is reduced too.
-        gives_back: whether `give_back` returns it.
 
     Attributes:
         group: the parameters.
@@ -87,28 +162,31 @@ class GroupReduction:
         returned: Collection[int] = (),
         *,
         with_kept: bool = True,
-        gives_back: bool = True,
     ) -> None:
         self.group: Group = group
         self.returned: Collection[int] = returned
         self._gradients: Callable[[], list[Tensor]] | None = None  # of a reduction that has been waited for
         self._flags: Tensor | None = None  # of the ranks together, where this one cannot know them
-        kept: dict[int, Tensor] = {}
+        kept: dict[int, tuple[Tensor, Spec]] = {}
         if with_kept:  # otherwise the group goes on keeping it
             kept, group.kept = group.kept, {}
-        self._kept: dict[int, Tensor] = kept.copy() if gives_back else {}
-        shards, moves, own = [], [], []
+        self._kept: dict[int, tuple[Tensor, Spec]] = {} if group.spoiled else kept.copy()
+        shards, specs, own = [], [], []
         for i in group.trained:
             grad, before = grads.pop(i, None), kept.pop(i, None)
             own.append(grad is not None or before is not None)
-            local, spec = group.parameters[i].gradient(before if grad is None else grad)
-            shards.append(local if grad is None or before is None else local + before)
-            moves.append((spec, group.parameters[i].reduced))
+            local, spec = group.parameters[i].gradient(grad) if grad is not None or before is None else before
+            if grad is not None and before is not None:
+                local, spec = before[0].add(*_converted([local], [spec], [before[1]])), before[1]
+            shards.append(local)
+            specs.append(spec)
         self._own: list[bool] = own
+        partial = [group.parameters[i].partial for i in group.trained]
+        shards = _converted(shards, specs, partial)
+        moves = [(spec, group.parameters[i].reduced) for i, spec in zip(group.trained, partial, strict=True)]
         # Which gradients there are travels with them: one row of flags for each rank that holds a shard.
-        source, target = moves[0]
-        moves.append(_move_of_flags(source, group.axes, len(own), target.dtype))
-        flags = shards[0].new_ones((group.axes.ranks_of_shards, len(own)), dtype=target.dtype)
+        moves.append(_move_of_flags(partial[0], group.axes, len(own), moves[0][1].dtype))
+        flags = shards[0].new_ones((group.axes.ranks_of_shards, len(own)))
         for at, there in enumerate(own):  # written on the device: the host waits for no copy
             if not there:
                 flags[:, at].zero_()
@@ -129,7 +207,9 @@ class GroupReduction:
         if self.group.divisor != 1:
             torch._foreach_div_(reduced, self.group.divisor)
         del self._in_flight  # which holds the gradients on the device
-        self._gradients = Download(reduced).wait if self.group.on_host else lambda: reduced
+        group = self.group
+        on_host = group.axes.mesh.device_type != "cpu" and any(group.parameters[i].leaf.is_cpu for i in group.trained)
+        self._gradients = Download(reduced).wait if on_host else lambda: reduced
         # A gradient that this rank has is there: nobody has to look.
         if not all(self._own) and not isinstance(flags, FakeTensor):
             self._flags = flags.reshape(-1, len(self._own))[0]
@@ -176,10 +256,24 @@ def deliver(reductions: Sequence[GroupReduction]) -> None:
                 reduction.group.parameters[i].accumulate(grad)
 
 
+def _converted(grads: list[Tensor], specs: Sequence[Spec], wanted: Sequence[Spec]) -> list[Tensor]:
+    """Local gradients in the layouts that all ranks expect, or that kept ones have.
+
+    Inputs may leave them partial or sharded over the styles' axes where the parameters are replicated. A rank that has
+    no gradient of a parameter cannot know that of the others.
+    """
+    others = [at for at, spec in enumerate(specs) if spec != wanted[at]]
+    if others:
+        sources = [grads[at].to(wanted[at].dtype) for at in others]  # the model may have changed its dtype since
+        moves = [(specs[at].with_(dtype=wanted[at].dtype), wanted[at]) for at in others]
+        for at, local in zip(others, redistribute_shards(sources, moves).wait(), strict=True):
+            grads[at] = local
+    return grads
+
+
 @lru_cache(maxsize=1024)
-def _move_of_flags(like: Spec, axes: DataAxes, count: int, dtype: torch.dtype) -> tuple[Spec, Spec]:
+def _move_of_flags(partial: Spec, axes: DataAxes, count: int, dtype: torch.dtype) -> tuple[Spec, Spec]:
     """How flags travel with a gradient: partial over the data axes, reduced to one row on every rank."""
-    placements = [p if isinstance(p, Partial) else Replicate() for p in like.placements]  # over the styles' axes
-    flags = Spec(like.mesh, placements, (axes.ranks_of_shards, count), None, dtype)
-    inner = flags.placements[axes.mesh.ndim :]
+    data, inner = [Partial()] * axes.mesh.ndim, [Replicate()] * (partial.mesh.ndim - axes.mesh.ndim)
+    flags = Spec(partial.mesh, [*data, *inner], (axes.ranks_of_shards, count), None, dtype)
     return flags, flags.with_(placements=[*axes.placements(Shard(0)), *inner])

@@ -5,14 +5,14 @@
 Parameters stay what they are: the same objects, plain or DTensors on the axes of a style.  What a backward pass leaves
 in `.grad` is the mean over the data axes.
 
-May import: gradient_buckets, optimizer_shards, sharded_parameters.
+May import: gradient_buckets, optimizer_shards, reduction, sharded_parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ from shoal_dtensor.internal import (
 )
 from shoal_mesh import DeviceMesh, broadcast, check_replicas, current_mesh
 
-from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter
+from .gradient_buckets import Bucket, GradientBuckets, Replica, ReplicatedParameter, reduced_of
 from .optimizer_shards import OptimizerShards, ShardedReplica
-from .sharded_parameters import DataAxes, Site, check_plain_tensors, whole_parameters
+from .reduction import Reducer, ReducingModule
+from .sharded_parameters import DataAxes, Site, check_plain_tensors, local_bytes, make_whole
 
 _STATE = "_shoal_replicated"
 
@@ -120,12 +121,8 @@ def _data_axes(mesh: DeviceMesh | str, shards: bool) -> DataAxes:
         if around is None:
             raise StyleError(f"replicate: axis {mesh!r} of which mesh? Pass mesh[{mesh!r}], or call it in `with mesh:`")
         mesh = around[mesh]
-    if not isinstance(mesh, DeviceMesh):
-        raise LayoutError(
-            f"replicate: expected a shoal_mesh.DeviceMesh of the data axes, got {type(mesh).__name__}; "
-            "shoal_dtensor.interop converts torch's"
-        )
-    return DataAxes(mesh, sharded=mesh.ndim if shards else 0)
+    axes = DataAxes(mesh, sharded=0)
+    return replace(axes, sharded=mesh.ndim) if shards else axes
 
 
 def _agree(module: nn.Module, axes: DataAxes) -> None:
@@ -135,8 +132,8 @@ def _agree(module: nn.Module, axes: DataAxes) -> None:
         return
     rows = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     digest = hashlib.blake2b(repr(rows).encode(), digest_size=16).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    check_replicas(own.to(axes.mesh.device_type), comm, "names, shapes and dtypes of parameters")
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(axes.mesh.device_type)
+    check_replicas(own, comm, "names, shapes and dtypes of parameters")
 
 
 @torch.no_grad()
@@ -149,7 +146,7 @@ def _broadcast(tensors: Iterable[Tensor], axes: DataAxes, source: int) -> None:
             local.copy_(broadcast(local.contiguous(), comm, source))
 
 
-class Replicas:
+class Replicas(Reducer):
     """What a replicated module knows.
 
     Attributes:
@@ -159,8 +156,6 @@ class Replicas:
         ignored: the parameters that it leaves alone.
         gradients: the buckets of its trained parameters.
         dtype: in which gradients are reduced; None for their own.
-        divisor: what summed gradients are divided by.
-        syncs: whether backward reduces gradients.
         shards: what the optimizer updates instead of the parameters; None if it updates them.
     """
 
@@ -177,23 +172,21 @@ class Replicas:
     ) -> None:
         self.module = module
         self.axes = axes
-        self.divisor: float = float(axes.mesh.size())
-        self.syncs: bool = True
+        self.divisor = float(axes.mesh.size())
         self._bucket_bytes = bucket_bytes
         self.dtype = dtype
         self.ignored: list[nn.Parameter] = list(ignored)
-        self.gradients: GradientBuckets = GradientBuckets([])
+        self.gradients: GradientBuckets = GradientBuckets([], self, self.around)
         self._attached: list[tuple[Any, ...]] = []
         self._depth = 0  # of forwards that are running
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the module, whose own parameters are attached at its first forward."""
-        copied = Replicas(self.module, self.axes, self._bucket_bytes, self.dtype, self.ignored)
-        copied.divisor, copied.syncs, copied.shards = self.divisor, self.syncs, self.shards
-        return {name: value for name, value in vars(copied).items() if name != "gradients"}
+        state = {name: value for name, value in vars(self).items() if name != "gradients"}
+        return {**state, "_attached": [], "_depth": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, gradients=GradientBuckets([]))
+        vars(self).update(state, gradients=GradientBuckets([], self, self.around))
         register_owner(self)
 
     @property
@@ -206,6 +199,10 @@ class Replicas:
         """Whether this rank keeps gradients for a later reduction."""
         return any(bucket.kept for bucket in self.gradients.buckets)
 
+    def drop_kept(self) -> None:
+        for bucket in self.gradients.buckets:
+            bucket.drop_kept()
+
     def held(self) -> Iterable[Tensor]:
         """The parameters that it replicates, or their shards."""
         return [*self._parameters(self.module)]
@@ -213,13 +210,9 @@ class Replicas:
     def give_back(self) -> None:
         """Have the module hold whole parameters without hooks."""
         self.gradients.remove()
-        self.gradients, self._attached = GradientBuckets([]), []
+        self.gradients, self._attached = GradientBuckets([], self, self.around), []
         if self.shards:
-            sharded = [replica.sharded for replica in self.shards.replicas]
-            for parameter in sharded:
-                parameter.adopt()
-            for parameter, param in zip(sharded, whole_parameters(sharded), strict=True):
-                parameter.put(param)
+            make_whole([replica.sharded for replica in self.shards.replicas])
 
     def take(self) -> None:
         """Replicate the parameters that the module holds now."""
@@ -266,14 +259,12 @@ class Replicas:
         """
         held = self._parameters(module)
         trained: list[Any] = self.shards.trained(held) if self.shards else [p for p in held if p.requires_grad]
-        leaves = [replica.leaf for replica in trained] if self.shards else trained
-        optimized = [replica.held for replica in trained] if self.shards else trained
-        attached = [(*pair, pair[0].dtype, pair[0].device) for pair in zip(leaves, optimized, strict=True)]
-        if len(attached) == len(self._attached) and all(
-            one[0] is other[0] and one[1] is other[1] and one[2:] == other[2:]
-            for one, other in zip(attached, self._attached, strict=True)
-        ):
+        pairs = [(one.leaf, one.held) if self.shards else (one, one) for one in trained]
+        attached = [(id(leaf), id(held), leaf.dtype, leaf.device) for leaf, held in pairs]  # the buckets hold both
+        if attached == self._attached:
             return
+        for bucket in self.gradients.buckets:
+            bucket.check_kept()
         if self.keeps_gradients:
             raise StyleError(
                 "replicate: the trained parameters are not those of the last backward, whose gradients this rank keeps "
@@ -281,18 +272,13 @@ class Replicas:
             )
         if self.shards is None:
             self.check(module)
-            trained = [ReplicatedParameter.of(leaf, self.axes, self.dtype) for leaf in leaves]
+            trained = [ReplicatedParameter.of(leaf, self.axes, self.dtype) for leaf, _ in pairs]
         self.gradients.remove()
-        self.gradients, self._attached = GradientBuckets(self._buckets(trained), self._around), attached
+        self.gradients, self._attached = GradientBuckets(self._buckets(trained), self, self.around), attached
 
     def _buckets(self, trained: Sequence[Replica]) -> list[Bucket]:
         """Parameters in reverse order, in groups of at most `bucket_bytes`, or one alone."""
-
-        def size(parameter: Replica) -> int:
-            local: Any = local_shard(parameter.leaf) if isinstance(parameter.leaf, DTensor) else parameter.leaf
-            return parameter.reduced.dtype.itemsize * int(local.numel())
-
-        groups = in_groups(reversed(trained), size, self._bucket_bytes)
+        groups = in_groups(reversed(trained), lambda one: local_bytes(reduced_of(one).partial), self._bucket_bytes)
         return [Bucket(f"bucket {i}", group, self.axes) for i, group in enumerate(groups)]
 
     def before(self, module: nn.Module, args: Any) -> None:
@@ -305,9 +291,6 @@ class Replicas:
         if self.shards:
             self.shards.gather()
         self.attach(module)
-        self.gradients.syncs = self.syncs
-        for bucket in self.gradients.buckets:
-            bucket.divisor = self.divisor
         if self.shards:
             self.shards.show(True)
 
@@ -316,48 +299,27 @@ class Replicas:
         if is_compiling():
             return
         self._depth -= 1
-        self._around(self.gradients.running)
+        self.around(self.gradients.running)
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 self.gradients.watch(tensor)
 
-    def _around(self, running: bool) -> None:
+    def around(self, running: bool) -> None:
         """Have modules see replicas in forwards and in backward passes, which may run forwards again."""
         if self.shards:
             self.shards.show(running or self._depth > 0)
 
 
-class ReplicateModule:
+class ReplicateModule(ReducingModule):
     """What `replicate` adds to a module's class: control over the reduction of gradients, as torch names it."""
 
     def extra_repr(self) -> str:
         """What the module shows of itself when it is printed."""
-        module: Any = super()
-        return ", ".join(filter(None, [module.extra_repr(), "replicate"]))
+        return ", ".join(filter(None, [super().extra_repr(), "replicate"]))
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients; those of passes that do not are kept and reduced with the next."""
-        for state in _states(self, recurse):
-            state.syncs = state.gradients.syncs = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A block in which backward reduces no gradients: they are kept, and reduced with the next."""
-        states = _states(self, recurse=True)
-        before = [state.syncs for state in states]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for state, syncs in zip(states, before, strict=True):
-                state.syncs = state.gradients.syncs = syncs
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, also those that are kept for a pass that reduces."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the module's class
-        for state in _states(self, recurse=True):
-            for bucket in state.gradients.buckets:
-                bucket.kept = {}
+    def _reducers(self, recurse: bool = True) -> list[Replicas]:
+        owners = self.modules() if recurse else [self]
+        return [vars(owner)[_STATE] for owner in owners if _STATE in vars(owner)]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set what summed gradients are divided by: the number of ranks on the data axes by default.
@@ -365,12 +327,5 @@ class ReplicateModule:
         With batches of different sizes, let every rank divide its summed loss by the size of the global batch, and set
         1 here.
         """
-        for state in _states(self, recurse=True):
+        for state in self._reducers():
             state.divisor = float(factor)
-            for bucket in state.gradients.buckets:
-                bucket.divisor = float(factor)
-
-
-def _states(module: Any, recurse: bool) -> list[Replicas]:
-    owners = module.modules() if recurse else [module]
-    return [vars(owner)[_STATE] for owner in owners if _STATE in vars(owner)]

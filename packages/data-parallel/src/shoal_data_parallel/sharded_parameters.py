@@ -53,6 +53,13 @@ class DataAxes:
     mesh: DeviceMesh
     sharded: int = 1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, DeviceMesh):
+            raise LayoutError(
+                f"expected a shoal_mesh.DeviceMesh of the data axes, got {type(self.mesh).__name__}; "
+                "shoal_dtensor.interop converts torch's"
+            )
+
     @property
     def ranks_of_shards(self) -> int:
         """Over how many ranks a parameter is sharded."""
@@ -84,6 +91,11 @@ class ShardedParameter:
     inner: Spec | None
     reduced: Spec
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy()  # an immutable value
+
+    @property
+    def partial(self) -> Spec:
+        """The layout of gradients before their reduction over the data axes."""
+        return _partial_over_data(self.reduced, self.inner.placements if self.inner is not None else ())
 
     def version(self) -> tuple[object, ...]:
         """A value that changes when the parameter is written to, as a DTensor or by its shard, or gets other data."""
@@ -144,19 +156,8 @@ class ShardedParameter:
         Args:
             grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
         """
-        dtype = self.reduced.dtype
-        own = self.inner.placements if self.inner is not None else ()
-        if grad is None:
-            device = self.gathered.mesh.device_type
-            grad = torch.zeros(self.gathered.local_shape, dtype=dtype, device=device)
-        elif isinstance(grad, DTensor):
-            own, grad = grad.placements, local_shard(grad)
-        elif grad.is_sparse:
-            raise LayoutError(
-                f"the gradient of a parameter of shape {tuple(self.leaf.shape)} is sparse; gradients are averaged "
-                "dense: make the embedding with sparse=False, or pass its weight in ignored_params"
-            )
-        return grad.to(dtype).contiguous(), _partial_over_data(self.reduced, own)
+        spec = _partial_over_data(self.reduced, grad.placements) if isinstance(grad, DTensor) else self.partial
+        return local_gradient(grad, spec, self.gathered.mesh.device_type), spec
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's, through its hooks if it has some."""
@@ -169,6 +170,23 @@ class ShardedParameter:
             leaf.grad = grad
         else:
             leaf.grad += grad
+
+
+def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) -> Tensor:
+    """A gradient's local tensor, dense and contiguous, in the dtype of its reduction; None counts as zeros."""
+    if grad is None:
+        return torch.zeros(spec.local_shape, dtype=spec.dtype, device=device)
+    if grad.is_sparse:
+        raise LayoutError(
+            f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: make "
+            "the embedding with sparse=False, or pass its weight in ignored_params"
+        )
+    return (local_shard(grad) if isinstance(grad, DTensor) else grad).to(spec.dtype).contiguous()
+
+
+def local_bytes(spec: Spec) -> int:
+    """Size of this rank's tensor."""
+    return spec.dtype.itemsize * spec.local_shape.numel()
 
 
 def check_plain_tensors(name: str, params: Iterable[Tensor]) -> None:
@@ -258,8 +276,10 @@ def shards_of(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Parameter]:
-    """The parameters as they were before data axes sharded them, with their gradients: one collective for all."""
+def make_whole(parameters: Sequence[ShardedParameter]) -> None:
+    """Have the modules hold the parameters as before data axes sharded them, with gradients: one collective for all."""
+    for parameter in parameters:
+        parameter.adopt()
     moving = [(p, t) for p in parameters for t in (p.leaf, p.leaf.grad) if t is not None and not t.is_meta]
     moves = [(p.resting.with_(dtype=t.dtype), p.gathered.with_(dtype=t.dtype)) for p, t in moving]
     shards = [local_shard(t).detach().to(p.gathered.mesh.device_type) for p, t in moving]  # type: ignore[arg-type]  # DTensors
@@ -271,7 +291,6 @@ def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Paramete
         local = torch.empty(spec.local_shape, dtype=tensor.dtype, device="meta") if tensor.is_meta else next(arrived)
         return local if parameter.inner is None else DTensor(local, parameter.inner.with_(dtype=tensor.dtype))
 
-    found = []
     for parameter in parameters:
         leaf = parameter.leaf
         param = nn.Parameter(whole(parameter, leaf), requires_grad=leaf.requires_grad)
@@ -281,8 +300,7 @@ def whole_parameters(parameters: Sequence[ShardedParameter]) -> list[nn.Paramete
         else:
             vars(param).update(vars(leaf))
             note_replaced(leaf)
-        found.append(param)
-    return found
+        parameter.put(param)
 
 
 @lru_cache(maxsize=1024)

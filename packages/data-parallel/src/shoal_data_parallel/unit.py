@@ -10,7 +10,7 @@ May import: _torch, reduction, sharded_parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shoal_dtensor.errors import StyleError
-from shoal_dtensor.internal import ShardsInFlight, local_shard, redistribute_shards
+from shoal_dtensor.internal import ShardsInFlight, redistribute_shards
 from shoal_mesh import purpose
 
 from ._torch import preserving_versions
@@ -30,6 +30,7 @@ from .sharded_parameters import DataAxes, ShardedParameter, shards_of
 Versions = list[tuple[object, ...]]
 
 
+@dataclass(slots=True, eq=False)
 class Gathered:
     """The gathered parameters of a unit, from a forward to its backward.
 
@@ -40,14 +41,11 @@ class Gathered:
         filled: whether the tensors have memory.
     """
 
-    __slots__ = ("_written", "filled", "tensors", "versions", "views")
-
-    def __init__(self, versions: Versions) -> None:
-        self.tensors: list[Tensor] = []
-        self.versions: Versions = versions
-        self.filled: bool = False
-        self.views: list[Tensor] = []
-        self._written: list[int] = []
+    versions: Versions
+    tensors: list[Tensor] = field(default_factory=list)
+    views: list[Tensor] = field(default_factory=list)
+    filled: bool = False
+    _written: Sequence[int] = ()
 
     def free(self) -> None:
         """Give the memory back; the tensors stay, for autograd's graph holds them."""
@@ -104,9 +102,7 @@ class Unit(Group):
         parameters: the parameters; `trained` the indices of those that required gradients in the last forward.
         receive: takes the gradients in backward; set by the owner.
         frees: whether the gathered parameters are freed between forward and backward.
-        syncs: whether backward reduces gradients; otherwise this rank keeps them for the next backward that does.
         stands_in: whether `torch.autograd.grad` gets zeros while gradients are kept, for a pipeline stage.
-        spoiled: whether a backward that added to the kept gradients was not finished.
         current: the gathered parameters; None before the first forward.
         used: the last forward.
         open: the forwards whose backward is running.
@@ -123,9 +119,8 @@ class Unit(Group):
         super().__init__(name, axes)
         self.parameters = parameters
         self.trained: list[int] = self._trained()
-        self.frees = self.syncs = True
+        self.frees = True
         self.stands_in = False
-        self.spoiled = False
         self.current: Gathered | None = None
         self.used: Forward | None = None
         self.open: set[Forward] = set()
@@ -146,26 +141,8 @@ class Unit(Group):
         self.current, self.used, self._coming, self.trained = None, None, None, self._trained()
         self.show()
 
-    def check_kept(self) -> None:
-        """Refuse to use kept gradients to which a backward that raised has added.
-
-        Raises:
-            StyleError: if there may be some.
-        """
-        if self.spoiled:
-            raise StyleError(
-                f"fully_shard: a backward that added to kept gradients of {self.name!r} raised, so some kept ones are "
-                "of that backward. Drop them with the outermost module's zero_grad(), and begin the step again"
-            )
-
     def _trained(self) -> list[int]:
         return [i for i, p in enumerate(self.parameters) if p.leaf.requires_grad or i in self.kept]
-
-    @property
-    def on_host(self) -> bool:
-        """Whether leaves are in memory of the host, and their gradients are computed elsewhere."""
-        held = (local_shard(self.parameters[i].leaf) for i in self.trained)  # type: ignore[arg-type]  # Parameters that hold DTensors
-        return self.axes.mesh.device_type != "cpu" and any(shard.is_cpu for shard in held)
 
     # --- gathering ----------------------------------------------------------------------------------------------------
 

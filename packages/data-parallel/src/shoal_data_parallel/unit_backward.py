@@ -74,15 +74,11 @@ class UnitBackward:
     def arrive(self, forward: Forward, i: int, grad: Tensor | None) -> bool:
         """Add the gradient of a parameter to the kept one, if it stays or is reduced with that; whether it was."""
         unit, (routes, _, stays) = forward.unit, self._routes_of(forward)
-        # In place: what a pass that fails could give back would be held for all units until it is over.
         adds = stays or (unit.kept and {*routes.values()} == {"accumulate"})
         if grad is None or routes[i] == "unused" or not adds:
             return False
-        unit.spoiled = True  # until the pass is finished
         self._adds.add(unit)
-        local, _ = unit.parameters[i].gradient(grad)
-        # A copy: autograd may hand one tensor to several parameters, and it is added to in place.
-        unit.kept[i] = unit.kept[i].add_(local) if i in unit.kept else local.clone()
+        unit.add_to_kept(i, grad)
         return True
 
     def receive(self, forward: Forward, grads: Sequence[Tensor | None]) -> list[Any]:
@@ -104,8 +100,7 @@ class UnitBackward:
         for reduction in self._reductions[-2:]:
             reduction.go_on()
         # torch.autograd.grad gets the gradients of this pass alone
-        given_back = unit not in self._adds
-        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured, gives_back=given_back))
+        self._reductions.append(GroupReduction(unit, wanted, returned, with_kept=not captured))
         given: dict[int, Any] = dict.fromkeys(forward.trained)
         for i, grad in arrived(self._reductions[-1:])[0].items() if returned else ():
             if i in returned:
@@ -120,6 +115,8 @@ class UnitBackward:
             # A rank on which none of a unit's parameters was used takes part in the reduction all the same.
             late = unit in self._expected or (unit.kept and not self._captures)
             if unit.syncs and unit.trained and late and unit not in reduced:
+                if unit not in self._adds:
+                    unit.check_kept()
                 self._reductions.append(GroupReduction(unit, {}))
         deliver(self._reductions)
         self._reductions.clear()

@@ -32,6 +32,7 @@ from data_parallel_model import (
 )
 from shoal_data_parallel import replicate
 from shoal_dtensor import DTensor, distribute_tensor, get_state_dict, set_state_dict
+from shoal_dtensor.errors import StyleError
 from shoal_mesh import CommDebugMode, DeviceMesh
 from shoal_mesh.testing import counts
 
@@ -209,24 +210,27 @@ def replicas_are_filled(plain: Any, model: Any, mesh: DeviceMesh) -> None:
 
 
 def replicas_outlive_a_fault(plain: Any, model: Any, mesh: DeviceMesh, kept: bool) -> None:
-    """A backward that raises leaves gradients as they were."""
+    """A backward that raises leaves gradients as they were; kept ones, to which it has added, have to be dropped."""
     held = list(model.parameters())
-    before: list[Any] = []
-    for step in range(2):
-        tokens, targets = batch(step)
+    batches = [batch(0), batch(1)]
+    for tokens, targets in batches:
         loss_of(plain, tokens, targets).backward()
-        if step == 1:
-            with raising(model.blocks[0], "backward"), pytest.raises(Fault, match="backward"):
-                loss_of(model, *own(mesh, tokens, targets)).backward()
-            for parameter, grad in zip(model.parameters(), before, strict=True):
-                assert parameter.grad is grad[0]
-                assert grad[0] is None or torch.equal(grad[0].detach(), grad[1])
-            assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
-            model.set_requires_gradient_sync(True)
-        elif kept:
-            model.set_requires_gradient_sync(False)
-        loss_of(model, *own(mesh, tokens, targets)).backward()
-        before = [(p.grad, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    model.set_requires_gradient_sync(not kept)
+    loss_of(model, *own(mesh, *batches[0])).backward()
+    before: list[Any] = [(p.grad, None if p.grad is None else p.grad.detach().clone()) for p in held]
+    with raising(model.blocks[0], "backward"), pytest.raises(Fault, match="backward"):
+        loss_of(model, *own(mesh, *batches[1])).backward()
+    for parameter, (grad, value) in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is grad
+        assert grad is None or torch.equal(grad.detach(), value)
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    if kept:
+        with pytest.raises(StyleError, match="added to kept gradients"):
+            loss_of(model, *own(mesh, *batches[1])).backward()
+        model.zero_grad()
+        loss_of(model, *own(mesh, *batches[0])).backward()
+    model.set_requires_gradient_sync(True)
+    loss_of(model, *own(mesh, *batches[1])).backward()
     same_gradients(plain, model)
 
 
