@@ -79,7 +79,7 @@ class ReplicatedParameter:
         return [handle]
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient and its layout before the reduction; None counts as zeros."""
+        """The local gradient, and its layout and dtype before the reduction; None counts as zeros."""
         return local_gradient(grad, self.partial, self.leaf.device), self.partial
 
     def check_hooks(self) -> None:
@@ -128,13 +128,13 @@ class Bucket(Group):
 
     def keep(self, i: int) -> None:
         """Keep the gradient that autograd has accumulated, in one tensor with what is kept already."""
-        grad = self.take(i)
-        if grad is None:
+        if (grad := self.take(i)) is None:
             return
         if i in self.kept:
             self.add_to_kept(i, grad)
         else:
-            self.kept[i] = self.parameters[i].gradient(grad)
+            local, spec = self.parameters[i].gradient(grad)
+            self.kept[i] = local.to(spec.dtype).contiguous(), spec
 
 
 class GradientBuckets:

@@ -39,7 +39,7 @@ class ReducedParameter(Protocol):
     def reduced(self) -> Spec: ...
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient and its layout before the reduction; None counts as zeros."""
+        """The local gradient, and its layout and dtype before the reduction; None counts as zeros."""
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced local gradient to the leaf's."""
@@ -94,7 +94,7 @@ class Group(Reducer):
             kept, layout = self.kept[i]
             kept.add_(*_converted([local], [spec], [layout]))
         else:  # a copy: autograd may hand one tensor to several parameters
-            self.kept[i] = local.clone(), spec
+            self.kept[i] = local.to(spec.dtype, copy=True).contiguous(), spec
 
     def check_kept(self) -> None:
         """Refuse to use kept gradients to which a backward that raised has added.
@@ -178,7 +178,7 @@ class GroupReduction:
             local, spec = group.parameters[i].gradient(grad) if grad is not None or before is None else before
             if grad is not None and before is not None:
                 local, spec = before[0].add(*_converted([local], [spec], [before[1]])), before[1]
-            shards.append(local)
+            shards.append(local.to(spec.dtype).contiguous())
             specs.append(spec)
         self._own: list[bool] = own
         partial = [group.parameters[i].partial for i in group.trained]

@@ -151,7 +151,7 @@ class ShardedParameter:
             self.reduced = self.reduced.with_(dtype=reduced)
 
     def gradient(self, grad: Tensor | None) -> tuple[Tensor, Spec]:
-        """The local gradient of what modules saw, in the dtype of the reduction, and its layout on all axes.
+        """The local gradient of what modules saw, and its layout on all axes, in the dtype of the reduction.
 
         Args:
             grad: plain, or a DTensor on the axes of the styles; None counts as zeros.
@@ -173,7 +173,7 @@ class ShardedParameter:
 
 
 def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) -> Tensor:
-    """A gradient's local tensor, dense and contiguous, in the dtype of its reduction; None counts as zeros."""
+    """A gradient's local tensor, which is dense; None counts as zeros."""
     if grad is None:
         return torch.zeros(spec.local_shape, dtype=spec.dtype, device=device)
     if grad.is_sparse:
@@ -181,7 +181,7 @@ def local_gradient(grad: Tensor | None, spec: Spec, device: str | torch.device) 
             f"the gradient of a parameter of shape {tuple(grad.shape)} is sparse; gradients are averaged dense: make "
             "the embedding with sparse=False, or pass its weight in ignored_params"
         )
-    return (local_shard(grad) if isinstance(grad, DTensor) else grad).to(spec.dtype).contiguous()
+    return local_shard(grad) if isinstance(grad, DTensor) else grad
 
 
 def local_bytes(spec: Spec) -> int:
