@@ -359,7 +359,7 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """All benchmarks, or those named after `--`; reports in out/bench."""
+    """All benchmarks, or those named after `--`; reports in out/bench, and one table of what users run."""
     install(session, *STACK)
     session.install("--no-deps", *BESIDE_HF, "torchtitan==0.2.2")  # rivals
     named = [arg for arg in session.posargs if not arg.startswith("-")]
@@ -371,6 +371,7 @@ def bench(session: nox.Session) -> None:
             session.run("python", f"benchmarks/{script}.py", *flags, env=RANKS_ENV)
         except CommandFailed:  # a script that missed a bar keeps none of the others from running
             missed.append(script)
+    session.run("python", "benchmarks/_table.py")
     if missed:
         session.error(f"failed, or missed a bar: {', '.join(missed)}")
 

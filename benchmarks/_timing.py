@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -97,6 +97,34 @@ def report(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -
     kept = {"machine": machine(), "header": list(header), "rows": [list(row) for row in rows]}
     path.write_text(json.dumps(kept, indent=1))
     return path
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table of all benchmarks: what somebody trains or serves, at the size at which they do.
+
+    Attributes:
+        what: it, with its size.
+        unit: of the figures, of which less is better.
+        shoal, by_hand, torch, jax: the figures; None where there is no such rival.
+    """
+
+    what: str
+    unit: str
+    shoal: float
+    by_hand: float | None = None
+    torch: float | None = None
+    jax: float | None = None
+
+
+CASES = ROOT / "out" / "bench" / "cases"
+
+
+def keep_cases(name: str, cases: Sequence[Case]) -> None:
+    """Keep a script's rows of the table of all benchmarks, for `_table.py`."""
+    CASES.mkdir(parents=True, exist_ok=True)
+    kept = {"machine": machine(), "cases": [asdict(case) for case in cases]}
+    (CASES / f"{name}.json").write_text(json.dumps(kept, indent=1))
 
 
 def machine() -> str:

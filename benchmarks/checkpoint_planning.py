@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _timing import report
+from _timing import Case, keep_cases, report
 
 import shoal_dtensor
 import shoal_mesh
@@ -83,6 +83,8 @@ def main() -> None:
         for i, what in enumerate(("local, all ranks", "global"))
     ]
     report("checkpoint_planning", ["plan of 64 ranks", "torch (ms)", "shoal (ms)", "shoal/torch"], rows)
+    plans = [Case(f"checkpoint of 64 ranks: plan, {what}", "ms", ms, torch=torchs) for what, torchs, ms, _ in rows]
+    keep_cases("checkpoint_planning", plans)
     over = [what for what, *_, ratio in rows if ratio > BAR]
     print(f"bar: {BAR} x torch each: {'met' if not over else 'MISSED by ' + ', '.join(over)}")
 

@@ -23,7 +23,7 @@ from torch.autograd import Function
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tp_modules
-from _timing import report
+from _timing import Case, keep_cases, report
 from tp_modules import WORLD, candidates, forward, step
 
 from shoal_mesh.testing import fake_world
@@ -105,6 +105,11 @@ def main() -> None:
                     found.append((backend, row, dim, *us.values(), us["shoal"] / us["by hand"]))
     columns = ["backend", "row", "features", "by hand (us)", "torch (us)", "shoal (us)", "shoal/hand"]
     report("compile", columns, found)
+    large = [case for case in found if case[2] == COMPUTE[0] and case[0] == "inductor"]
+    keep_cases("compile", [
+        Case(f"compiled {row}, width {dim}", "us", ours, by_hand=hand, torch=torchs)
+        for _, row, dim, hand, torchs, ours, _ in large
+    ])  # fmt: skip
     missed = [f"{backend} {row}" for backend, row, dim, *_, ratio in found if dim == COMPUTE[0] and ratio > BAR]
     print(f"bar of {BAR} at {COMPUTE[0]} features: {'met' if not missed else 'MISSED: ' + ', '.join(missed)}")
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as torch_mesh
 import torch.distributed.tensor.parallel as torch_tp
 from _hand_fsdp import HandSharded
+from _timing import Case, keep_cases
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -315,6 +316,19 @@ def show(title: str, size: str, found: dict[str, dict[str, Any]]) -> list[str]:
     return missed
 
 
+def cases(title: str, figures: dict[str, Any]) -> list[Case]:
+    """Time and memory of a step at the large size."""
+    found = figures.get(f"{title}, compute")
+    if found is None:
+        return []
+    times = {name: min(row["seconds"]) * 1e3 for name, row in found.items() if "seconds" in row}
+    what = f"step of {title}, width {SIZES['compute'][0]}"
+    return [
+        Case(what, "ms", times["shoal"], times.get("by hand"), times["torch"]),
+        Case(f"{what}: peak", "MiB", found["shoal"]["peak"] / MIB, torch=found["torch"]["peak"] / MIB),
+    ]
+
+
 def main() -> None:
     """Print every size and layout; exit with 1 if shoal is over a bar."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -335,6 +349,8 @@ def main() -> None:
         if options.trace:
             break
     rank_pool(4).close()
+    if figures:
+        keep_cases("data_parallel", [case for title in LAYOUTS for case in cases(title, figures)])
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)

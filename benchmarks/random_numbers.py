@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _timing import race, report
+from _timing import Case, keep_cases, race, report
 
 from shoal_dtensor import DTensor, Replicate, Shard, Spec, distribute_tensor
 from shoal_dtensor.rng.draw import draw
@@ -85,6 +85,9 @@ def cost() -> None:
     timings = race(works(), rounds=5, warmup=1)
     local = timings["torch, the part alone"].best
     rows = [[name, t.best * 1e3, t.best / local, peak(name)] for name, t in timings.items()]
+    ours = timings[f"shoal single_device, {Shard(0)}"].best * 1e3
+    whole = timings["torch, the whole, then the part"].best * 1e3  # the same numbers by hand
+    keep_cases("random_numbers", [Case(f"randn {SHAPE}, a quarter of its rows", "ms", ours, by_hand=whole)])
     report("random", ["randn (4096, 4096), 4 ways", "ms", "x local draw", "peak MiB"], rows)
 
 

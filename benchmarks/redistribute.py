@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _timing import race, report
+from _timing import Case, keep_cases, race, report
 from _torch_plans import price, to_torch, torch_meshes, torch_steps
 
 from shoal_dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -218,6 +218,10 @@ def on_real_ranks() -> None:
             slowest["shoal s"] * 1e3, slowest["torch s"] * 1e3, slowest["torch s"] / slowest["shoal s"],
             slowest["shoal MiB"], slowest["torch MiB"],
         ])  # fmt: skip
+    keep_cases("redistribute", [
+        Case(f"redistribute 64 MiB on {mesh}, {move}", "ms", ours, torch=torchs)
+        for mesh, move, ours, torchs, *_ in rows
+    ])  # fmt: skip
     header = ["mesh", "64 MiB", "shoal ms", "torch ms", "torch/shoal", "shoal peak MiB", "torch peak MiB"]
     report("redistribute_real", header, rows)
     right = {name: all(rank[1][name] for rank in measured) for name in measured[0][1]}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from _timing import report
+from _timing import Case, keep_cases, report
 
 import shoal_dtensor
 import shoal_mesh
@@ -85,6 +85,10 @@ def main(ranks: tuple[int, ...]) -> None:
             rows.append((name, size, torchs[name], ms, ms / torchs[name], ms / first.setdefault(name, ms)))
     rows.sort(key=lambda row: list(first).index(row[0]))
     report("scale", ["first", "ranks", "torch (ms)", "shoal (ms)", "shoal/torch", f"of {ranks[0]} ranks"], rows)
+    keep_cases("scale", [
+        Case(f"first {name} on {size} ranks", "ms", ours, torch=theirs)
+        for name, size, theirs, ours, *_ in rows if size == 1024 and name in ("mesh", "mm", "P->R")
+    ])  # fmt: skip
     mesh = [row[4] for row in rows if row[0] == "mesh" and row[1] == max(ranks)]
     growth = max(row[5] for row in rows if row[0] not in GLOBAL)
     print(f"bar: a mesh of {max(ranks)} in half of torch's time: {'met' if mesh[0] <= 0.5 else 'MISSED'}")

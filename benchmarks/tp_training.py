@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.distributed.device_mesh as torch_mesh
 import torch.distributed.tensor as torch_dtensor
 import torch.distributed.tensor.parallel as torch_tp
+from _timing import Case, keep_cases
 from torch import Tensor, nn
 from tp_modules import Block, block_plan, hand_block
 
@@ -242,6 +243,18 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         print(f"  {name:11} " + "".join(f"{value:11.2f}" for value in (*times, sum(times))))
 
 
+def cases(title: str, found: dict[str, Any]) -> list[Case]:
+    """Time and memory of a step."""
+    dim, _, _, layers, batch, length, _ = SIZES["compute"]
+    what = f"tensor-parallel step, width {dim}, {layers} blocks, {title.split(', ')[1]}"
+    ms = {name: batch * length / max(row["rates"]) * 1e3 for name, row in found.items()}
+    peaks = {name: row["peak"] / 2**20 for name, row in found.items()}
+    return [
+        Case(what, "ms", ms["shoal"], ms["by hand"], ms["torch"]),
+        Case(f"{what}: peak", "MiB", peaks["shoal"], peaks["by hand"], peaks["torch"]),
+    ]
+
+
 def main() -> None:
     """Print every size for every number of ranks; exit with 1 if shoal is below its bar, or below torch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -262,6 +275,8 @@ def main() -> None:
             if ratio(found, "shoal", "by hand")[0] < BAR or ratio(found, "shoal", "torch")[0] <= 1:
                 missed.append(title)
         rank_pool(ranks).close()
+    large = {title: found for title, found in figures.items() if title.startswith("compute")}
+    keep_cases("tp_training", [case for title, found in large.items() for case in cases(title, found)])
     if options.json:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)
