@@ -44,19 +44,17 @@ def loss(call: OpCall) -> Iterator[Row]:
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
 
 
-def _loss_axes(local_call: LocalCall) -> tuple[int, ...]:
-    """The axes that shard what a mean is over; none without a mean."""
-    if local_call.call["reduction"] != MEAN:
-        return ()
-    return tuple(sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)}))
-
-
 def _loss(local_call: LocalCall) -> LocalFunction | None:
     """The operator itself over even shards; else mean below = sum over shards of (this shard's sum / global count).
 
     Of a gradient the one of the sum / global count.
     """
-    call, axes = local_call.call, _loss_axes(local_call)
+    call = local_call.call
+    axes = (
+        sorted({axis for spec in local_call.inputs for axis in sharding_axes(spec)})
+        if call["reduction"] == MEAN
+        else []
+    )
     is_gradient, has_samples = "grad_output" in call.places, "multi" in call.op.__name__
     if all((axis, "avg") in local_call.outputs[0].partials for axis in axes):
         return None
@@ -64,7 +62,7 @@ def _loss(local_call: LocalCall) -> LocalFunction | None:
     by_dim = zip_longest(*[reversed(meta.shape) for meta in call.tensors], fillvalue=1)
     count = prod(next((n for n in sizes if n != 1), 1) for sizes in by_dim)
     count = call["self"].shape[0] if has_samples else count
-    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, axes)
+    finish = (lambda part: part) if is_gradient else mean_of_sums(local_call, tuple(axes))
     has_nothing, sum_of = 0 in local_call["self"].local_shape, with_arguments(call, reduction=SUM)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -103,17 +101,24 @@ def nll_loss(call: OpCall) -> Iterator[Row]:
     """Batch and spatial dims, then classes; the total weight of the targets is all-reduced where it is returned.
 
     With sharded classes the losses are all-reduced too: as partial sums they would read as other losses by `to_local`.
+    Of the gradient each rank has the part for its scores.
     """
     classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
+    is_gradient = "grad_output" in call.places
     traffic = all_reduce_traffic(source.dtype.itemsize) if reduces or source.ndim == 1 else None
     both = all_reduce_traffic(bytes_of(*call.outputs))
     for d in range(source.ndim):
+        target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
         if d == classes:
-            yield call.row(self=S(d), weight=S(0), out0=R, traffic=both, ordered=True)
+            result, summed = (S(d), None) if is_gradient else (R, both)
+            yield call.row(self=S(d), weight=S(0), out0=result, traffic=summed, ordered=True)
+        elif is_gradient:
+            yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
         else:
-            target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
             row = call.row(self=S(d), target=target, out0=P("sum") if reduces else target, traffic=traffic)
             yield from mean_rows(call, row) if call["reduction"] == MEAN else (row,)
+    if is_gradient:
+        yield from call.linear("grad_output")
 
 
 def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
@@ -152,17 +157,6 @@ def _nll_loss(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(call, run)
 
 
-def nll_loss_backward(call: OpCall) -> Iterator[Row]:
-    classes, source, reduces = _class_dim(call), call["self"], call["reduction"] != NONE
-    for d in range(source.ndim):
-        if d == classes:
-            yield call.row(self=S(d), weight=S(0), out=S(d), ordered=True)
-        else:
-            target = S(d - (d > classes))  # (N, C, H) scores have (N, H) targets
-            yield call.row(grad_output=R if reduces else target, self=S(d), target=target, out=S(d))
-    yield from call.linear("grad_output")
-
-
 def _nll_loss_backward(local_call: LocalCall) -> LocalFunction | None:
     """With sharded classes: the gradient of the targets whose class this rank has."""
     call = local_call.call
@@ -194,7 +188,7 @@ LOSS: Table = family(
         "mse_loss_backward smooth_l1_loss_backward huber_loss_backward": _LOSS_BACKWARD,
         "soft_margin_loss_backward binary_cross_entropy_backward": _LOSS_BACKWARD,
         "nll_loss_forward nll_loss2d_forward": Rule(nll_loss, _nll_loss, sizes=()),
-        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss_backward, _nll_loss_backward, sizes=()),
+        "nll_loss_backward nll_loss2d_backward": Rule(nll_loss, _nll_loss_backward, sizes=()),
     },
     unordered=True,
 ) | family(

@@ -7,7 +7,7 @@ Gradients of weight and bias are partial sums where what they are summed over is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -28,53 +28,41 @@ def _sums(*statistics: TensorMeta) -> Traffic:
     return all_reduce_traffic(bytes_of(*statistics))
 
 
-def _free(call: OpCall) -> int:
-    """How many leading dims a layer norm does not normalise."""
-    return len(call["input"].shape) - len(call["normalized_shape"])
+def _shardings(call: OpCall) -> Iterator[tuple[S, Entry, Entry]]:
+    """Of a layer or group norm, for every dim of the input: its entry, that of weight and bias, that of the statistics.
+
+    Statistics over the dim are replicated, and so are weight and bias that lack it.
+    """
+    ndim = call["input"].ndim
+    if "normalized_shape" in call.bound:
+        free = ndim - len(call["normalized_shape"])
+        yield from ((S(d), R, S(d)) for d in range(free))
+        yield from ((S(d), S(d - free), R) for d in range(free, ndim))
+    else:
+        unit = call["C"] // call["group"]  # 6 channels in 3 groups of 2 are 3 steps: a rank has 2, 4 or 6 channels
+        yield S(0), R, S(0)
+        yield S(1, unit), S(0, unit), S(1)
+        yield from ((S(d), R, R) for d in range(SPATIAL, ndim))
 
 
-def _parameters(call: OpCall, dim: int) -> dict[str, Any]:
+def _parameters(call: OpCall, entry: Entry) -> dict[str, Any]:
     """Entries of those of weight and bias that the operator has."""
-    return {name: S(dim) for name in ("weight", "bias") if name in call.places}
+    return {name: entry for name in ("weight", "bias") if name in call.places}
 
 
-def layer_norm(call: OpCall) -> Iterator[Row]:
-    """A free dim with its statistics; a normalised dim with weight and bias, around replicated statistics."""
-    free, traffic = _free(call), _sums(*call.outputs[1:])
-    for d in range(free):
-        yield call.row(input=S(d), out=S(d))
-    for d in range(free, call["input"].ndim):
-        yield call.row(input=S(d), out0=S(d), traffic=traffic, **_parameters(call, d - free))
+def norm(call: OpCall) -> Iterator[Row]:
+    for source, parameters, statistics in _shardings(call):
+        traffic = _sums(*call.outputs[1:]) if statistics is R else None
+        yield call.row(_parameters(call, parameters), input=source, out0=source, out=statistics, traffic=traffic)
 
 
-def layer_norm_backward(call: OpCall) -> Iterator[Row]:
-    free, traffic = _free(call), _sums(call["rstd"], call["rstd"])
-    statistics = [name for name in ("mean", "rstd") if name in call.places]
-    for d in range(free):
-        yield call.row(dict.fromkeys(statistics, S(d)), grad_out=S(d), input=S(d), out0=S(d), out=P("sum"))
-    for d in range(free, call["input"].ndim):
-        rest = _parameters(call, d - free)
-        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=S(d - free), traffic=traffic, **rest)
-    yield from call.linear("grad_out")
-
-
-def group_norm(call: OpCall) -> Iterator[Row]:
-    """6 channels in 3 groups of 2 (`unit`) are sharded as 3 steps: a rank has 2, 4 or 6 channels."""
-    unit = call["C"] // call["group"]
-    yield call.row(input=S(0), out=S(0))
-    yield call.row(input=S(1, unit), weight=S(0, unit), bias=S(0, unit), out0=S(1, unit), out=S(1))
-    for d in range(SPATIAL, call["input"].ndim):
-        yield call.row(input=S(d), out0=S(d), traffic=_sums(*call.outputs[1:]))
-
-
-def group_norm_backward(call: OpCall) -> Iterator[Row]:
-    unit, rstd = call["C"] // call["group"], call["rstd"]
-    yield call.row(grad_out=S(0), input=S(0), mean=S(0), rstd=S(0), out0=S(0), out=P("sum"))
-    yield call.row(
-        grad_out=S(1, unit), input=S(1, unit), mean=S(1), rstd=S(1), weight=S(0, unit), out0=S(1, unit), out=S(0, unit)
-    )
-    for d in range(SPATIAL, call["input"].ndim):
-        yield call.row(grad_out=S(d), input=S(d), out0=S(d), out=P("sum"), traffic=_sums(rstd, rstd))
+def norm_backward(call: OpCall) -> Iterator[Row]:
+    given = [name for name in ("mean", "rstd") if name in call.places]
+    for source, parameters, statistics in _shardings(call):
+        inputs = _parameters(call, parameters) | dict.fromkeys(given, statistics)
+        traffic = _sums(call["rstd"], call["rstd"]) if statistics is R else None
+        summed = P("sum") if parameters is R else parameters
+        yield call.row(inputs, grad_out=source, input=source, out0=source, out=summed, traffic=traffic)
     yield from call.linear("grad_out")
 
 
@@ -159,51 +147,37 @@ class Statistics:
         return x.sum(self.others) if self.others else x
 
 
-def _of_trailing_dims(local_call: LocalCall) -> Statistics | None:
-    spec, free = local_call["input"], _free(local_call.call)
-    dims, local = [*range(free, spec.ndim)], spec.local_shape
-    axes = sharding_axes(spec, dims)
-    return Statistics(spec, axes, prod(spec.shape[free:]), local, dims, local[free:], [*range(free)]) if axes else None
-
-
-def _of_groups(local_call: LocalCall) -> Statistics | None:
-    spec, call = local_call["input"], local_call.call
-    axes = sharding_axes(spec, range(SPATIAL, spec.ndim))
-    if not axes:
-        return None
-    unit, (batch, channels, *rest) = call["C"] // call["group"], spec.local_shape
-    shape, count = (batch, channels // unit, unit * prod(rest)), unit * prod(spec.shape[SPATIAL:])
-    return Statistics(spec, axes, count, shape, [2], _per_channel(spec), _other_dims(spec.ndim))
-
-
-def _of_batch(local_call: LocalCall) -> Statistics | None:
-    spec = local_call["input"]
-    dims = _other_dims(spec.ndim)
+def _statistics(local_call: LocalCall) -> Statistics | None:
+    """The statistics of a call; None if no dim is sharded that they are over."""
+    call, spec = local_call.call, local_call["input"]
+    local, channels = spec.local_shape, _other_dims(spec.ndim)
+    if "normalized_shape" in call.bound:
+        free = spec.ndim - len(call["normalized_shape"])
+        dims, others, parameters = [*range(free, spec.ndim)], [*range(free)], [*local[free:]]
+    elif "group" in call.bound:
+        dims, others, parameters = [*range(SPATIAL, spec.ndim)], channels, [-1, *[1] * (spec.ndim - 2)]
+    else:
+        dims, others, parameters = channels, channels, [-1, *[1] * (spec.ndim - 2)]
     axes, count = sharding_axes(spec, dims), prod(spec.shape[d] for d in dims)
-    if not axes or not _is_training(local_call.call):
+    if not axes or not _is_training(call):
         return None
-    return Statistics(spec, axes, count, spec.local_shape, dims, _per_channel(spec), dims)
+    if "group" not in call.bound:
+        return Statistics(spec, axes, count, local, dims, parameters, others)
+    unit = call["C"] // call["group"]
+    by_group = (local[0], local[1] // unit, unit * prod(local[SPATIAL:]))
+    return Statistics(spec, axes, unit * count, by_group, [2], parameters, others)
 
 
-def _per_channel(spec: Spec) -> list[int]:
-    return [-1, *[1] * (spec.ndim - 2)]
+def _forward(local_call: LocalCall) -> LocalFunction | None:
+    if (statistics := _statistics(local_call)) is not None:
+        return _normalise(local_call, statistics)
+    return _resized(local_call) if "group" in local_call.call.bound else _with_given(local_call)
 
 
-Local = Callable[[LocalCall], LocalFunction | None]
-
-
-def _local(
-    function: Callable[[LocalCall, Statistics], LocalFunction],
-    statistics_of: Callable[[LocalCall], Statistics | None],
-    otherwise: Local = lambda local_call: None,
-) -> Local:
-    """`function` where a dim is sharded that statistics are over, else what `otherwise` returns."""
-
-    def local(local_call: LocalCall) -> LocalFunction | None:
-        statistics = statistics_of(local_call)
-        return otherwise(local_call) if statistics is None else function(local_call, statistics)
-
-    return local
+def _backward(local_call: LocalCall) -> LocalFunction | None:
+    if (statistics := _statistics(local_call)) is not None:
+        return _normalise_backward(local_call, statistics)
+    return _resized(local_call) if "group" in local_call.call.bound else None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -233,20 +207,16 @@ def _normalise(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
         result = result if weight is None else result * weight.reshape(parameters)
         result = result if bias is None else result + bias.reshape(parameters)
         if "momentum" in given:
-            _update(given, made[0], variance, statistics.count)
+            # Running statistics, alike on every rank; those of the variance are unbiased.
+            unbiased = variance * (statistics.count / max(statistics.count - 1, 1))
+            for name, value in (("running_mean", made[0]), ("running_var", unbiased)):
+                if (running := given.get(name)) is not None:
+                    running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
             made.append(x.new_empty(0))  # what some overloads reserve for their gradient
         pairs = zip((result, *made), outputs, strict=False)
         return tuple(t.to(spec.dtype).reshape(spec.local_shape) for t, spec in pairs)
 
     return in_every_form(call, run)
-
-
-def _update(given: dict[str, Any], mean: Tensor, variance: Tensor, count: int) -> None:
-    """Update running statistics, alike on every rank; those of the variance are unbiased."""
-    for name, value in (("running_mean", mean), ("running_var", variance * (count / max(count - 1, 1)))):
-        running: Tensor | None = given.get(name)
-        if running is not None:
-            running.lerp_(value.reshape(-1).to(running.dtype), given["momentum"])
 
 
 def _normalise_backward(local_call: LocalCall, statistics: Statistics) -> LocalFunction:
@@ -299,26 +269,20 @@ def _with_given(local_call: LocalCall) -> LocalFunction | None:
     return in_every_form(local_call.call, run)
 
 
-_LAYER = _local(_normalise, _of_trailing_dims)
-_LAYER_BACKWARD = _local(_normalise_backward, _of_trailing_dims)
-_BATCH = _local(_normalise, _of_batch, _with_given)
-_BATCH_BACKWARD = _local(_normalise_backward, _of_batch)
-_GROUP = _local(_normalise, _of_groups, _resized)
-_GROUP_BACKWARD = _local(_normalise_backward, _of_groups, _resized)
-_SIZES = ("normalized_shape",)
-
 NORMS: Table = family(
     {
-        "native_layer_norm _fused_rms_norm": Rule(layer_norm, _LAYER, skip_empty=True, sizes=_SIZES),
-        "native_layer_norm_backward _fused_rms_norm_backward": Rule(layer_norm_backward, _LAYER_BACKWARD, sizes=_SIZES),
-        "native_batch_norm _native_batch_norm_legit": Rule(batch_norm, _BATCH, skip_empty=True),
-        "_batch_norm_with_update _batch_norm_no_update": Rule(batch_norm, _BATCH, skip_empty=True),
-        "native_batch_norm_backward batch_norm_backward": Rule(batch_norm_backward, _BATCH_BACKWARD, skip_empty=True),
+        "native_layer_norm _fused_rms_norm": Rule(norm, _forward, skip_empty=True, sizes=("normalized_shape",)),
+        "native_layer_norm_backward _fused_rms_norm_backward": Rule(
+            norm_backward, _backward, sizes=("normalized_shape",)
+        ),
+        "native_batch_norm _native_batch_norm_legit": Rule(batch_norm, _forward, skip_empty=True),
+        "_batch_norm_with_update _batch_norm_no_update": Rule(batch_norm, _forward, skip_empty=True),
+        "native_batch_norm_backward batch_norm_backward": Rule(batch_norm_backward, _backward, skip_empty=True),
     },
     unordered=True,
 ) | family(
     {
-        "native_group_norm": Rule(group_norm, _GROUP, skip_empty=True),
-        "native_group_norm_backward": Rule(group_norm_backward, _GROUP_BACKWARD, skip_empty=True),
+        "native_group_norm": Rule(norm, _forward, skip_empty=True),
+        "native_group_norm_backward": Rule(norm_backward, _backward, skip_empty=True),
     }
 )
